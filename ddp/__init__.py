@@ -1,0 +1,1 @@
+"""`ddp`: data-parallel training, by hand. (lazy public face comes here)"""

@@ -1,0 +1,45 @@
+"""Prints a schedule for a reader: one block per round, one line per rank.
+
+python -m ddp draw ring 3
+
+round 1
+  rank 0   chunk 2 → rank 1      chunk 1 += rank 2
+  rank 1   chunk 0 → rank 2      chunk 2 += rank 0
+  rank 2   chunk 1 → rank 0      chunk 0 += rank 1
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from ddp.collectives import ring, tree
+from ddp.collectives.schedule import Algorithm, Recv, Round, Send
+
+SCHEDULES: dict[str, Algorithm] = {
+    "ring": ring.all_reduce,
+    "ring_reduce_scatter": ring.reduce_scatter,
+    "ring_all_gather": ring.all_gather,
+    "tree_broadcast": tree.broadcast,
+}
+
+
+def draw(algorithm: Algorithm, num_ranks: int) -> str:
+    """The rounds of all ranks as text."""
+    programs = [list(algorithm(rank, num_ranks)) for rank in range(num_ranks)]
+    blocks = [
+        "\n".join([f"round {number}", *(_line(rank, ops) for rank, ops in enumerate(rounds) if ops)])
+        for number, rounds in enumerate(zip_longest(*programs, fillvalue=()), start=1)
+    ]
+    return "\n\n".join(blocks) or "nothing to do: one rank has every contribution already"
+
+
+def _line(rank: int, ops: Round) -> str:
+    return f"  rank {rank:<3}" + "".join(f" {_phrase(op):<21}" for op in ops).rstrip()
+
+
+def _phrase(op: Send | Recv) -> str:
+    first, last = op.chunks[0], op.chunks[-1]
+    name = f"chunk {first}" if first == last else f"chunks {first}-{last}"
+    if isinstance(op, Send):
+        return f"{name} → rank {op.peer}"
+    return f"{name} {'+=' if op.add else '←'} rank {op.peer}"

@@ -1,0 +1,43 @@
+"""Ring: every rank talks to its two neighbours only, and every link is busy in every round.
+
+All-reduce of a buffer of N bytes by p ranks, cut into p chunks, in two halves (Patarasuk & Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009):
+
+    reduce-scatter   p−1 rounds; partial sums travel to the right, each rank adds its own part. Rank r ends with the sum
+                     of chunk r.
+    all-gather       p−1 rounds; the finished chunks travel on to the right until everyone has them.
+
+    rounds 2(p−1)  ·  bytes sent per rank 2(p−1)/p·N  ·  time 2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
+
+The β term is the lower bound for point-to-point algorithms; the α term grows with p, so small messages want a tree.
+Every chunk is summed in another rotation of the ranks: replicas agree bitwise, but the bits depend on where the chunk
+borders lie. See them with `python -m ddp draw ring 4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp.collectives.schedule import Recv, Round, Send
+
+
+def reduce_scatter(rank: int, num_ranks: int) -> Iterator[Round]:
+    """Rank r ends with the sum of chunk r."""
+    right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    for step in range(num_ranks - 1):
+        outgoing, incoming = (rank - 1 - step) % num_ranks, (rank - 2 - step) % num_ranks
+        yield Send(right, range(outgoing, outgoing + 1)), Recv(left, range(incoming, incoming + 1), add=True)
+
+
+def all_gather(rank: int, num_ranks: int) -> Iterator[Round]:
+    """Rank r starts with chunk r; every rank ends with all."""
+    right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    for step in range(num_ranks - 1):
+        outgoing, incoming = (rank - step) % num_ranks, (rank - 1 - step) % num_ranks
+        yield Send(right, range(outgoing, outgoing + 1)), Recv(left, range(incoming, incoming + 1), add=False)
+
+
+def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:
+    """Every rank ends with the sum of every chunk."""
+    yield from reduce_scatter(rank, num_ranks)
+    yield from all_gather(rank, num_ranks)

@@ -1,0 +1,34 @@
+"""Small Python objects over a communicator: pickled into bytes, carried by the ordinary collectives.
+
+For what is rare and small: names in an error, random states of a checkpoint. Only between the ranks of one job, which
+trust each other: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+
+
+def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
+    """Every rank's object, by rank."""
+    return [_unpacked(data) for data in comm.all_gather(_packed(comm, value))]
+
+
+def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
+    """The root's object on every rank; what the others pass is ignored."""
+    mine = _packed(comm, value if comm.rank == root else None)
+    return _unpacked(comm.all_gather(mine)[root])
+
+
+def _packed(comm: Communicator, value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(comm.device)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return pickle.loads(data.cpu().numpy().tobytes())

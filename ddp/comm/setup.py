@@ -1,0 +1,138 @@
+"""From an environment to a communicator: `ddp.init` and `ddp.shutdown`.
+
+`init` takes what is there, in this order: an initialised torch.distributed, torchrun's environment (RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or nothing: then it is a world of one. This module and the launcher are the only
+ones that read the environment.
+
+    device "auto"     CUDA where there is one, else CPU
+    backend "auto"    NCCL where every local rank has a GPU of its own, else Gloo (CUDA tensors staged through the host)
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ddp.comm.communicator import SEGMENT_BYTES, Communicator
+from ddp.comm.watchdog import Watchdog
+from ddp.errors import ConfigError
+from ddp.log import follow_rank
+from ddp.transport.process_group import NEVER, process_group_transport
+
+
+class _Session:
+    """The process's communicator, and what `shutdown` must undo."""
+
+    comm: Communicator | None = None
+    owns_torch_distributed = False
+    generation = -1  # of the last communicator; `init` counts it up, on every rank alike
+
+
+def init(
+    *,
+    device: str | torch.device = "auto",
+    backend: str = "auto",
+    algorithm: str = "ring",
+    segment_bytes: int = SEGMENT_BYTES,
+    warn_s: float = 10.0,
+    abort_s: float = 60.0,
+) -> Communicator:
+    """Joins the other ranks. Collective; a second call returns the same communicator.
+
+    Args:
+        device: "auto", "cpu", "cuda" or a torch.device.
+        backend: "auto", "gloo" or "nccl".
+        algorithm: the all-reduce that algorithm="auto" stands for.
+        segment_bytes: size of a pipelining piece.
+        warn_s: after so many seconds in one wait, say who is missing.
+        abort_s: after so many seconds of silence, raise PeerLost.
+
+    Raises:
+        ConfigError: a device or backend that is not there, or does not go with the other.
+    """
+    if _Session.comm is not None:
+        return _Session.comm
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    chosen_device, chosen_backend = choose_device(device, backend, local_rank, local_world_size)
+    if chosen_device.type == "cuda":
+        torch.cuda.set_device(chosen_device)
+    if not dist.is_initialized():
+        _join()
+        _Session.owns_torch_distributed = True
+    follow_rank(dist.get_rank(), dist.get_world_size())
+    _Session.generation += 1
+    watchdog = Watchdog(
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+        dist.get_world_size(),
+        generation=_Session.generation,
+        warn_s=warn_s,
+    )
+    _Session.comm = Communicator(
+        process_group_transport(chosen_device, chosen_backend),
+        watchdog=watchdog,
+        device=chosen_device,
+        local_rank=local_rank,
+        generation=_Session.generation,
+        algorithm=algorithm,
+        segment_bytes=segment_bytes,
+        abort_s=abort_s,
+    )
+    return _Session.comm
+
+
+def current() -> Communicator:
+    """The process's communicator; made with the defaults if there is none yet."""
+    return _Session.comm if _Session.comm is not None else init()
+
+
+def shutdown(*, failed: str = "") -> None:
+    """Ends the communicator, and torch.distributed if `init` began it. Harmless without a communicator.
+
+    Args:
+        failed: why this rank stops early. Then the other ranks are told, and not waited for.
+    """
+    comm, _Session.comm = _Session.comm, None
+    if comm is None:
+        return
+    if failed:
+        comm.fail(failed)
+    else:
+        comm.barrier()  # nobody takes the store away while others still need it
+    comm.close()
+    if _Session.owns_torch_distributed:
+        dist.destroy_process_group()
+        _Session.owns_torch_distributed = False
+
+
+def choose_device(
+    device: str | torch.device, backend: str, local_rank: int, local_world_size: int
+) -> tuple[torch.device, str]:
+    """What "auto" means here, and whether the pair is possible."""
+    num_gpus = torch.cuda.device_count()
+    kind = ("cuda" if num_gpus else "cpu") if str(device) == "auto" else torch.device(device).type
+    if kind == "cuda" and not num_gpus:
+        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install torch's CUDA build")
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device} is not supported; use auto, cpu or cuda")
+    own_gpu = kind == "cuda" and local_world_size <= num_gpus
+    if backend == "auto":
+        backend = "nccl" if own_gpu else "gloo"
+    if backend == "nccl" and not own_gpu:
+        reason = f"{local_world_size} ranks share {num_gpus} GPUs" if kind == "cuda" else "tensors are on the CPU"
+        raise ConfigError(f"backend=nccl needs a GPU for each rank, but {reason}; use backend=gloo")
+    if backend not in ("gloo", "nccl"):
+        raise ConfigError(f"backend={backend!r} is unknown; use auto, gloo or nccl")
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank % num_gpus), backend
+
+
+def _join() -> None:
+    """Meets the other ranks. Gloo carries set-up even on GPUs: it needs no device and fails in words."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=NEVER)
+    else:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=NEVER)

@@ -1,0 +1,232 @@
+"""Who is missing: every rank says through the store what it is doing, and a thread outside the wait reads along.
+
+Why not ask the transport? When a Gloo wait times out it closes pairs to healthy ranks too, so that one silent rank
+looks like many broken ones. Errors of the transport never tell who is guilty; the store does.
+
+Before each wait a rank notes (sequence, label, waiting for whom). Its watchdog thread publishes that note, a tick that
+grows, and where the main thread stands, every `INTERVAL_S`. So a reader can tell four cases apart:
+
+    the tick stands still              the process died or is stopped        SIGKILL, SIGSTOP, power
+    it says "failed" or "left"         it raised an error, or finished       look at its log
+    the tick runs, its number is lower it is alive, but somewhere else       its Python stack says where
+    the tick runs, same number         it waits too: the link between is cut
+
+After `warn_s` of waiting the report is printed once per collective; after the deadline `find_culprit` turns it into a
+`PeerLost`. Nothing of this is on the path of a collective: a note is one assignment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ddp.clock import now_s
+from ddp.errors import PeerLost
+from ddp.log import log
+
+INTERVAL_S = 0.5
+STALE_S = 3.0  # a tick that stands still for so long is a dead or stopped process
+STACK_FRAMES = 6
+
+
+class Note(NamedTuple):
+    """What this rank is waiting for."""
+
+    sequence: int
+    label: str
+    peer: int
+    since_s: float
+
+
+@dataclass
+class Record:
+    """What a rank publishes about itself."""
+
+    rank: int
+    host: str
+    pid: int
+    tick: int = 0
+    state: str = "running"  # "running", "waiting", "failed", "left"
+    sequence: int = 0
+    label: str = ""
+    waiting_for: int | None = None
+    reason: str = ""
+    blames: int | None = None  # a failed rank's own culprit: guilt is passed on to where it began
+    stack: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """One line for a report."""
+        doing = f"waits for rank {self.waiting_for} in" if self.state == "waiting" else f"{self.state}, last seen in"
+        stack = f"; at {' < '.join(reversed(self.stack))}" if self.stack else ""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"rank {self.rank} ({self.host}, pid {self.pid}) {doing} #{self.sequence} [{self.label}]{reason}{stack}"
+
+
+class Watchdog:
+    """Publishes this rank's record, reads the others', and finds who is missing."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, generation: int, warn_s: float) -> None:
+        # A connection of its own: a blocked call elsewhere must not block this one.
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._world_size, self._generation, self._warn_s = world_size, generation, warn_s
+        self.record = Record(rank, socket.gethostname(), os.getpid())
+        self._note: Note | None = None
+        self._last_note = Note(0, "start-up", rank, now_s())
+        self._warned = -1
+        self._main_thread = threading.main_thread().ident
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._publish()
+        self._thread = threading.Thread(target=self._loop, name="ddp-watchdog", daemon=True)
+        self._thread.start()
+
+    def begin(self, sequence: int, label: str, peer: int) -> None:
+        """Notes a wait that begins now."""
+        self._note = self._last_note = Note(sequence, label, peer, now_s())
+
+    def end(self) -> None:
+        """Notes that the wait is over."""
+        self._note = None
+
+    def fail(self, reason: str, *, blames: int | None = None) -> None:
+        """Tells the others that this rank cannot go on, before they have to find out by waiting."""
+        self._finish("failed", reason, blames)
+
+    def leave(self) -> None:
+        """Tells the others that this rank is done; ends the thread."""
+        self._finish("left", "", None)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=2 * INTERVAL_S)
+
+    def find_culprit(self, suspect: int) -> PeerLost:
+        """Reads the records until they tell who is missing; takes at most about `STALE_S` seconds.
+
+        Args:
+            suspect: the peer of the transfer that failed, blamed if the records show nothing else.
+        """
+        note = self._last_note
+        start_s = now_s()
+        try:
+            first = self._read_all()
+            while True:
+                records = self._read_all()
+                verdict = self._judge(first, records, waited_s=now_s() - start_s)
+                if verdict is not None:
+                    break
+                if now_s() - start_s > STALE_S + 2 * INTERVAL_S:
+                    verdict = self._judge_living(records, suspect)
+                    break
+                self._stopped.wait(INTERVAL_S / 2)
+        except Exception as error:  # the store itself is out of reach
+            verdict = suspect, f"and the store that the ranks meet at is out of reach ({type(error).__name__})"
+            records = {}
+        culprit, reason = verdict
+        host = records[culprit].host if culprit in records else "unknown"
+        self.fail(f"lost rank {culprit}", blames=culprit)
+        return PeerLost(culprit, host, self._generation, note.sequence, note.label, reason)
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def _judge(
+        self, first: dict[int, Record], records: dict[int, Record], *, waited_s: float
+    ) -> tuple[int, str] | None:
+        """What is certain: ranks that said they failed or left, and ranks whose tick stands still."""
+        for rank, record in records.items():
+            if record.state == "failed" and record.blames is None:
+                return rank, f"it failed: {record.reason}. Its own log has the traceback"
+        for rank, record in records.items():
+            if record.blames is not None and record.blames != self.record.rank:
+                return record.blames, f"as rank {rank} found out first"
+        for rank, record in records.items():
+            if record.state == "left":
+                return rank, "it has left already; every rank must call the same collectives equally often"
+        if waited_s >= STALE_S:
+            still = [rank for rank in records if records[rank].tick == first[rank].tick]
+            if still:
+                return still[0], f"it shows no sign of life for {waited_s:.0f} s: killed, stopped, or its host is down"
+        return None
+
+    def _judge_living(self, records: dict[int, Record], suspect: int) -> tuple[int, str]:
+        """Everyone is alive: someone is somewhere else, or a link is cut."""
+        behind = [r for r in records.values() if r.sequence < self._last_note.sequence]
+        if behind:
+            record = min(behind, key=lambda r: r.sequence)
+            return record.rank, f"it is alive, but has not come to this collective: {record.describe()}"
+        return suspect, "it is alive, but nothing came from it: is the network between the two hosts up?"
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            try:
+                self._publish()
+                self._warn_if_late()
+            except Exception as error:  # the store goes away when the run ends or its host dies: waits find out
+                log.debug("watchdog: the store is out of reach: %s", error)
+
+    def _publish(self) -> None:
+        with self._lock:
+            record, note = self.record, self._note
+            record.tick += 1
+            if record.state in ("running", "waiting"):
+                record.state = "waiting" if note else "running"
+                record.sequence, record.label = self._last_note.sequence, self._last_note.label
+                record.waiting_for = note.peer if note else None
+                record.stack = self._stack()
+            self._store.set(self._key(record.rank), json.dumps(asdict(record)))
+
+    def _finish(self, state: str, reason: str, blames: int | None) -> None:
+        with self._lock:
+            if self.record.state in ("failed", "left"):
+                return
+            self.record.state, self.record.reason, self.record.blames = state, reason[:500], blames
+        try:
+            self._publish()
+        except Exception as error:
+            log.debug("watchdog: the store is out of reach: %s", error)
+
+    def _warn_if_late(self) -> None:
+        note = self._note
+        if note is None or note.sequence == self._warned or now_s() - note.since_s < self._warn_s:
+            return
+        self._warned = note.sequence
+        lines = [record.describe() for record in self._read_all().values()]
+        log.warning(
+            "collective #%d [%s] has waited %.0f s for rank %d. The others:\n  %s",
+            *(note.sequence, note.label, now_s() - note.since_s, note.peer, "\n  ".join(lines)),
+        )
+
+    def _stack(self) -> list[str]:
+        frame = sys._current_frames().get(self._main_thread or 0)
+        if frame is None:
+            return []
+        frames = traceback.extract_stack(frame, limit=STACK_FRAMES)
+        return [f"{entry.name} ({os.path.basename(entry.filename)}:{entry.lineno})" for entry in frames]  # noqa: PTH119
+
+    # --- the store ---------------------------------------------------------------------------------------------------
+
+    def _key(self, rank: int) -> str:
+        return f"ddp/generation/{self._generation}/rank/{rank}"
+
+    def _read_all(self) -> dict[int, Record]:
+        """Every other rank's record. A rank that never published is stood in for by an empty one."""
+
+        def read(rank: int) -> Record:
+            return Record(**json.loads(self._store.get(self._key(rank))))
+
+        others = [rank for rank in range(self._world_size) if rank != self.record.rank]
+        known = {rank for rank in others if self._store.check([self._key(rank)])}
+        return {rank: read(rank) if rank in known else Record(rank, "unknown", 0, label="start-up") for rank in others}

@@ -1,0 +1,661 @@
+"""Every setting of a run, as plain dataclasses: one tree, one place for defaults, one `validate`.
+
+    conf/train.yaml + conf/GROUP/CHOICE.yaml + command line        Hydra, in the parent only (ddp.launcher)
+                 │  to_object
+                 ▼
+              Config  ── to_plain ──▶  RUN_DIR/config.yaml  ── from_plain ──▶  Config, in every worker (PyYAML only)
+
+Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base dataclass with the shared fields and a
+subclass per choice. Its `name` is an enum: the member, the file conf/GROUP/NAME.yaml and the word on the command line are
+the same. `CHOICES` is the table of all of them, and Hydra's schemas are made from it.
+
+What shapes these classes (OmegaConf 2.3): enums match by member *name*, so members are lower case; `Literal` and frozen
+dataclasses are refused; `__post_init__`, and with it `validate`, runs at `to_object`, not at merge.
+
+Components never see these classes: ddp.build takes them apart into plain keyword arguments.
+Next: ddp/launcher.py (who composes a Config), ddp/build.py (who reads one).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ddp.errors import ConfigError
+
+# ---------------------------------------------------------------------------------------------------- the words
+
+
+class Device(Enum):
+    auto = "auto"  # CUDA where there is any, else the CPU
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Backend(Enum):
+    auto = "auto"  # NCCL where every worker has a GPU of its own, else Gloo
+    gloo = "gloo"  # CUDA tensors are staged through pinned memory
+    nccl = "nccl"  # one worker per GPU
+
+
+class Algorithm(Enum):
+    ring = "ring"
+
+
+class ReplicaKind(Enum):
+    bucketed = "bucketed"  # reduces buckets while backward still runs
+    naive = "naive"  # one all-reduce per parameter after backward
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"  # autocast; parameters, gradients and their sum stay fp32
+
+
+class LrScaling(Enum):
+    none = "none"
+    linear = "linear"  # lr × global batch / base_batch
+    sqrt = "sqrt"  # lr × √(global batch / base_batch)
+
+
+class DataName(Enum):
+    digits = "digits"
+    mnist = "mnist"
+    cifar10 = "cifar10"
+    image_folder = "image_folder"
+    standard_library = "standard_library"
+    synthetic = "synthetic"
+
+
+class ModelName(Enum):
+    mlp = "mlp"
+    cnn = "cnn"
+    resnet18 = "resnet18"
+    resnet34 = "resnet34"
+    resnet50 = "resnet50"
+    gpt = "gpt"
+
+
+class OptimName(Enum):
+    sgd = "sgd"
+    adam = "adam"
+    adamw = "adamw"
+
+
+class ScheduleName(Enum):
+    constant = "constant"
+    cosine = "cosine"
+    step = "step"
+
+
+# ------------------------------------------------------------------------------------------------ the four groups
+
+
+@dataclass(kw_only=True, slots=True)
+class Data:
+    name: DataName = DataName.digits
+    root: str = "data"  # where downloads lie
+
+
+@dataclass(kw_only=True, slots=True)
+class Digits(Data):
+    name: DataName = DataName.digits
+
+
+@dataclass(kw_only=True, slots=True)
+class Mnist(Data):
+    name: DataName = DataName.mnist
+
+
+@dataclass(kw_only=True, slots=True)
+class Cifar10(Data):
+    name: DataName = DataName.cifar10
+
+
+@dataclass(kw_only=True, slots=True)
+class ImageFolder(Data):
+    name: DataName = DataName.image_folder
+    path: str | None = None  # holds train/CLASS/*.jpg and val/CLASS/*.jpg, ImageNet's layout; needed
+    image_size: int = 224  # pixels
+
+
+@dataclass(kw_only=True, slots=True)
+class StandardLibrary(Data):
+    name: DataName = DataName.standard_library
+    context: int = 256  # bytes per sample
+
+
+@dataclass(kw_only=True, slots=True)
+class Synthetic(Data):
+    name: DataName = DataName.synthetic
+    num_samples: int = 4096
+    image_size: int = 32  # pixels
+    num_classes: int = 10
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    name: ModelName = ModelName.cnn
+
+
+@dataclass(kw_only=True, slots=True)
+class Mlp(Model):
+    name: ModelName = ModelName.mlp
+    hidden: int = 256
+
+
+@dataclass(kw_only=True, slots=True)
+class Cnn(Model):
+    name: ModelName = ModelName.cnn
+    width: int = 32
+    dropout: float = 0.1
+
+
+@dataclass(kw_only=True, slots=True)
+class Resnet18(Model):
+    name: ModelName = ModelName.resnet18
+
+
+@dataclass(kw_only=True, slots=True)
+class Resnet34(Model):
+    name: ModelName = ModelName.resnet34
+
+
+@dataclass(kw_only=True, slots=True)
+class Resnet50(Model):
+    name: ModelName = ModelName.resnet50
+
+
+@dataclass(kw_only=True, slots=True)
+class Gpt(Model):
+    name: ModelName = ModelName.gpt
+    width: int = 192
+    depth: int = 4
+    heads: int = 6
+    dropout: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Optim:
+    name: OptimName = OptimName.sgd
+    lr: float = 0.05  # for `base_batch` samples a step
+    weight_decay: float = 0.0
+    lr_scaling: LrScaling = LrScaling.none
+    base_batch: int = 64  # the global batch that `lr` was found for
+
+
+@dataclass(kw_only=True, slots=True)
+class Sgd(Optim):
+    name: OptimName = OptimName.sgd
+    lr: float = 0.05
+    weight_decay: float = 5e-4
+    momentum: float = 0.9
+    nesterov: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class Adam(Optim):
+    name: OptimName = OptimName.adam
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(kw_only=True, slots=True)
+class AdamW(Optim):
+    name: OptimName = OptimName.adamw
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(kw_only=True, slots=True)
+class Schedule:
+    name: ScheduleName = ScheduleName.cosine
+    warmup_steps: int = 0  # linear, from lr / warmup_steps up to lr
+    warmup_fraction: float = 0.0  # the same, as a share of the whole run; set one of the two
+
+
+@dataclass(kw_only=True, slots=True)
+class Constant(Schedule):
+    name: ScheduleName = ScheduleName.constant
+
+
+@dataclass(kw_only=True, slots=True)
+class Cosine(Schedule):
+    name: ScheduleName = ScheduleName.cosine
+    warmup_fraction: float = 0.05
+    final_factor: float = 0.0  # of lr, reached at the last step
+
+
+@dataclass(kw_only=True, slots=True)
+class Step(Schedule):
+    name: ScheduleName = ScheduleName.step
+    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # shares of the whole run
+    gamma: float = 0.1  # what lr is multiplied with at each milestone
+
+
+CHOICES: dict[str, dict[Enum, type[Any]]] = {
+    "data": {kind().name: kind for kind in (Digits, Mnist, Cifar10, ImageFolder, StandardLibrary, Synthetic)},
+    "model": {kind().name: kind for kind in (Mlp, Cnn, Resnet18, Resnet34, Resnet50, Gpt)},
+    "optim": {kind().name: kind for kind in (Sgd, Adam, AdamW)},
+    "schedule": {kind().name: kind for kind in (Constant, Cosine, Step)},
+}
+"""group → name → dataclass: what conf/GROUP/ offers."""
+
+# -------------------------------------------------------------------------------------------------- the fixed parts
+
+
+@dataclass(kw_only=True, slots=True)
+class InitFrom:
+    """Start from given weights (not a resume: step 0, fresh optimizer)."""
+
+    path: str | None = None
+    strict: bool = True  # every parameter must be found, and every key used
+    rename: dict[str, str] = field(default_factory=dict)  # key prefix in the file → prefix in the model
+    skip: list[str] = field(default_factory=list)  # key prefixes that keep their fresh values: a new head
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    name: str = ""  # names the folder below runs/; "" takes date and time
+    dir: str = ""  # where everything of this run lies; set by the launcher (hydra.run.dir)
+
+
+@dataclass(kw_only=True, slots=True)
+class Cluster:
+    workers: int = 2  # the world size
+    local_workers: int | None = None  # of these, on this host; set by the launcher
+    threads_per_worker: int | None = None  # None: cores ÷ local workers, at least 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    global_size: int = 64  # samples per optimizer step, over all workers
+    num_shards: int | None = None  # parts of a batch that random streams hang on; None: one per worker
+    micro_size: int | None = None  # most samples in one forward; a larger share is accumulated. None: no limit
+
+
+@dataclass(kw_only=True, slots=True)
+class Comm:
+    algorithm: Algorithm = Algorithm.ring
+    segment_bytes: int = 1 << 20  # a chunk travels in pieces of this size
+    warn_s: float = 10.0  # a collective that waits this long says for whom
+    abort_s: float = 60.0  # and this long ends the run
+
+
+@dataclass(kw_only=True, slots=True)
+class Replica:
+    kind: ReplicaKind = ReplicaKind.bucketed
+    bucket_cap_mb: float = 25.0
+    first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
+
+
+@dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    every_steps: int | None = None  # None: at the end of every epoch
+    keep_last: int = 3  # beside the best
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluate:
+    every_epochs: int | None = 1
+    every_steps: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Loader:
+    num_workers: int = 0  # loader processes per worker; 0: in the worker itself
+    evaluation_batch: int = 256  # samples per worker in one forward of `evaluate`
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """All settings of one run.
+
+    Raises:
+        ConfigError: a value, or two values beside one another, cannot work; names the key, the value and the remedy.
+    """
+
+    seed: int = 0
+    epochs: int | None = 20
+    max_steps: int | None = None  # with `epochs` too: whichever comes first
+    deterministic: bool = False
+    device: Device = Device.auto
+    backend: Backend = Backend.auto
+    precision: Precision = Precision.fp32
+    clip_norm: float | None = None
+    log_every: int = 10  # steps between two lines of metrics.jsonl
+    resume: str = "none"  # none | auto (this run's folder, if it holds a checkpoint) | path of a checkpoint or run
+    init_from: InitFrom = field(default_factory=InitFrom)
+    run: Run = field(default_factory=Run)
+    cluster: Cluster = field(default_factory=Cluster)
+    batch: Batch = field(default_factory=Batch)
+    comm: Comm = field(default_factory=Comm)
+    replica: Replica = field(default_factory=Replica)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    loader: Loader = field(default_factory=Loader)
+    data: Data = field(default_factory=Digits)
+    model: Model = field(default_factory=Cnn)
+    optim: Optim = field(default_factory=Sgd)
+    schedule: Schedule = field(default_factory=Cosine)
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks every value and every pair of values that can contradict; call it again after changing one."""
+        for problem in _problems(self):
+            raise ConfigError(problem)
+
+    def resolve(self, *, local_workers: int | None = None, num_shards: int | None = None) -> None:
+        """Writes down what was left to be derived, so that the run directory tells it.
+
+        Args:
+            local_workers: workers on this host; None: all of them.
+            num_shards: of the run that is being resumed; it wins over the default while it still fits.
+
+        Raises:
+            ConfigError: the result cannot work.
+        """
+        workers = self.cluster.workers
+        self.cluster.local_workers = local_workers or workers
+        if self.cluster.threads_per_worker is None:
+            self.cluster.threads_per_worker = max(1, available_cores() // self.cluster.local_workers)
+        if self.batch.num_shards is None:
+            fits = num_shards is not None and workers <= num_shards <= self.batch.global_size
+            self.batch.num_shards = num_shards if fits else workers
+        self.validate()
+
+
+# --------------------------------------------------------------------------------------------------- what cannot work
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """One sentence per problem: key=value, what is wrong with it, the remedy."""
+    yield from _bound_problems(config)
+    yield from _choice_problems(config)
+    yield from _cluster_problems(config)
+    yield from _device_problems(config)
+    yield from _start_problems(config)
+
+
+def _bound_problems(config: Config) -> Iterator[str]:
+    """Single values outside their range."""
+    for key, least in _AT_LEAST.items():
+        value = _lookup(config, key)
+        if value is not None and value < least:
+            yield f"{key}={value}: must be at least {least}"
+    for key, (above, below) in _BETWEEN.items():
+        value = _lookup(config, key)
+        if value is not None and not (above < value < below or value == above == 0):
+            yield f"{key}={value}: must be {'at least 0' if above == 0 else f'above {above:g}'} and below {below:g}"
+    for key in _POSITIVE:
+        value = _lookup(config, key)
+        if value is not None and not value > 0:
+            yield f"{key}={value}: must be greater than 0"
+
+
+_AT_LEAST = {
+    "seed": 0,
+    "epochs": 1,
+    "max_steps": 1,
+    "log_every": 1,
+    "cluster.workers": 1,
+    "cluster.local_workers": 1,
+    "cluster.threads_per_worker": 1,
+    "batch.global_size": 1,
+    "batch.num_shards": 1,
+    "batch.micro_size": 1,
+    "comm.segment_bytes": 1024,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep_last": 1,
+    "evaluate.every_epochs": 1,
+    "evaluate.every_steps": 1,
+    "loader.num_workers": 0,
+    "loader.evaluation_batch": 1,
+    "data.image_size": 1,
+    "data.context": 1,
+    "data.num_samples": 1,
+    "data.num_classes": 2,
+    "model.hidden": 1,
+    "model.width": 1,
+    "model.depth": 1,
+    "model.heads": 1,
+    "optim.weight_decay": 0,
+    "optim.base_batch": 1,
+    "schedule.warmup_steps": 0,
+    "schedule.final_factor": 0,
+}
+_BETWEEN = {  # (0, b): 0 itself is allowed
+    "model.dropout": (0, 1),
+    "optim.momentum": (0, 1),
+    "optim.beta1": (0, 1),
+    "optim.beta2": (0, 1),
+    "schedule.warmup_fraction": (0, 1),
+}
+_POSITIVE = (
+    "clip_norm",
+    "comm.warn_s",
+    "comm.abort_s",
+    "replica.bucket_cap_mb",
+    "replica.first_bucket_mb",
+    "optim.lr",
+    "optim.eps",
+    "schedule.gamma",
+)
+
+
+def _lookup(config: Config, key: str) -> Any:
+    """The value under a dotted key; None where this choice of a group has no such field."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _choice_problems(config: Config) -> Iterator[str]:
+    """A group's choice that contradicts itself or another group's."""
+    for group, choices in CHOICES.items():
+        chosen = getattr(config, group)
+        if choices[chosen.name] is not type(chosen):
+            yield f"{group}.name={chosen.name.name}: a name is not set by itself; choose {group}={chosen.name.name}"
+    is_text = config.data.name is DataName.standard_library
+    if is_text != (config.model.name is ModelName.gpt):
+        remedy = "model=gpt" if is_text else "data=standard_library, or a model for images such as model=cnn"
+        kind, data = "text" if is_text else "images", config.data.name.name
+        yield f"model={config.model.name.name}: does not read {kind}, which data={data} is; take {remedy}"
+    match config.model:
+        case Gpt(width=width, heads=heads) if width % heads:
+            near = width // heads * heads or heads
+            yield f"model.width={width}: is not a multiple of model.heads={heads}; take {near}"
+    match config.data:
+        case ImageFolder(path=None):
+            yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
+    match config.optim:
+        case Sgd(nesterov=True, momentum=0):
+            yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
+    if config.schedule.warmup_steps and config.schedule.warmup_fraction:
+        yield (
+            f"schedule.warmup_steps={config.schedule.warmup_steps}: stands beside schedule.warmup_fraction="
+            f"{config.schedule.warmup_fraction:g}; set one of them to 0"
+        )
+    match config.schedule:
+        case Step(milestones=milestones) if milestones != sorted(milestones) or not all(0 < m < 1 for m in milestones):
+            yield f"schedule.milestones={milestones}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
+
+
+def _cluster_problems(config: Config) -> Iterator[str]:
+    """Worker counts and batch shares that do not go together."""
+    workers, batch = config.cluster.workers, config.batch
+    local_workers = config.cluster.local_workers or workers
+    most = max(8, 8 * available_cores())
+    if config.cluster.local_workers is not None and local_workers > workers:
+        yield f"cluster.local_workers={local_workers}: is more than cluster.workers={workers}"
+    if local_workers > most:
+        yield (
+            f"cluster.workers={workers}: {local_workers} on this host are too many for {available_cores()} cores; "
+            f"take at most {most}"
+        )
+    if batch.global_size < workers:
+        yield (
+            f"batch.global_size={batch.global_size}: smaller than cluster.workers={workers}, so some would have no "
+            f"sample; take a global batch of at least {workers}, or fewer workers"
+        )
+    if batch.num_shards is not None and not workers <= batch.num_shards <= batch.global_size:
+        yield (
+            f"batch.num_shards={batch.num_shards}: must be from cluster.workers={workers} to batch.global_size="
+            f"{batch.global_size}"
+        )
+    if config.comm.warn_s >= config.comm.abort_s:
+        yield f"comm.warn_s={config.comm.warn_s:g}: must be less than comm.abort_s={config.comm.abort_s:g}"
+
+
+def _device_problems(config: Config) -> Iterator[str]:
+    """Devices and backends that this machine does not have, or that do not go together."""
+    nccl = config.backend is Backend.nccl
+    if nccl and config.device is Device.cpu:
+        yield "backend=nccl: moves GPU memory only, and device=cpu; take backend=gloo, or device=cuda"
+    if not nccl and config.device is not Device.cuda:
+        return
+    import torch  # this late: a plain CPU run's parent has no need of it here
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        key = "backend=nccl" if nccl else "device=cuda"
+        yield f"{key}: no CUDA device is seen here; take device=cpu backend=gloo"
+    local_workers = config.cluster.local_workers or config.cluster.workers
+    if nccl and local_workers > num_gpus:
+        yield (
+            f"backend=nccl: needs a GPU of its own for each of the {local_workers} workers here, and there are "
+            f"{num_gpus}; take backend=gloo, or cluster.workers={num_gpus}"
+        )
+
+
+def _start_problems(config: Config) -> Iterator[str]:
+    """Where to start from and when to end."""
+    if config.epochs is None and config.max_steps is None:
+        yield "epochs=null: beside max_steps=null the run would never end; set one of them"
+    if config.resume not in ("none", "auto") and config.init_from.path is not None:
+        yield (
+            f"init_from.path={config.init_from.path}: stands beside resume={config.resume}, which brings its own "
+            "weights; set one of them"
+        )
+    if not config.resume:
+        yield "resume='': take none, auto, or the path of a checkpoint"
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# ------------------------------------------------------------------------------------------- to a file and back
+
+
+def to_plain(config: Any) -> Any:
+    """The settings as dicts, lists and scalars that YAML holds; enums become their names."""
+    if is_dataclass(config):
+        return {item.name: to_plain(getattr(config, item.name)) for item in fields(config)}
+    if isinstance(config, Enum):
+        return config.name
+    if isinstance(config, Mapping):
+        return {key: to_plain(value) for key, value in config.items()}
+    return [to_plain(value) for value in config] if isinstance(config, (list, tuple)) else config
+
+
+def from_plain(plain: Mapping[str, Any]) -> Config:
+    """The inverse of `to_plain`; missing keys take their defaults.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or a combination that cannot work.
+    """
+    config = _read(Config, plain, key="")
+    assert isinstance(config, Config)
+    return config
+
+
+def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigError:
+    """The error for a name that is not among `valid`; the last part of a dotted `key` is what is unknown."""
+    names = sorted(valid)
+    *above, last = key.split(".")
+    near = difflib.get_close_matches(last, names, n=1)
+    hint = f" Did you mean {'.'.join([*above, near[0]])}?" if near else ""
+    level = f" in {'.'.join(above)}" if above else ""
+    return ConfigError(f"unknown {what} {key}.{hint} Valid{level}: {', '.join(names) or 'nothing'}")
+
+
+def wrong_type(key: str, value: object, expected: object) -> ConfigError:
+    """The error for a value that cannot be what its key needs."""
+    return ConfigError(f"{key}={value}: expected {_describe(expected)}")
+
+
+def _read(kind: Any, value: Any, *, key: str) -> Any:
+    """`value` as an instance of the type `kind`; `key` is where it stands."""
+    if get_origin(kind) in (Union, types.UnionType):  # only T | None occurs
+        if value is None:
+            return None
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise wrong_type(key or "the configuration", value, dict)
+        return _read_fields(_choice(kind, value, key=key), value, key=key)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        if value not in kind.__members__:
+            raise wrong_type(key, value, kind)
+        return kind[value]
+    if origin is list and isinstance(value, list):
+        return [_read(arguments[0], item, key=f"{key}[{i}]") for i, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): _read(arguments[1], item, key=f"{key}.{name}") for name, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is None and type(value) is kind:  # not isinstance: True is no int here
+        return value
+    raise wrong_type(key, value, kind)
+
+
+def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
+    hints = get_type_hints(kind)
+    prefix = f"{key}." if key else ""
+    for name in plain:
+        if name not in hints:
+            raise unknown_key(f"{prefix}{name}", hints)
+    return kind(**{name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()})
+
+
+def _choice(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
+    """The subclass that `name` selects, where `kind` is the base of a group."""
+    if key not in CHOICES:
+        return kind
+    by_name = {member.name: choice for member, choice in CHOICES[key].items()}
+    name = plain.get("name", kind().name.name)
+    if name not in by_name:
+        raise unknown_key(f"{key}={name}", by_name, what="choice")
+    return by_name[name]
+
+
+def _describe(kind: Any) -> str:
+    """A type, in the words of a user."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_describe(option) for option in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(kind.__members__)}"
+    if get_origin(kind) is list:
+        return f"a list, as [{_describe(get_args(kind)[0])}, …]"
+    if get_origin(kind) is dict:
+        return "a mapping, as {key: value}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
+    return "null" if kind is type(None) else names.get(kind, str(kind))

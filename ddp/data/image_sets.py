@@ -1,0 +1,193 @@
+"""Images from files, through torchvision: MNIST, CIFAR-10, and folders in ImageNet's layout.
+
+    set        prepare(root)          files under root                          training images are
+    MNIST      downloads   12 MB      MNIST/raw/train-images-idx3-ubyte …       as they are, [1, 28, 28]
+    CIFAR10    downloads  170 MB      cifar-10-batches-py/data_batch_1 …        shifted and mirrored, [3, 32, 32]
+    FOLDER     only looks             train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
+
+Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
+from torch's global generator, as torchvision's transforms do; whoever loads a sample seeds it for that sample. What is
+not augmented lies in memory as bytes and is served in whole batches.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp.data.splits import Splits, TensorSet
+from ddp.errors import ConfigError
+from ddp.vision import torchvision
+
+_MNIST_STATISTICS = (0.1307,), (0.3081,)
+_CIFAR10_STATISTICS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_NETWORK_TIMEOUT_S = 30.0
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel, of pixels in 0 … 1
+
+
+# MNIST: 60,000 + 10,000 scanned digits (LeCun et al. 1998)
+
+
+def prepare_mnist(root: str | Path) -> None:
+    """Downloads MNIST into `root`, unless it is there.
+
+    Raises:
+        ConfigError: it is not there and cannot be had.
+    """
+    with _missing_files_explained(root, "MNIST", "MNIST/raw", _mnist_files()):
+        torchvision().datasets.MNIST(root, train=True, download=True)
+
+
+def load_mnist(root: str | Path) -> Splits:
+    """MNIST from `root`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    with _missing_files_explained(root, "MNIST", "MNIST/raw", _mnist_files()):
+        train, test = (torchvision().datasets.MNIST(root, train=is_train) for is_train in (True, False))
+    normalise = _normalise_bytes(_MNIST_STATISTICS)
+    return Splits(
+        train=TensorSet(train.data[:, None], train.targets, transform=normalise),
+        test=TensorSet(test.data[:, None], test.targets, transform=normalise),
+        kind="images",
+        sample_shape=(1, 28, 28),
+        num_classes=10,
+        name="MNIST",
+    )
+
+
+# CIFAR-10: 50,000 + 10,000 photographs (Krizhevsky 2009)
+
+
+def prepare_cifar10(root: str | Path) -> None:
+    """Downloads CIFAR-10 into `root`, unless it is there.
+
+    Raises:
+        ConfigError: it is not there and cannot be had.
+    """
+    with _missing_files_explained(root, "CIFAR-10", ".", [torchvision().datasets.CIFAR10.filename]):
+        torchvision().datasets.CIFAR10(root, train=True, download=True)
+
+
+def load_cifar10(root: str | Path, *, augment: bool = True) -> Splits:
+    """CIFAR-10 from `root`; `augment` shifts training images by up to four pixels and mirrors every other one.
+
+    Raises:
+        ConfigError: it is not there, or a file's checksum is wrong.
+    """
+    with _missing_files_explained(root, "CIFAR-10", ".", [torchvision().datasets.CIFAR10.filename]):
+        train, test = (torchvision().datasets.CIFAR10(root, train=is_train) for is_train in (True, False))
+    normalise = _normalise_bytes(_CIFAR10_STATISTICS)
+    if augment:
+        transforms = torchvision().transforms
+        shift_and_mirror = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        train.transform = transforms.Compose([*shift_and_mirror, *_to_normalised(_CIFAR10_STATISTICS)])
+    return Splits(
+        train=train if augment else _cifar_in_memory(train, normalise),
+        test=_cifar_in_memory(test, normalise),
+        kind="images",
+        sample_shape=(3, 32, 32),
+        num_classes=10,
+        name="CIFAR-10",
+    )
+
+
+def _cifar_in_memory(photographs: Any, normalise: Callable[[Tensor], Tensor]) -> TensorSet:
+    pixels = torch.from_numpy(photographs.data).permute(0, 3, 1, 2).contiguous()  # [n, 3, 32, 32] uint8
+    return TensorSet(pixels, torch.tensor(photographs.targets), transform=normalise)
+
+
+# Folders: one folder per class, as ImageNet is unpacked
+
+
+def prepare_folder(root: str | Path) -> None:
+    """Checks that `root` has the layout.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    load_folder(root)
+
+
+def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
+    """The images under `root`, decoded when they are used. Test images: the middle, after resizing to 8/7 of the size.
+
+    Raises:
+        ConfigError: a folder is missing or holds no images, or train and val have different classes.
+    """
+    transforms = torchvision().transforms
+    cut_out = [transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip()]
+    middle = [transforms.Resize(round(image_size * 8 / 7)), transforms.CenterCrop(image_size)]
+    train = _folder(Path(root) / "train", transforms.Compose([*cut_out, *_to_normalised(_IMAGENET_STATISTICS)]))
+    test = _folder(Path(root) / "val", transforms.Compose([*middle, *_to_normalised(_IMAGENET_STATISTICS)]))
+    if train.classes != test.classes:
+        differing = sorted(set(train.classes) ^ set(test.classes))
+        raise ConfigError(
+            f"{root}: train/ and val/ must have the same class folders, but only one of them has {differing[:5]}"
+        )
+    return Splits(
+        train=train,
+        test=test,
+        kind="images",
+        sample_shape=(3, image_size, image_size),
+        num_classes=len(train.classes),
+        name=f"images under {root}",
+    )
+
+
+def _folder(path: Path, transform: Callable[[Any], Tensor]) -> Any:
+    try:
+        return torchvision().datasets.ImageFolder(path, transform=transform)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"no images to use under {path}: {error}. Expected {path}/CLASS/*.jpg (or .png …), one folder per class; "
+            "data=digits needs no files"
+        ) from error
+
+
+# Shared steps
+
+
+def _normalise_bytes(statistics: Statistics) -> Callable[[Tensor], Tensor]:
+    """uint8 [..., channels, h, w] to normalised float32."""
+    transforms = torchvision().transforms
+    normalise: Callable[[Tensor], Tensor] = transforms.Compose(
+        [transforms.ConvertImageDtype(torch.float32), transforms.Normalize(*statistics)]
+    )
+    return normalise
+
+
+def _to_normalised(statistics: Statistics) -> list[Any]:
+    """A decoded image to normalised float32 [channels, h, w]."""
+    transforms = torchvision().transforms
+    return [transforms.ToTensor(), transforms.Normalize(*statistics)]
+
+
+def _mnist_files() -> list[str]:
+    return [file for file, _ in torchvision().datasets.MNIST.resources]
+
+
+@contextmanager
+def _missing_files_explained(root: str | Path, name: str, folder: str, files: list[str]) -> Iterator[None]:
+    """Turns what torchvision raises for missing files into advice; a silent network counts as none."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # urllib would wait for ever
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # OSError: no network, disk full, not writable
+        raise ConfigError(
+            f"{name} is not under {root} and could not be fetched. Wanted: {', '.join(files)}; put them into "
+            f"{Path(root) / folder} (the program unpacks them), or use data=digits, which needs no download. "
+            f"The cause: {str(error).strip()}"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)

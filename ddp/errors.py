@@ -1,0 +1,71 @@
+"""What can go wrong, as types: errors of the user's input, and errors of the cluster.
+
+    ValueError                          RuntimeError
+    ├── ConfigError       bad setting   ├── PeerLost            a rank died, stopped, or was cut off
+    ├── ReplicaMismatch   models differ ├── CommunicatorBroken  a call after such an error
+    └── CheckpointError   cannot load   ├── Diverged            the loss is not a number
+                                        ├── UnusedParameters    a gradient never came
+                                        └── WorkersFailed       what the parent reports
+
+Every message carries the offending value and a remedy. `assert` is for invariants of this package alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work: unknown, of the wrong type, or impossible beside another one."""
+
+
+class ReplicaMismatch(ValueError):
+    """The ranks' models differ in a name, shape or dtype, or replicas that must be equal are not."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, corrupt, or belongs to another model."""
+
+
+class CommunicatorBroken(RuntimeError):
+    """A collective was called after an earlier one had failed; the first error is the `__cause__`."""
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient norm of a step is not finite."""
+
+
+class UnusedParameters(RuntimeError):
+    """Some parameters took no part in producing the loss, and `find_unused_parameters` is off."""
+
+
+class WorkersFailed(RuntimeError):
+    """What the parent raises when its workers failed; the message ends with the root cause's block."""
+
+
+@dataclass(eq=False)
+class PeerLost(RuntimeError):
+    """A collective could not end because of one rank: it died, stopped, was cut off, or never came.
+
+    Attributes:
+        rank: the rank that is missing.
+        host: where it ran, "unknown" if it never reported.
+        generation: version of the membership in which this happened.
+        sequence: number of the collective that the reporting rank was in.
+        label: what that collective was doing (operation, bucket, parameter names, step).
+        reason: what was observed, and the remedy.
+    """
+
+    rank: int
+    host: str
+    generation: int
+    sequence: int
+    label: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        where = f"lost rank {self.rank} on host {self.host} (generation {self.generation})"
+        return f"{where} during collective #{self.sequence} [{self.label}]{': ' if self.reason else ''}{self.reason}"
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:  # exceptions pickle by args; dataclasses do not set them
+        return PeerLost, (self.rank, self.host, self.generation, self.sequence, self.label, self.reason)

@@ -1,0 +1,45 @@
+"""What a step must agree on: it rides in the tail of the last bucket, and so costs no message.
+
+    lane   0          1             2             3                            4
+           loss_sum   items ÷ 4096  items % 4096  ranks that want to stop      ranks with unused parameters
+
+The gradients are sums over samples (or tokens); the mean is taken once, by the *global* count, after all ranks'
+counts have been added. A float32 holds integers up to 2²⁴ exactly; the count takes two lanes, so that it is exact
+up to 2³⁶ per step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+NUM_LANES = 5
+BASE = 4096
+
+
+class StepTotals(NamedTuple):
+    """Sums over ranks, or one rank's part of them.
+
+    Attributes:
+        loss_sum: sum of the losses of all samples (or tokens) of the step.
+        num_items: how many samples (or tokens) they are.
+        num_stopping: ranks that want to stop after this step.
+        num_unused: ranks on which some parameter got no gradient.
+    """
+
+    loss_sum: float = 0.0
+    num_items: int = 0
+    num_stopping: int = 0
+    num_unused: int = 0
+
+    def write(self, tail: Tensor) -> None:
+        """Into a tail, [NUM_LANES]."""
+        lanes = [self.loss_sum, self.num_items // BASE, self.num_items % BASE, self.num_stopping, self.num_unused]
+        tail.copy_(tail.new_tensor(lanes))
+
+    @classmethod
+    def read(cls, tail: Tensor) -> StepTotals:
+        """From a tail, [NUM_LANES]."""
+        loss_sum, high, low, num_stopping, num_unused = tail.tolist()
+        return cls(loss_sum, round(high) * BASE + round(low), round(num_stopping), round(num_unused))

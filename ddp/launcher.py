@@ -1,0 +1,589 @@
+"""From a command line to running workers: compose, check, start, wait, explain.
+
+    recipes/train.py                      recipes/train_torchrun.py              a script or notebook
+         │ main                                │ main_under_torchrun                  │ launch(function, …)
+         ▼                                     ▼                                      │
+    Hydra composes, once             rank 0: Hydra composes, once                     │
+    prepare: validate, run directory, data, config.yaml                               │
+         │ train                               │ store: rank 0 ──config──▶ all        │
+         ▼                                     ▼                                      ▼
+    torchrun's engine ── python -m ddp.worker  ddp.worker.train in this process  torchrun's engine ── ddp.worker --call
+
+Three facts shape it. With a *function* as its entry point the engine's workers would import the parent's main module,
+and Hydra with it; so it starts a *command*. The engine passes on no environment of ours; so the command is `env
+NAME=VALUE … python`, which changes nothing in this process. A worker that fails takes its neighbours with it; so the
+parent reads all their reports and prints the root cause last.
+
+| how a run ends                         | status | where it is decided                    |
+|----------------------------------------|--------|----------------------------------------|
+| trained                                | 0      |                                        |
+| a worker failed or was killed          | 1      | `describe_failures`                    |
+| bad input                              | 2      | `prepare`, `translated`                |
+| Ctrl-C, or SIGINT to any worker        | 130    | workers agree, save and exit 0;        |
+| SIGTERM, to the parent or any worker   | 143    | the parent says so with its own status |
+
+This module alone imports Hydra and OmegaConf, and inside functions: importing it stays light, workers stay free of them.
+Read next: ddp/worker.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, get_type_hints
+
+import yaml
+
+from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain, unknown_key, wrong_type
+from ddp.errors import ConfigError, WorkersFailed
+from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
+from ddp.worker import train as train_in_this_process
+
+SHUTDOWN_S = 60
+"""How long workers may take to agree and save after a signal, before they are killed."""
+
+# ------------------------------------------------------------------------------------------------ the three ways in
+
+
+def main(config_dir: Path | str, config_name: str = "train") -> NoReturn:
+    """The command line: one run, or with `-m` a sweep of runs one after another. Ends the process with the status.
+
+    Args:
+        config_dir: the folder conf/.
+        config_name: its root file, without ".yaml".
+    """
+    import hydra
+
+    jobs: list[_Job] = []
+
+    def job(composed: Any) -> None:
+        """One run. Hydra has made its folder and set its interpolations."""
+        from hydra.core.hydra_config import HydraConfig
+
+        settings = HydraConfig.get()
+        run_dir = Path(settings.runtime.output_dir)
+        jobs.append(_Job(list(settings.overrides.task), run_dir, status=2))
+        with _bad_input_to(_print_error):
+            config = _to_config(composed)
+            prepare(config, run_dir)
+            jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
+        if jobs[-1].status >= 128:
+            sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
+
+    register_schemas()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to us instead of being printed with a hint on this variable
+    try:
+        with _bad_input_to(_exit_with_error):
+            hydra.main(version_base="1.3", config_path=str(Path(config_dir).resolve()), config_name=config_name)(job)()
+    except OSError as error:
+        if jobs:
+            raise
+        _exit_with_error(str(_unwritable(error.filename, error)))  # before any job Hydra makes the folder, and no more
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        if len(jobs) > 1:
+            _print_sweep(jobs)
+    sys.exit(next((job.status for job in jobs if job.status), 0))
+
+
+def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> NoReturn:
+    """The same, in processes that torchrun has started: rank 0 composes and prepares, all train. Ends the process.
+
+    `cluster.workers` is torchrun's world size. An error at rank 0 reaches the others through the store that torchrun
+    keeps, so all end at once and one message is seen.
+    """
+    os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see `_environment`
+    try:
+        rank, world_size, local_workers = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    except KeyError as missing:
+        _exit_with_error(
+            f"{missing} is not in the environment: start this with torchrun --nproc-per-node N, or use train.py"
+        )
+    follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
+
+    import torch.distributed
+    from torch.distributed.rendezvous import rendezvous
+
+    # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
+    store = torch.distributed.PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])
+    if rank == 0:
+        sent: dict[str, Any] = {"error": "rank 0 failed while it prepared the run; its traceback stands above"}
+        try:
+            with _bad_input_to(lambda message: sent.update(error=message)):
+                config, run_dir = _compose(config_dir, config_name, world_size=world_size, local_workers=local_workers)
+                prepare(config, run_dir, local_workers=local_workers)
+                sent = {"config": to_plain(config), "run_dir": str(run_dir)}
+        finally:
+            store.set("start", json.dumps(sent))
+            if "error" in sent:
+                _wait_for_readers(store, num_readers=world_size - 1)
+        if "error" in sent:
+            _exit_with_error(sent["error"])
+    else:
+        store.wait(["start"], timedelta(hours=24))  # a download may take its time; torchrun ends us if rank 0 dies
+        sent = json.loads(store.get("start"))
+        store.add("readers", 1)
+        if "error" in sent:
+            sys.exit(2)  # rank 0 prints it
+
+    config, run_dir = from_plain(sent["config"]), Path(sent["run_dir"])
+    assert config.cluster.threads_per_worker is not None
+    torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
+    terminal = os.fdopen(os.dup(2), "w")
+    status = train_in_this_process(config, run_dir, rank=rank)
+    if status:
+        report = Report.read(run_dir / "logs", rank=rank)
+        if report is not None and report.is_secondary:
+            print(f"rank {rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)
+        elif report is not None:
+            print(report.block(), file=terminal, flush=True)
+        leave(status)
+    sys.exit(0)
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    threads_per_worker: int | None = None,
+    timeout_s: float | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs `function(*args, **kwargs)` on `workers` new processes of this host, and returns their results by rank.
+
+    Inside it `ddp.init()` finds its neighbours. Function, arguments and results travel by cloudpickle, so a function of
+    a notebook works. Rank 0 prints to this terminal.
+
+    Args:
+        function: what every worker runs.
+        workers: the world size.
+        threads_per_worker: None: cores ÷ workers, at least 1.
+        timeout_s: a worker that runs longer ends the launch, and says where it stood. None: no limit.
+
+    Raises:
+        ConfigError: not at least one worker.
+        WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first.
+        KeyboardInterrupt: Ctrl-C. The workers have got it too, and are gone.
+    """
+    import cloudpickle
+
+    if workers < 1:
+        raise ConfigError(f"workers={workers}: must be at least 1")
+    threads = threads_per_worker or max(1, available_cores() // workers)
+    with tempfile.TemporaryDirectory(prefix="ddp-launch-") as folder:
+        call = Path(folder) / "call.pkl"
+        with call.open("wb") as stream:
+            pickle.dump((workers, sys.path), stream)
+            cloudpickle.dump((function, args, kwargs), stream)
+        limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
+        ended = _run_workers(["--call", str(call), *limit], workers=workers, threads=threads)
+        if ended.signal is signal.SIGINT:
+            raise KeyboardInterrupt
+        if ended.signal is not None:
+            raise SystemExit(128 + ended.signal)
+        if ended.failures:
+            raise WorkersFailed(describe_failures(ended.failures, Path(folder) / "logs"))
+        return [pickle.loads((Path(folder) / f"result-rank-{rank}.pkl").read_bytes()) for rank in range(workers)]
+
+
+# --------------------------------------------------------------------------------------------- compose and prepare
+
+
+def register_schemas() -> None:
+    """Tells Hydra the types: the root as `schema_train`, and `GROUP/schema_CHOICE` for every choice."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    root = OmegaConf.structured(Config)
+    for group, choices in CHOICES.items():
+        root[group] = get_type_hints(Config)[group]  # the base class: OmegaConf refuses one choice in place of another
+        for name, kind in choices.items():
+            ConfigStore.instance().store(group=group, name=f"schema_{name.name}", node=kind)
+    OmegaConf.set_struct(root.init_from.rename, False)  # its keys are the user's, without Hydra's "+"
+    ConfigStore.instance().store(name="schema_train", node=root)
+
+
+def _compose(config_dir: Path | str, config_name: str, *, world_size: int, local_workers: int) -> tuple[Config, Path]:
+    """What `hydra.main` does for one run, without taking over the process. Returns the config and the run directory."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf, open_dict
+
+    overrides = sys.argv[1:]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "cluster.workers" and value != str(world_size):
+            raise ConfigError(f"{override}: torchrun has started {world_size} workers; leave this setting out")
+    overrides = [*overrides, f"cluster.workers={world_size}", f"cluster.local_workers={local_workers}"]
+    register_schemas()
+    with initialize_config_dir(config_dir=str(Path(config_dir).resolve()), version_base="1.3", job_name=config_name):
+        composed = compose(config_name, overrides=overrides, return_hydra_config=True)
+        run_dir = Path(str(OmegaConf.select(composed, "hydra.run.dir"))).absolute()
+        with open_dict(composed):
+            del composed["hydra"]
+        config = _to_config(composed)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    return config, run_dir
+
+
+def _to_config(composed: Any) -> Config:
+    """OmegaConf's tree as our dataclasses, by way of plain values: `+key=value` slips past its schema, not past ours."""
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return from_plain({str(key): value for key, value in plain.items()})
+
+
+def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) -> None:
+    """Everything that can be refused before a worker starts; writes RUN_DIR/config.yaml when nothing was.
+
+    Args:
+        config: gets its run directory and every derived value.
+        run_dir: exists.
+        local_workers: workers on this host; None: all.
+
+    Raises:
+        ConfigError, CheckpointError, ReplicaMismatch: what cannot work, with the remedy.
+    """
+    from ddp.build import check
+
+    try:
+        config.run.dir, config.run.name = str(run_dir), config.run.name or run_dir.name
+        _refuse_reuse(config, run_dir)
+        _try_writing(run_dir)
+        config.resolve(local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
+        check(config)
+        text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+        (run_dir / "config.yaml").write_text(text)
+    except USER_ERRORS:
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()  # only if it is empty, so: if it was made for this run
+        raise
+
+
+def _refuse_reuse(config: Config, run_dir: Path) -> None:
+    """A folder that holds a run is continued or left alone, never mixed with another."""
+    if not (run_dir / "config.yaml").exists() or config.resume == "auto":
+        return
+    if config.resume != "none" and Path(config.resume).resolve().is_relative_to(run_dir.resolve()):
+        return
+    raise ConfigError(
+        f"run.name={config.run.name}: {run_dir} already holds a run; add resume=auto to continue it, or take another name"
+    )
+
+
+def _try_writing(run_dir: Path, *, num_bytes: int = 8 << 20) -> None:
+    """Writes as much as a small run will; a full disk is better met now than at the first checkpoint."""
+    trial = run_dir / ".trial"
+    try:
+        with trial.open("wb") as stream:
+            stream.write(os.urandom(num_bytes))  # random: a file system that compresses must not be fooled
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink(missing_ok=True)
+
+
+def _unwritable(folder: Path | str, error: OSError) -> ConfigError:
+    reason = error.strerror or str(error)
+    return ConfigError(f"run directory {folder}: {reason}; make room there, or take another with hydra.run.dir=FOLDER")
+
+
+def _earlier_num_shards(config: Config, run_dir: Path) -> int | None:
+    """The number of shards of the run that this one resumes: random streams hang on it."""
+    if config.resume == "none":
+        return None
+    start = run_dir if config.resume == "auto" else Path(config.resume).resolve()
+    for folder in (start, *start.parents[:2]):  # RUN_DIR, RUN_DIR/checkpoints or RUN_DIR/checkpoints/ONE
+        if (folder / "config.yaml").is_file():
+            return from_plain(yaml.safe_load((folder / "config.yaml").read_text())).batch.num_shards
+    return None
+
+
+# ----------------------------------------------------------------------------------------------- bad input, in words
+
+
+@contextlib.contextmanager
+def _bad_input_to(tell: Callable[[str], object]) -> Iterator[None]:
+    """Hands the one sentence of an error of the user's input to `tell`; every other exception passes."""
+    try:
+        yield
+    except Exception as error:
+        message = translated(error)
+        if message is None:
+            raise
+        tell(message)
+
+
+def translated(error: BaseException) -> str | None:
+    """The sentence for a user's error, whoever raised it; None for an error of ours."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
+
+    if isinstance(error, USER_ERRORS):
+        return str(error)
+    if isinstance(error, MissingConfigException):
+        options = [option for option in error.options or () if not option.startswith("schema_")]
+        asked = (error.missing_cfg_file or "").replace("/", "=")
+        return str(unknown_key(asked, options, what="choice")) if options else str(error).splitlines()[0]
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r}: {error.message.split('See https')[0].strip()}"
+    if isinstance(error, HydraException):
+        return (error.__cause__ and translated(error.__cause__)) or str(error)
+    if isinstance(error, InterpolationResolutionError):
+        return f"{error.full_key}: {str(error).splitlines()[0]}"
+    if isinstance(error, OmegaConfBaseException):
+        hints = get_type_hints(error.object_type) if error.object_type in _OUR_TYPES else {}
+        if isinstance(error, ValidationError) and error.key in hints:
+            value = "null" if error.value is None else error.value
+            return str(wrong_type(str(error.full_key), value, hints[error.key]))
+        return str(unknown_key(str(error.full_key), hints)) if hints else str(error).splitlines()[0]
+    return None
+
+
+_OUR_TYPES = {
+    Config,
+    *(kind for kind in get_type_hints(Config).values() if isinstance(kind, type)),
+    *(kind for choices in CHOICES.values() for kind in choices.values()),
+}
+
+
+def _print_error(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _exit_with_error(message: str) -> NoReturn:
+    _print_error(message)
+    sys.exit(2)
+
+
+# ------------------------------------------------------------------------------------------------- start and wait
+
+
+def train(config: Config, run_dir: Path) -> int:
+    """Starts the workers of a prepared run, waits for them and says how it ended. Returns the status: see the table."""
+    logs = run_dir / "logs"
+    for stale in (run_dir / "summary.json", *logs.glob("error-rank-*.json")):
+        stale.unlink(missing_ok=True)  # of the attempt that is being resumed
+    threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
+    ended = _run_workers([str(run_dir.resolve())], workers=config.cluster.workers, threads=threads)
+
+    if ended.failures:
+        _restore_terminal()
+        print(describe_failures(ended.failures, logs), file=sys.stderr, flush=True)
+    stopped_by = ended.signal or (None if ended.failures else _agreed_stop(run_dir))
+    if stopped_by is None:
+        return 1 if ended.failures else 0
+    saved = _agreed_stop(run_dir) is not None
+    remedy = f"; continue with run.name={config.run.name} resume=auto" if saved else ""
+    print(f"stopped by {stopped_by.name}{remedy}", file=sys.stderr, flush=True)
+    return 128 + stopped_by
+
+
+def _agreed_stop(run_dir: Path) -> signal.Signals | None:
+    """The signal on which the workers agreed to stop, whichever of them got it."""
+    with contextlib.suppress(OSError, ValueError):
+        name = json.loads((run_dir / "summary.json").read_text()).get("stopped_by")
+        return None if name is None else signal.Signals[name]
+    return None
+
+
+def _restore_terminal() -> None:
+    """A killed rank 0 may have left its progress bar's hidden cursor behind."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\n")
+
+
+class Failure(NamedTuple):
+    """How one worker ended, as the engine saw it: negative statuses are signals; seconds since 1970, rounded down."""
+
+    status: int
+    time_s: float
+
+
+class _Ended(NamedTuple):
+    """How all workers ended. `signal`: what the parent itself got; `failures`: rank → how, in order of discovery."""
+
+    signal: signal.Signals | None
+    failures: Mapping[int, Failure]
+
+
+def _run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> _Ended:
+    """Runs `python -m ddp.worker` on `workers` processes through torchrun's engine, on a free port, and waits."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
+    command = [*_environment(threads), sys.executable, "-m", "ddp.worker", "--parent", str(os.getpid()), *arguments]
+    command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
+    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process():
+        engine = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # port 0: any free one, so two launches at once do not meet
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        try:
+            elastic_launch(engine, "env")(*command)
+        except SignalException as caught:
+            return _Ended(signal.Signals(caught.sigval), {})
+        except KeyboardInterrupt:  # before the engine has installed its handlers
+            return _Ended(signal.SIGINT, {})
+        except ChildFailedError as failed:
+            failures = {rank: Failure(each.exitcode, each.timestamp) for rank, each in failed.failures.items()}
+            return _Ended(None, failures)
+    return _Ended(None, {})
+
+
+def _environment(threads: int) -> list[str]:
+    """What must stand in a worker's environment before it starts, as NAME=VALUE.
+
+    Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits with
+    the number of threads and with the alignment of their input.
+    """
+    return [f"OMP_NUM_THREADS={threads}", f"MKL_NUM_THREADS={threads}", "MKL_CBWR=AUTO", "PYTHONUNBUFFERED=1"]
+
+
+@contextlib.contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Takes back what the engine does to its own process (handlers, a variable), and keeps its loggers quiet."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main_thread else ()
+    handlers = {number: signal.getsignal(number) for number in signals}
+    variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
+    propagate = [logger.propagate for logger in loggers]
+    silence = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if variable is None:
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        for logger, before in zip(loggers, propagate, strict=True):
+            logger.removeHandler(silence)
+            logger.propagate = before
+
+
+def _wait_for_readers(store: Any, *, num_readers: int, limit_s: float = 10.0) -> None:
+    """Keeps rank 0, which may host the store, until the others have read from it."""
+    deadline_s = time.monotonic() + limit_s
+    while store.add("readers", 0) < num_readers and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------------------- explain
+
+
+def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
+    """One line for each rank that failed as a consequence, and last the block of the one that failed first.
+
+    Args:
+        failures: rank → how it ended, in the order of discovery; not empty.
+        logs: where the reports and logs of the workers lie.
+    """
+    reports = {rank: report for rank in failures if (report := Report.read(logs, rank=rank)) is not None}
+    root = _root_cause(failures, reports)
+    lines = []
+    for rank in sorted(failures):
+        report = reports.get(rank)
+        if rank == root:
+            continue
+        if report is None or report.is_secondary:
+            lines.append(f"rank {rank} stopped because rank {root} failed")
+        else:
+            first_line = report.message.strip().partition("\n")[0]
+            lines.append(f"rank {rank} failed too, {report.type}: {first_line}")
+    block = reports[root].block() if root in reports else _death(root, failures[root].status, logs)
+    return "\n".join([*lines, block])
+
+
+def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
+    """The rank that failed of itself.
+
+    Note "who killed whom": once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later. So
+    a death by signal is a cause only if it was seen about when the first failure was, and not by SIGTERM.
+    """
+    first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
+    for rank, (status, time_s) in failures.items():
+        if status < 0 and status != -signal.SIGTERM and rank not in reports and time_s < first_s + 10:
+            return rank
+    own = [report for report in reports.values() if not report.is_secondary]
+    if own:
+        return min(own, key=lambda report: report.time_s).rank
+    return next(iter(failures))
+
+
+def _death(rank: int, status: int, logs: Path) -> str:
+    """The block of a worker that could not report: its signal or status, and the end of its log."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        how = f"was killed by {name}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
+    else:
+        how = f"exited with status {status} and left no report"
+    path = logs / f"rank-{rank}.log"
+    tail = path.read_text(errors="replace").splitlines()[-15:] if path.is_file() else []
+    return "\n".join([f"rank {rank} {how}", *([f"the end of {path}:", *tail] if tail else [])])
+
+
+class _Job(NamedTuple):
+    """One run of a sweep."""
+
+    overrides: list[str]
+    run_dir: Path
+    status: int
+
+
+def _print_sweep(jobs: Sequence[_Job]) -> None:
+    """The jobs of a sweep side by side: what differed, how fast, how good, how it ended."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shared = set.intersection(*(set(job.overrides) for job in jobs))
+    table = Table("job", "workers", "samples/s", "result", "ended", "run directory", title="sweep")
+    for job in jobs:
+        summary: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            summary = json.loads((job.run_dir / "summary.json").read_text())
+        results = [f"{key} {value:.4g}" for key, value in summary.items() if key.startswith("test_")]
+        rate = summary.get("samples_per_s")
+        table.add_row(
+            " ".join(override for override in job.overrides if override not in shared),
+            str(summary.get("world_size", "")),
+            "" if rate is None else f"{rate:,.0f}",
+            ", ".join(results),
+            "done" if job.status == 0 else f"status {job.status}",
+            os.path.relpath(job.run_dir),
+        )
+    Console().print(table)

@@ -1,0 +1,1 @@
+"""Models to train: MLP, CNN, ResNets and a small GPT."""

@@ -1,0 +1,76 @@
+"""Equal at the start: every rank gets rank 0's parameters and buffers, after it is certain that they fit.
+
+Shapes are compared first. A broadcast into a tensor of another size is at best a hang, at worst a wrong model; the
+comparison names the first tensor that differs, and the ranks.
+
+Tensors travel packed by dtype, one message per `PACK_BYTES` or so rather than one per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.errors import ReplicaMismatch
+
+PACK_BYTES = 32 << 20
+
+
+def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ReplicaMismatch, on every rank, unless all ranks have the same names, shapes and dtypes in one order."""
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors]
+    reference, *others = all_gather_object(comm, mine)
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != reference:
+            raise ReplicaMismatch(
+                f"the models of rank 0 and rank {rank} differ: {_difference(reference, theirs, rank)}"
+            )
+
+
+def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], *, root: int = 0, label: str = "") -> None:
+    """Overwrites `tensors` with the root's, on every rank, in place."""
+    if comm.world_size == 1:
+        return
+    with torch.no_grad():
+        for pack in _packs(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in pack])
+            comm.broadcast(flat, root, label=label)
+            for tensor, values in zip(pack, flat.split([tensor.numel() for tensor in pack]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def broadcast_module(comm: Communicator, module: nn.Module, *, root: int = 0) -> None:
+    """Makes `module` the same on every rank: parameters and buffers become the root's."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    check_same_layout(comm, named)
+    broadcast_tensors(comm, [tensor.detach() for _, tensor in named], root=root, label="initial parameters and buffers")
+
+
+def _difference(
+    ours: list[tuple[str, tuple[int, ...], str]], theirs: list[tuple[str, tuple[int, ...], str]], rank: int
+) -> str:
+    for here, there in zip(ours, theirs, strict=False):
+        if here != there:
+            shapes = f"{here[0]} {list(here[1])} {here[2]} on rank 0, {there[0]} {list(there[1])} {there[2]}"
+            return f"{shapes} on rank {rank}. Build the same model on every rank"
+    return f"{len(ours)} tensors on rank 0, {len(theirs)} on rank {rank}. Build the same model on every rank"
+
+
+def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors of one dtype and device, each of at least `PACK_BYTES` but for the last of a kind."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in by_kind.values():
+        pack: list[Tensor] = []
+        for tensor in alike:
+            pack.append(tensor)
+            if sum(t.numel() for t in pack) * tensor.element_size() >= PACK_BYTES:
+                yield pack
+                pack = []
+        if pack:
+            yield pack

@@ -1,0 +1,59 @@
+"""The naive reducer: when backward has ended, one all-reduce per parameter. The whole idea of data parallelism.
+
+Nothing overlaps and every parameter pays the latency of a message, so it is slow; it is also so plain that it can
+be seen to be right. It is the first lesson, the oracle of the bucketed reducer, and its baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ddp.clock import Stopwatch
+from ddp.comm.communicator import Communicator
+from ddp.gradients.totals import StepTotals
+
+
+class NaiveReducer:
+    """Same face as `Reducer`; a parameter that no rank used keeps the gradient that it had."""
+
+    def __init__(self, comm: Communicator, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.comm, self.parameters = comm, dict(named_parameters)
+        self.totals = StepTotals()
+        self.waited = Stopwatch()
+        self._in_backward = False
+        self._mine: StepTotals | None = None
+
+    def check_ready_for_forward(self) -> None:
+        """A step leaves nothing behind that could be wrong."""
+        self._in_backward = False
+
+    def ride_along(self, totals: StepTotals) -> None:
+        """Adds this rank's part of the step's totals to the others'; gradients are divided by the global count then."""
+        self._mine = totals
+
+    def begin(self) -> bool:
+        """Backward has reached an output. True for the first one."""
+        first, self._in_backward = not self._in_backward, True
+        return first
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Backward has ended: one all-reduce for the totals, one for who has a gradient, one per gradient."""
+        loss_sum, num_items, num_stopping, _ = self._mine or StepTotals()
+        sums = torch.tensor([loss_sum, num_items, num_stopping], dtype=torch.float64, device=self.comm.device)
+        has_gradient = torch.tensor([p.grad is not None for p in self.parameters.values()], device=self.comm.device)
+        with self.waited.running():
+            self.comm.all_reduce(sums, label="totals")
+            self.comm.all_reduce(has_gradient, "max", label="who has a gradient")
+        self.totals = StepTotals(sums[0].item(), int(sums[1]), int(sums[2]))
+        divisor = self.comm.world_size if self._mine is None else max(1, self.totals.num_items)
+        for (name, parameter), anyone in zip(self.parameters.items(), has_gradient.tolist(), strict=True):
+            if anyone:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                with self.waited.running():
+                    self.comm.all_reduce(gradient, label=name)
+                parameter.grad = gradient.div_(divisor)
+        self._mine, self._in_backward = None, False

@@ -1,0 +1,53 @@
+"""Predicting the next token of a text; the model gives [n, time, vocabulary] logits for [n, time] tokens.
+
+    loss            Σ over targets of  −ln p(target | everything before it)           in nats
+    bits per byte   loss mean / ln 2, where a token is a byte                         what a compressor would need
+
+A target of −100 (`IGNORE`, torch's own convention) is no target: neither in the sum nor in the count. So padded texts
+of uneven length weigh by what they hold, on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddp.tasks.task import Batch, at_least_float32
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Cross-entropy of the next token; reported as bits per byte."""
+
+    main_metric: str = "bits_per_byte"
+    higher_is_better: bool = False
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """(Σ −ln p over the targets, their number)."""
+        tokens, targets = batch
+        logits = at_least_float32(model(tokens))  # [n, time, vocabulary]
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return loss_sum, int((targets != IGNORE).sum())
+
+    @torch.no_grad()
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
+        """The loss alone; bits per byte are a multiple of its mean, see `finish`."""
+        return {"loss": self.loss(model, batch)}
+
+    @torch.no_grad()
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Nats of every target, [n, time]; 0 where the target is `IGNORE`."""
+        tokens, targets = batch
+        logits = at_least_float32(model(tokens))
+        return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
+
+    def finish(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Adds `bits_per_byte`."""
+        return {**means, "bits_per_byte": means["loss"] / math.log(2)}

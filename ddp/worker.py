@@ -1,0 +1,313 @@
+"""One worker process: where its output goes, when it must die, and what it leaves behind when it fails.
+
+    python -m ddp.worker --rank R --parent PID RUN_DIR        train, as RUN_DIR/config.yaml says
+    python -m ddp.worker --rank R --parent PID --call FILE    run a pickled function      (ddp.launch)
+
+The order of a worker's life:
+
+    1  follow the parent     it ends when the parent ends, whatever it is doing
+    2  take the log          rank 0 keeps the terminal; any other rank's file descriptors 1 and 2 become logs/rank-R.log
+    3  work                  ddp.build.run, or the function
+    4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
+
+A worker reads plain YAML and never imports Hydra. Its rank comes as an argument, not from the environment; threads and
+MKL's mode come with the environment that the launcher has set before this interpreter, and so torch, started.
+
+Read before: ddp/launcher.py, which starts this. Next: ddp/build.py, which does the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from ddp.config import Config, from_plain
+from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost, ReplicaMismatch
+from ddp.log import add_handler, follow_rank
+
+ORPHAN_GRACE_S = 30.0
+"""After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
+
+USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch)
+"""What the message alone explains; a traceback would hide it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one worker; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="ddp.worker")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the launcher")
+    parser.add_argument("--call", type=Path, help="a pickled function instead of a run directory")
+    parser.add_argument("--timeout", type=float, help="seconds after which a call is given up")
+    parser.add_argument("run_dir", type=Path, nargs="?")
+    options = parser.parse_args(argv)
+
+    follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
+    if options.call is not None:
+        return _call(options.call, rank=options.rank, timeout_s=options.timeout)
+    yaml = importlib.import_module("yaml")
+    config = from_plain(yaml.safe_load((options.run_dir / "config.yaml").read_text()))
+    return train(config, options.run_dir, rank=options.rank)
+
+
+def train(config: Config, run_dir: Path, *, rank: int) -> int:
+    """Trains as this rank of the run; returns the exit status (0, also after an agreed stop)."""
+    take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers)
+
+    def work() -> None:
+        from ddp.build import run  # after the log is taken: importing torch may already print
+
+        run(config, run_dir)
+
+    return guarded(work, logs=run_dir / "logs", rank=rank)
+
+
+def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
+    """Runs the function in `file`, and leaves its result beside it."""
+    logs = file.parent / "logs"
+
+    def work() -> None:
+        with file.open("rb") as stream:
+            world_size, sys.path[:] = pickle.load(stream)  # the path first: unpickling the function imports modules
+            take_log(logs, rank=rank, world_size=world_size)
+            function, args, kwargs = pickle.load(stream)
+        result = function(*args, **kwargs)
+        cloudpickle = importlib.import_module("cloudpickle")
+        (file.parent / f"result-rank-{rank}.pkl").write_bytes(cloudpickle.dumps(result))
+
+    if timeout_s is not None:
+        _give_up_after(timeout_s, logs=logs, rank=rank)
+    return guarded(work, logs=logs, rank=rank)
+
+
+# ---------------------------------------------------------------------------------------------- 1 follow the parent
+
+
+def follow_parent(parent: int, *, grace_s: float) -> None:
+    """Makes this process end when `parent` does, also when the parent is killed by SIGKILL.
+
+    Note "two ways to die": the kernel's parent-death signal (Linux) comes at once, and ends a process without a handler
+    for SIGTERM even where the interpreter hangs. But during training SIGTERM only asks for an agreed stop, which may
+    never come: the store lived in the parent. So a thread watches too, and `grace_s` seconds later it does not ask.
+    """
+    asked = _ask_kernel_for_parent_death_signal()
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        if not asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ddp-follow-parent", daemon=True).start()
+
+
+def _ask_kernel_for_parent_death_signal() -> bool:
+    if sys.platform != "linux":
+        return False
+    PR_SET_PDEATHSIG = 1
+    failed: int = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    return not failed
+
+
+def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
+    """Ends this worker after `timeout_s` with a report of where its main thread stood."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def give_up() -> None:
+        where = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
+        message = f"still running after timeout_s={timeout_s:g}"
+        report = Report.now(
+            rank=rank, type="TimeoutError", message=message, traceback=f"{where}TimeoutError: {message}"
+        )
+        report.write(logs)
+        leave(1)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+
+
+# --------------------------------------------------------------------------------------------------- 2 take the log
+
+
+class _Terminal(logging.StreamHandler[Any]):
+    """Writes to whatever `sys.stderr` is at that moment: a progress bar replaces it to keep its own line whole."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
+def take_log(logs: Path, *, rank: int, world_size: int) -> None:
+    """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
+
+    By file descriptor, so that what C++ and child processes print is caught too, under any launcher.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"rank-{rank}.log"
+    if rank != 0:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+    faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
+    follow_rank(rank, world_size)
+    add_handler(logging.FileHandler(path))
+    if rank == 0:
+        add_handler(_Terminal(), logging.WARNING)
+
+
+# ------------------------------------------------------------------------------------------------- 3 work, 4 report
+
+_step: int | None = None
+
+
+def note_step(step: int) -> None:
+    """Remembers where training stands, for the report of a failure. Costs nothing; call it at every step."""
+    global _step
+    _step = step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a failed worker leaves for its parent.
+
+    Attributes:
+        step: that training was in; None outside of it.
+        is_secondary: this rank failed only because another one did.
+        is_user_error: the message says it all, a traceback is noise.
+        time_s: seconds since 1970; orders the reports of one host.
+    """
+
+    rank: int
+    host: str
+    step: int | None
+    type: str
+    message: str
+    traceback: str
+    is_secondary: bool
+    is_user_error: bool
+    time_s: float
+
+    @classmethod
+    def now(
+        cls,
+        *,
+        rank: int,
+        type: str,
+        message: str,
+        traceback: str,
+        step: int | None = None,
+        is_secondary: bool = False,
+        is_user_error: bool = False,
+    ) -> Report:
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            step=_step if step is None else step,
+            type=type,
+            message=message,
+            traceback=traceback,
+            is_secondary=is_secondary,
+            is_user_error=is_user_error,
+            time_s=time.time(),
+        )
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int) -> Report:
+        """Describes an exception; its own attribute `step`, where it has one, wins over `note_step`."""
+        step = getattr(error, "step", None)
+        return cls.now(
+            rank=rank,
+            type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            step=step if isinstance(step, int) else None,
+            is_secondary=_is_consequence(error),
+            is_user_error=isinstance(error, USER_ERRORS),
+        )
+
+    @classmethod
+    def read(cls, logs: Path, *, rank: int) -> Report | None:
+        """The report of `rank`; None if it left none, or died while it wrote."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads((logs / f"error-rank-{rank}.json").read_text()))
+        return None
+
+    def write(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        path = logs / f"error-rank-{self.rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=1))
+        partial.replace(path)
+
+    def block(self) -> str:
+        """Rank, host, step, and then the traceback, or the message alone where that explains it."""
+        step = "" if self.step is None else f" at step {self.step}"
+        body = f"{self.type}: {self.message}" if self.is_user_error else self.traceback.rstrip()
+        return f"rank {self.rank} on host {self.host} failed{step}:\n{body}"
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether this exception, or one that it arose from, says that another rank is gone."""
+    while error is not None:
+        if isinstance(error, (PeerLost, CommunicatorBroken)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
+    """Runs `work`; returns 0, or 1 after its exception was reported, or 130 where Ctrl-C came before it could agree."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        report = Report.of(error, rank=rank)
+        report.write(logs)
+        with (logs / f"rank-{rank}.log").open("a") as log:
+            log.write(f"{report.traceback}\n")
+        return 1
+    return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process now. After a failure nothing may wait at exit: a communicator's threads wait for lost peers."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    # As ddp.worker, not as __main__: `note_step` and the report must mean the same module to everyone.
+    status = importlib.import_module("ddp.worker").main(sys.argv[1:])
+    leave(status) if status else sys.exit(0)

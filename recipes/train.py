@@ -1,0 +1,15 @@
+"""Trains a model on several workers of this machine, from one command.
+
+    python recipes/train.py data=cifar10 model=resnet18 cluster.workers=4 batch.global_size=256
+    python recipes/train.py -m cluster.workers=1,2,4              three runs, one after another
+    python recipes/train.py run.name=mine resume=auto             continue runs/mine
+
+The settings: conf/train.yaml and the files beside it. What happens: ddp/launcher.py.
+"""
+
+from pathlib import Path
+
+from ddp.launcher import main
+
+if __name__ == "__main__":
+    main(Path(__file__).parent.parent / "conf")
