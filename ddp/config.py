@@ -6,8 +6,8 @@
               Config  ── to_plain ──▶  RUN_DIR/config.yaml  ── from_plain ──▶  Config, in every worker (PyYAML only)
 
 Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base dataclass with the shared fields and a
-subclass per choice. Its `name` is an enum: the member, the file conf/GROUP/NAME.yaml and the word on the command line are
-the same. `CHOICES` is the table of all of them, and Hydra's schemas are made from it.
+subclass per choice. Its `name` is an enum: the member, the file conf/GROUP/NAME.yaml and the word on the command line
+are the same. `CHOICES` is the table of all of them, and Hydra's schemas are made from it.
 
 What shapes these classes (OmegaConf 2.3): enums match by member *name*, so members are lower case; `Literal` and frozen
 dataclasses are refused; `__post_init__`, and with it `validate`, runs at `to_object`, not at merge.
@@ -587,12 +587,13 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
 
 
 def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigError:
-    """The error for a name that is not among `valid`; the last part of a dotted `key` is what is unknown."""
+    """The error for a name that is not among `valid`: the last part of `key`, as in "cluster.worker" or "model=gtp"."""
     names = sorted(valid)
-    *above, last = key.split(".")
+    end = max(key.rfind("."), key.rfind("=")) + 1
+    above, last = key[:end], key[end:]
     near = difflib.get_close_matches(last, names, n=1)
-    hint = f" Did you mean {'.'.join([*above, near[0]])}?" if near else ""
-    level = f" in {'.'.join(above)}" if above else ""
+    hint = f" Did you mean {above}{near[0]}?" if near else ""
+    level = f" in {above[:-1]}" if above.endswith(".") else ""
     return ConfigError(f"unknown {what} {key}.{hint} Valid{level}: {', '.join(names) or 'nothing'}")
 
 

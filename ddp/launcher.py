@@ -22,8 +22,8 @@ parent reads all their reports and prints the root cause last.
 | Ctrl-C, or SIGINT to any worker        | 130    | workers agree, save and exit 0;        |
 | SIGTERM, to the parent or any worker   | 143    | the parent says so with its own status |
 
-This module alone imports Hydra and OmegaConf, and inside functions: importing it stays light, workers stay free of them.
-Read next: ddp/worker.py.
+This module alone imports Hydra and OmegaConf, and inside functions: importing it stays light, and workers stay free of
+them. Read next: ddp/worker.py.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def main(config_dir: Path | str, config_name: str = "train") -> NoReturn:
             config = _to_config(composed)
             prepare(config, run_dir)
             jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
+        if jobs[-1].status == 2:
+            _remove_if_empty(run_dir)
         if jobs[-1].status >= 128:
             sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
 
@@ -114,44 +116,67 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
         )
     follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
 
-    import torch.distributed
+    import torch
     from torch.distributed.rendezvous import rendezvous
 
     # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
-    store = torch.distributed.PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])
+    store, _, _ = next(iter(rendezvous("env://")))
     if rank == 0:
-        sent: dict[str, Any] = {"error": "rank 0 failed while it prepared the run; its traceback stands above"}
-        try:
-            with _bad_input_to(lambda message: sent.update(error=message)):
-                config, run_dir = _compose(config_dir, config_name, world_size=world_size, local_workers=local_workers)
-                prepare(config, run_dir, local_workers=local_workers)
-                sent = {"config": to_plain(config), "run_dir": str(run_dir)}
-        finally:
-            store.set("start", json.dumps(sent))
-            if "error" in sent:
-                _wait_for_readers(store, num_readers=world_size - 1)
+        sent = _prepare_under_torchrun(config_dir, config_name, world_size=world_size, local_workers=local_workers)
+        store.set("ddp.launcher/start", json.dumps(sent))
         if "error" in sent:
-            _exit_with_error(sent["error"])
+            _wait_for_readers(store, num_readers=world_size - 1)
     else:
-        store.wait(["start"], timedelta(hours=24))  # a download may take its time; torchrun ends us if rank 0 dies
-        sent = json.loads(store.get("start"))
-        store.add("readers", 1)
-        if "error" in sent:
-            sys.exit(2)  # rank 0 prints it
+        store.wait(
+            ["ddp.launcher/start"], timedelta(hours=24)
+        )  # a download takes its time; torchrun sees if rank 0 dies
+        sent = json.loads(store.get("ddp.launcher/start"))
+        store.add("ddp.launcher/readers", 1)
+    if "error" in sent:  # rank 0 has printed it
+        _tell_torchrun(sent["error"])
+        sys.exit(2)
 
     config, run_dir = from_plain(sent["config"]), Path(sent["run_dir"])
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = os.fdopen(os.dup(2), "w")
     status = train_in_this_process(config, run_dir, rank=rank)
+    report = Report.read(run_dir / "logs", rank=rank) if status else None
+    if report is not None and report.is_secondary:
+        print(f"rank {rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)
+    elif report is not None:
+        print(report.block(), file=terminal, flush=True)
+        _tell_torchrun(report.block())
     if status:
-        report = Report.read(run_dir / "logs", rank=rank)
-        if report is not None and report.is_secondary:
-            print(f"rank {rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)
-        elif report is not None:
-            print(report.block(), file=terminal, flush=True)
         leave(status)
     sys.exit(0)
+
+
+def _prepare_under_torchrun(
+    config_dir: Path | str, config_name: str, *, world_size: int, local_workers: int
+) -> dict[str, Any]:
+    """Rank 0's part. Returns what all ranks need, as JSON holds it: `config` and `run_dir`, or an `error`."""
+    sent: dict[str, Any] = {}
+
+    def refuse(message: str) -> None:
+        _print_error(message)
+        sent["error"] = message
+
+    with _bad_input_to(refuse):
+        config, run_dir = _compose(config_dir, config_name, world_size=world_size, local_workers=local_workers)
+        try:
+            prepare(config, run_dir, local_workers=local_workers)
+        except USER_ERRORS:
+            _remove_if_empty(run_dir)
+            raise
+        sent.update(config=to_plain(config), run_dir=str(run_dir))
+    return sent
+
+
+def _tell_torchrun(message: str) -> None:
+    """Puts `message` into torchrun's own last block, which else says "To enable traceback see …"."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 def launch(
@@ -242,12 +267,16 @@ def _compose(config_dir: Path | str, config_name: str, *, world_size: int, local
 
 
 def _to_config(composed: Any) -> Config:
-    """OmegaConf's tree as our dataclasses, by way of plain values: `+key=value` slips past its schema, not past ours."""
+    """OmegaConf's tree as our dataclasses; this is where `Config.validate` runs."""
     from omegaconf import OmegaConf
 
-    plain = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    assert isinstance(plain, dict)
-    return from_plain({str(key): value for key, value in plain.items()})
+    try:
+        config = OmegaConf.to_object(composed)
+    except AttributeError:  # `+key=value` slips past the schema; `from_plain` says which key it was
+        plain: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+        config = from_plain(plain)
+    assert isinstance(config, Config)
+    return config
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) -> None:
@@ -263,18 +292,15 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) 
     """
     from ddp.build import check
 
-    try:
-        config.run.dir, config.run.name = str(run_dir), config.run.name or run_dir.name
-        _refuse_reuse(config, run_dir)
-        _try_writing(run_dir)
-        config.resolve(local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
-        check(config)
-        text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
-        (run_dir / "config.yaml").write_text(text)
-    except USER_ERRORS:
-        with contextlib.suppress(OSError):
-            run_dir.rmdir()  # only if it is empty, so: if it was made for this run
-        raise
+    config.run.dir, config.run.name = str(run_dir), config.run.name or run_dir.name
+    _refuse_reuse(config, run_dir)
+    _try_writing(run_dir)
+    config.resolve(local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
+    check(config)
+    for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
+        stale.unlink(missing_ok=True)  # what the attempt that is being resumed has said about its end
+    text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    (run_dir / "config.yaml").write_text(text)
 
 
 def _refuse_reuse(config: Config, run_dir: Path) -> None:
@@ -284,7 +310,7 @@ def _refuse_reuse(config: Config, run_dir: Path) -> None:
     if config.resume != "none" and Path(config.resume).resolve().is_relative_to(run_dir.resolve()):
         return
     raise ConfigError(
-        f"run.name={config.run.name}: {run_dir} already holds a run; add resume=auto to continue it, or take another name"
+        f"run.name={config.run.name}: {run_dir} already holds a run; add resume=auto to continue it, or another name"
     )
 
 
@@ -306,6 +332,12 @@ def _try_writing(run_dir: Path, *, num_bytes: int = 8 << 20) -> None:
 def _unwritable(folder: Path | str, error: OSError) -> ConfigError:
     reason = error.strerror or str(error)
     return ConfigError(f"run directory {folder}: {reason}; make room there, or take another with hydra.run.dir=FOLDER")
+
+
+def _remove_if_empty(run_dir: Path) -> None:
+    """Takes a folder back that was made for a run that never was."""
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
 
 
 def _earlier_num_shards(config: Config, run_dir: Path) -> int | None:
@@ -346,7 +378,7 @@ def translated(error: BaseException) -> str | None:
         asked = (error.missing_cfg_file or "").replace("/", "=")
         return str(unknown_key(asked, options, what="choice")) if options else str(error).splitlines()[0]
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r}: {error.message.split('See https')[0].strip()}"
+        return f"cannot read {error.override!r}: {' '.join(error.message.split('See https')[0].split())}"
     if isinstance(error, HydraException):
         return (error.__cause__ and translated(error.__cause__)) or str(error)
     if isinstance(error, InterpolationResolutionError):
@@ -381,15 +413,12 @@ def _exit_with_error(message: str) -> NoReturn:
 
 def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits for them and says how it ended. Returns the status: see the table."""
-    logs = run_dir / "logs"
-    for stale in (run_dir / "summary.json", *logs.glob("error-rank-*.json")):
-        stale.unlink(missing_ok=True)  # of the attempt that is being resumed
     threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
     ended = _run_workers([str(run_dir.resolve())], workers=config.cluster.workers, threads=threads)
 
     if ended.failures:
         _restore_terminal()
-        print(describe_failures(ended.failures, logs), file=sys.stderr, flush=True)
+        print(describe_failures(ended.failures, run_dir / "logs"), file=sys.stderr, flush=True)
     stopped_by = ended.signal or (None if ended.failures else _agreed_stop(run_dir))
     if stopped_by is None:
         return 1 if ended.failures else 0
@@ -465,25 +494,22 @@ def _run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> _En
 def _environment(threads: int) -> list[str]:
     """What must stand in a worker's environment before it starts, as NAME=VALUE.
 
-    Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits with
-    the number of threads and with the alignment of their input.
+    Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits
+    with the number of threads and with the alignment of their input.
     """
     return [f"OMP_NUM_THREADS={threads}", f"MKL_NUM_THREADS={threads}", "MKL_CBWR=AUTO", "PYTHONUNBUFFERED=1"]
 
 
 @contextlib.contextmanager
 def _unchanged_process() -> Iterator[None]:
-    """Takes back what the engine does to its own process (handlers, a variable), and keeps its loggers quiet."""
+    """Takes back what the engine does to its own process, a variable and signal handlers, and keeps it from logging."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main_thread else ()
     handlers = {number: signal.getsignal(number) for number in signals}
     variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
-    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
-    propagate = [logger.propagate for logger in loggers]
-    silence = logging.NullHandler()
-    for logger in loggers:
-        logger.addHandler(silence)
-        logger.propagate = False
+    for name in ("elastic", "launcher"):
+        logging.getLogger(f"torch.distributed.{name}").propagate = False  # for good: another thread may launch too
+        logging.getLogger(f"torch.distributed.{name}").addHandler(_SILENCE)
     try:
         yield
     finally:
@@ -491,15 +517,15 @@ def _unchanged_process() -> Iterator[None]:
             signal.signal(number, handler)
         if variable is None:
             os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-        for logger, before in zip(loggers, propagate, strict=True):
-            logger.removeHandler(silence)
-            logger.propagate = before
+
+
+_SILENCE = logging.NullHandler()
 
 
 def _wait_for_readers(store: Any, *, num_readers: int, limit_s: float = 10.0) -> None:
     """Keeps rank 0, which may host the store, until the others have read from it."""
     deadline_s = time.monotonic() + limit_s
-    while store.add("readers", 0) < num_readers and time.monotonic() < deadline_s:
+    while store.add("ddp.launcher/readers", 0) < num_readers and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 
@@ -515,25 +541,25 @@ def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
     """
     reports = {rank: report for rank in failures if (report := Report.read(logs, rank=rank)) is not None}
     root = _root_cause(failures, reports)
-    lines = []
-    for rank in sorted(failures):
-        report = reports.get(rank)
-        if rank == root:
-            continue
-        if report is None or report.is_secondary:
-            lines.append(f"rank {rank} stopped because rank {root} failed")
-        else:
-            first_line = report.message.strip().partition("\n")[0]
-            lines.append(f"rank {rank} failed too, {report.type}: {first_line}")
+    lines = [_aside(rank, reports.get(rank), root, reports.get(root)) for rank in sorted(failures) if rank != root]
     block = reports[root].block() if root in reports else _death(root, failures[root].status, logs)
     return "\n".join([*lines, block])
+
+
+def _aside(rank: int, report: Report | None, root: int, root_report: Report | None) -> str:
+    """One line for a rank that is not the root cause."""
+    if report is not None and not report.is_secondary:
+        return f"rank {rank} failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
+    if root_report is None or not root_report.is_secondary:
+        return f"rank {rank} stopped because rank {root} failed"
+    return f"rank {rank} {'was ended by the launcher' if report is None else 'stopped for the same reason'}"
 
 
 def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
     """The rank that failed of itself.
 
-    Note "who killed whom": once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later. So
-    a death by signal is a cause only if it was seen about when the first failure was, and not by SIGTERM.
+    Note "who killed whom": once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
+    So a death by signal is a cause only if it was seen about when the first failure was, and not by SIGTERM.
     """
     first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
     for rank, (status, time_s) in failures.items():
@@ -571,7 +597,8 @@ def _print_sweep(jobs: Sequence[_Job]) -> None:
     from rich.table import Table
 
     shared = set.intersection(*(set(job.overrides) for job in jobs))
-    table = Table("job", "workers", "samples/s", "result", "ended", "run directory", title="sweep")
+    table = Table("job", "samples/s", "result", "ended", "folder")
+    table.title = f"sweep in {os.path.relpath(jobs[0].run_dir.parent)}"
     for job in jobs:
         summary: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
@@ -580,10 +607,9 @@ def _print_sweep(jobs: Sequence[_Job]) -> None:
         rate = summary.get("samples_per_s")
         table.add_row(
             " ".join(override for override in job.overrides if override not in shared),
-            str(summary.get("world_size", "")),
             "" if rate is None else f"{rate:,.0f}",
             ", ".join(results),
             "done" if job.status == 0 else f"status {job.status}",
-            os.path.relpath(job.run_dir),
+            job.run_dir.name,
         )
     Console().print(table)

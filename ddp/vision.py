@@ -11,6 +11,7 @@ torchvision's own import tells whether they are missing: it is tried as it is, a
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from types import ModuleType
 
@@ -46,7 +47,7 @@ def torchvision() -> ModuleType:
 
 def _import() -> ModuleType:
     try:
-        import torchvision
+        return importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"torchvision is needed for this data set or model ({error}); pip install torchvision"
@@ -55,7 +56,6 @@ def _import() -> ModuleType:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]  # half imported: the next attempt starts afresh
         raise
-    return torchvision
 
 
 def _declare_missing_operators() -> None:

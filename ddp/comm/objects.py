@@ -22,8 +22,11 @@ def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
 
 def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
     """The root's object on every rank; what the others pass is ignored."""
-    mine = _packed(comm, value if comm.rank == root else None)
-    return _unpacked(comm.all_gather(mine)[root])
+    data = _packed(comm, value if comm.rank == root else None)
+    size = comm.broadcast(torch.tensor([data.numel()], device=comm.device), root, label="size of an object")
+    if comm.rank != root:
+        data = torch.empty(int(size), dtype=torch.uint8, device=comm.device)
+    return _unpacked(comm.broadcast(data, root, label="an object"))
 
 
 def _packed(comm: Communicator, value: Any) -> Tensor:

@@ -90,11 +90,11 @@ def seeded(value: int, *, device: torch.device | str | None = None) -> Iterator[
 
 def _cuda_generator(device: torch.device | str | None) -> torch.Generator | None:
     if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
     device = torch.device(device)
     if device.type != "cuda":
         return None
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # `default_generators` is empty before
+    torch.cuda.init()  # `default_generators` is empty before
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 

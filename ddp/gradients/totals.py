@@ -22,21 +22,23 @@ class StepTotals(NamedTuple):
     """Sums over ranks, or one rank's part of them.
 
     Attributes:
-        loss_sum: sum of the losses of all samples (or tokens) of the step.
+        loss_sum: sum of the losses of all samples (or tokens) of the step; a scalar tensor on its way in, so that a
+            GPU need not be waited for, a float on its way out.
         num_items: how many samples (or tokens) they are.
         num_stopping: ranks that want to stop after this step.
         num_unused: ranks on which some parameter got no gradient.
     """
 
-    loss_sum: float = 0.0
+    loss_sum: float | Tensor = 0.0
     num_items: int = 0
     num_stopping: int = 0
     num_unused: int = 0
 
     def write(self, tail: Tensor) -> None:
         """Into a tail, [NUM_LANES]."""
-        lanes = [self.loss_sum, self.num_items // BASE, self.num_items % BASE, self.num_stopping, self.num_unused]
-        tail.copy_(tail.new_tensor(lanes))
+        counts = [self.num_items // BASE, self.num_items % BASE, self.num_stopping, self.num_unused]
+        tail[1:].copy_(tail.new_tensor(counts))
+        tail[0] = self.loss_sum
 
     @classmethod
     def read(cls, tail: Tensor) -> StepTotals:

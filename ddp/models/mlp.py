@@ -2,7 +2,7 @@
 
     [n, …] → flatten → [linear → ReLU] for each hidden width → linear → [n, num_classes]
 
-Its parameters number Σ (fan_in + 1) · fan_out: 52 k for 8×8 images, 235 k for 28×28.
+Its parameters number Σ (fan_in + 1) · fan_out: 51 k for 8×8 images, 235 k for 28×28.
 """
 
 from __future__ import annotations

@@ -8,9 +8,15 @@ c(h) their sum over w, and t(h) the number of *different* bytes that followed h:
 t(h)/(c(h) + t(h)) is the chance that something new follows h, so that much is left to the shorter history. An unseen h
 leaves all of it. The first bytes of the held-out text have as much history as there is.
 
-On ten megabytes of source code: order 2 about 3.5 bits per byte, order 3 about 2.7, order 5 about 2.2. Cost: one
-sort of the training text per order, some 2 s for order 5; `xz` compresses the text twice, some 10 s. Source: Witten
-& Bell 1991; Chen & Goodman 1998, section 2.6.
+On `ddp.data.standard_library` (9.4 MB to count, 0.5 MB to score), in bits per byte, and seconds on one core:
+
+    order 1     4.50   0.6 s          order 3     2.60   1.2 s          order 6     1.89   3.5 s
+    order 2     3.48   0.7 s          order 5     1.91   2.6 s          xz          1.45   9.7 s
+
+The cost of an order is a sort of the training text; `xz` compresses that text twice. `xz` is the lowest because it
+copies whole passages from anywhere in the text, which no window of a few bytes can.
+
+Source: Witten & Bell 1991; Chen & Goodman 1998, section 2.6.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,7 +163,7 @@ def test_each_sample_once_per_epoch_and_the_same_steps_at_every_world_size(world
     samplers = team(length, world_size, **options)
     per_epoch = samplers[0].num_steps_per_epoch
     steps = train(samplers, 3 * per_epoch)
-    epochs = [sum(steps[i * per_epoch : (i + 1) * per_epoch], []) for i in range(3)]
+    epochs = [list(chain.from_iterable(steps[i * per_epoch : (i + 1) * per_epoch])) for i in range(3)]
     assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
     assert samplers[0].state == SamplerState(5, 3, 0)
     assert steps == train(team(length, 1, **options), 3 * per_epoch)
@@ -284,7 +286,7 @@ def test_states_of_something_else(state, words):
 @given(lengths, world_sizes)
 def test_evaluation_sees_each_sample_once_in_order(length, world_size):
     samplers = [EvaluationSampler(length, num_replicas=world_size, rank=rank) for rank in range(world_size)]
-    assert sum((list(sampler) for sampler in samplers), []) == list(range(length))
+    assert list(chain.from_iterable(samplers)) == list(range(length))
     sizes = [len(sampler) for sampler in samplers]
     assert max(sizes) - min(sizes) <= 1
     assert list(EvaluationSampler(data(length), num_replicas=world_size, rank=0)) == list(samplers[0].share)

@@ -27,8 +27,8 @@ def draw() -> tuple[float, float, float]:
 
 def test_the_numbers_are_fixed_for_ever():
     """Written down: a change of the mixing would silently change every run that is resumed."""
-    assert stream_seed(0) == 1803082308744396131
-    assert stream_seed(7, "dropout", 3, 1, 0) == 8239186308614894316
+    assert stream_seed(0) == 3877483726552662742
+    assert stream_seed(7, "dropout", 3, 1, 0) == 2907533972494214492
 
 
 def test_another_process_computes_the_same():

@@ -1,0 +1,450 @@
+"""From a `Config` to a run: the one place that takes settings apart and hands components plain arguments.
+
+check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
+                         the checkpoint to be resumed; what is wrong is said once, by one process
+run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ddp import config as settings
+from ddp.clock import now_s
+from ddp.comm.communicator import Communicator
+from ddp.comm.setup import init, shutdown
+from ddp.config import Config, DataName, ModelName, to_plain
+from ddp.data import digits, image_sets, standard_library, streams, synthetic
+from ddp.data.sampler import TrainSampler
+from ddp.data.splits import Splits
+from ddp.errors import CheckpointError, ConfigError
+from ddp.gradients.bucket import layout_of
+from ddp.models.cnn import CNN
+from ddp.models.gpt import GPT
+from ddp.models.mlp import MLP
+from ddp.models.resnet import resnet
+from ddp.optim import schedules
+from ddp.replica.data_parallel import DistributedDataParallel, NaiveDataParallel, Replica
+from ddp.replica.reducer import Reducer
+from ddp.tasks import ngram
+from ddp.tasks.classification import Classification
+from ddp.tasks.language_model import LanguageModel
+from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
+from ddp.train.checkpoint import (
+    Checkpointer,
+    check_fits,
+    load_initial_weights,
+    read_checkpoint,
+    restore,
+    software_identity,
+)
+from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.evaluate import evaluate
+from ddp.train.fit import fit, last_step
+from ddp.train.progress import ProgressBar
+from ddp.train.report import draw_curves, print_summary
+from ddp.train.state import TrainState
+from ddp.train.stopping import StopFlag
+
+SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
+
+# ------------------------------------------------------------------------------------------- the three entry points
+
+
+def check(config: Config) -> None:
+    """Finds out, in one process and before any worker starts, what cannot work.
+
+    Raises:
+        ConfigError: data are missing, or model and data do not go together.
+        CheckpointError: what is to be resumed or started from does not fit.
+    """
+    prepare_data(config)
+    splits = load_data(config)
+    with torch.device("meta"):
+        model = make_model(config, splits)
+    if (which := resume_from(config, Path(config.run.dir))) is not None:
+        checkpoint = CheckpointStore(which).load(which, names=["model"])
+        check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
+    elif config.init_from.path:
+        load_initial_weights(**_initial_weights(config), module=make_model(config, splits))
+
+
+def run(config: Config, run_dir: Path) -> None:
+    """One worker's whole life: joins the others, trains, leaves."""
+    torch.set_num_threads(config.cluster.threads_per_worker or 1)
+    torch.use_deterministic_algorithms(config.deterministic)
+    comm = init(
+        device=config.device.value,
+        backend=config.backend.value,
+        algorithm=config.comm.algorithm.value,
+        segment_bytes=config.comm.segment_bytes,
+        warn_s=config.comm.warn_s,
+        abort_s=config.comm.abort_s,
+    )
+    stop = StopFlag()
+    try:
+        with stop.listening():
+            _train(config, run_dir, comm, stop)
+    except BaseException as error:
+        shutdown(failed=f"{type(error).__name__}: {error}")
+        raise
+    shutdown()
+
+
+def finish(config: Config, run_dir: Path) -> None:
+    """Completes what the workers left, and shows it."""
+    path = run_dir / "summary.json"
+    summary = json.loads(path.read_text())
+    if config.data.name is DataName.standard_library and not summary["stopped_by"]:
+        summary |= _yardsticks()
+        path.write_text(json.dumps(summary, indent=2) + "\n")
+    task = make_task(config)
+    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=f"test_{task.main_metric}")
+    print_summary(summary, run_dir, next_commands=_next_commands(config, summary))
+
+
+# --------------------------------------------------------------------------------------------------- a worker's life
+
+
+def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
+    splits, task = load_data(config), make_task(config)
+    streams.init_stream(config.seed, device=comm.device)
+    module = make_model(config, splits).to(comm.device)
+    resumed = resume_from(config, run_dir)
+    if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
+        load_initial_weights(**_initial_weights(config), module=module)
+    model = make_replica(config, module, comm)
+    optimizer = make_optimizer(config, module)
+    sampler = TrainSampler(
+        len(splits.train),
+        global_batch=config.batch.global_size,
+        rank=comm.rank,
+        world_size=comm.world_size,
+        num_shards=config.batch.num_shards,
+        micro_size=config.batch.micro_size,
+        seed=config.seed,
+    )
+    state = TrainState(comm, model, optimizer, sampler)
+    num_steps = last_step(sampler, epochs=config.epochs, max_steps=config.max_steps)
+    run_identity = identity(config, comm, model)
+    store = CheckpointStore(
+        run_dir / "checkpoints",
+        keep_last=config.checkpoint.keep_last,
+        best="max" if task.higher_is_better else "min",
+    )
+    if resumed is not None:
+        restore(read_checkpoint(comm, store, resumed), state, identity=run_identity)
+        _let_settings_win(config, optimizer)
+    if comm.rank == 0:
+        print(_headline(config, comm, module, sampler, num_steps, state.step), flush=True)
+
+    meter = ThroughputMeter()
+    score_metric = f"test_{task.main_metric}"
+    start_s = now_s()
+    fit(
+        model,
+        task,
+        splits.train,
+        optimizer,
+        state=state,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        schedule=make_schedule(config, num_steps),
+        clip_norm=config.clip_norm,
+        precision=cast(Any, config.precision.value),
+        seed=config.seed,
+        loader_workers=config.loader.num_workers,
+        evaluation=lambda state: _evaluation(config, state, task, splits, stop),
+        evaluate_every_epochs=config.evaluate.every_epochs,
+        evaluate_every_steps=config.evaluate.every_steps,
+        callbacks=[
+            meter,
+            ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),
+            MetricsFile(run_dir / "metrics.jsonl", meter, every=config.log_every),
+            Checkpointer(
+                store,
+                identity=run_identity,
+                every_steps=config.checkpoint.every_steps,
+                score_metric=score_metric,
+            ),
+            StepInErrors(),
+        ],
+        stop=stop,
+    )
+    if comm.rank == 0:
+        _write_summary(run_dir, config, state, meter, seconds=now_s() - start_s)
+
+
+class StepInErrors(Callback):
+    """Notes on an error which step it happened in, for the block that the parent prints."""
+
+    def exception(self, state: TrainState, error: BaseException) -> None:
+        error.step = state.step + 1  # type: ignore[attr-defined]
+
+
+def _evaluation(config: Config, state: TrainState, task: Any, splits: Splits, stop: StopFlag) -> dict[str, float]:
+    means = evaluate(
+        state.model,
+        task,
+        splits.test,
+        comm=state.comm,
+        batch_size=config.loader.evaluation_batch,
+        num_workers=config.loader.num_workers,
+        precision=cast(Any, config.precision.value),
+        stop=stop,
+    )
+    return {f"test_{name}": value for name, value in means.items()}
+
+
+def _write_summary(run_dir: Path, config: Config, state: TrainState, meter: ThroughputMeter, *, seconds: float) -> None:
+    whole = meter.whole
+    summary = {
+        **state.evaluation,
+        "world_size": state.comm.world_size,
+        "threads_per_worker": torch.get_num_threads(),
+        "device": str(state.comm.device),
+        "algorithm": state.comm.algorithm,
+        "global_batch": config.batch.global_size,
+        "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "steps": state.step,
+        "epochs": round(state.step / state.sampler.num_steps_per_epoch, 2),
+        "samples_per_s": round(whole.samples_per_s, 1),
+        "compute_fraction": round(whole.compute_fraction, 4),
+        "wait_fraction": round(whole.wait_fraction, 4),
+        "data_fraction": round(whole.data_fraction, 4),
+        "train_loss": meter.last_loss if math.isfinite(meter.last_loss) else None,
+        "seconds": round(seconds, 2),
+        "stopped_by": state.stopped_by or None,
+    }
+    temporary = run_dir / "summary.json.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    temporary.replace(run_dir / "summary.json")
+
+
+def _headline(
+    config: Config, comm: Communicator, module: nn.Module, sampler: TrainSampler, num_steps: int, first: int
+) -> str:
+    """Everything that was derived, in three lines."""
+    micros = next(iter(sampler.plans())).micros
+    largest = max((len(micro.indices) for micro in micros), default=0)
+    rate = learning_rate(config)
+    scaled = "" if rate == config.optim.lr else f" ({config.optim.lr:g} × {rate / config.optim.lr:g} for this batch)"
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    start = f", continuing after step {first:,}" if first else ""
+    lines = [
+        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name.value} "
+        f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, {comm.algorithm} all-reduce",
+        f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
+        f"to {largest} samples a step; learning rate {rate:g}{scaled}",
+        f"{sampler.length:,} training samples, {sampler.num_steps_per_epoch:,} steps per epoch, "
+        f"{num_steps:,} steps{start}",
+    ]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------- components, one by one
+
+
+def prepare_data(config: Config) -> None:
+    """Fetches what is missing, once, in one process."""
+    match config.data:
+        case settings.Mnist(root=root):
+            image_sets.prepare_mnist(root)
+        case settings.Cifar10(root=root):
+            image_sets.prepare_cifar10(root)
+        case settings.ImageFolder(path=path):
+            image_sets.prepare_folder(cast(str, path))
+        case settings.StandardLibrary(root=root):
+            standard_library.prepare(root)
+
+
+def load_data(config: Config) -> Splits:
+    """Training and held-out samples; never downloads."""
+    match config.data:
+        case settings.Mnist(root=root):
+            return image_sets.load_mnist(root)
+        case settings.Cifar10(root=root):
+            return image_sets.load_cifar10(root)
+        case settings.ImageFolder(path=path, image_size=image_size):
+            return image_sets.load_folder(cast(str, path), image_size=image_size)
+        case settings.StandardLibrary(root=root, context=context):
+            return standard_library.load(root, context=context)
+        case settings.Synthetic(root=root, num_samples=num, image_size=image_size, num_classes=num_classes):
+            return synthetic.load(
+                root, image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
+            )
+        case _:
+            return digits.load(config.data.root)
+
+
+def make_task(config: Config) -> Classification | LanguageModel:
+    """What the model is to learn."""
+    return LanguageModel() if config.data.name is DataName.standard_library else Classification()
+
+
+def make_model(config: Config, splits: Splits) -> nn.Module:
+    """The bare model, initialised from the global generator.
+
+    Raises:
+        ConfigError: the model takes another kind of data.
+    """
+    model, shape = config.model, splits.sample_shape
+    wanted = "text" if model.name is ModelName.gpt else "images"
+    if wanted != splits.kind:
+        fitting = "model=gpt" if splits.kind == "text" else "model=cnn"
+        raise ConfigError(
+            f"model={model.name.value} takes {wanted}, but data={config.data.name.value} is {splits.kind}; "
+            f"use {fitting}"
+        )
+    match model:
+        case settings.Mlp(hidden=hidden):
+            hidden_layers = tuple(hidden) if isinstance(hidden, list) else (hidden, hidden)
+            return MLP(in_features=math.prod(shape), hidden=hidden_layers, num_classes=splits.num_classes)
+        case settings.Cnn(width=width, dropout=dropout):
+            return CNN(
+                in_channels=shape[0], image_size=shape[1], num_classes=splits.num_classes, width=width, dropout=dropout
+            )
+        case settings.Gpt(width=width, depth=depth, heads=heads, dropout=dropout):
+            return GPT(
+                vocab_size=splits.num_classes, context=shape[0], width=width, depth=depth, heads=heads, dropout=dropout
+            )
+        case _:
+            return resnet(model.name.value, num_classes=splits.num_classes, small_images=shape[1] < SMALL_IMAGE)
+
+
+def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
+    """The module, kept equal to the other workers'. Buffers are synchronised by evaluate and checkpoints."""
+    if config.replica.kind is settings.ReplicaKind.naive:
+        return NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
+    return DistributedDataParallel(
+        module,
+        comm=comm,
+        broadcast_buffers=False,
+        bucket_cap_mb=config.replica.bucket_cap_mb,
+        first_bucket_mb=config.replica.first_bucket_mb,
+    )
+
+
+def learning_rate(config: Config) -> float:
+    """The configured rate, scaled for the global batch."""
+    optim = config.optim
+    return schedules.scaled_rate(
+        optim.lr,
+        global_batch=config.batch.global_size,
+        base_batch=optim.base_batch,
+        rule=cast(Any, optim.lr_scaling.value),
+    )
+
+
+def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
+    """Over all parameters; weight decay leaves out vectors (biases, norms)."""
+    matrices = [p for p in module.parameters() if p.requires_grad and p.dim() > 1]
+    vectors = [p for p in module.parameters() if p.requires_grad and p.dim() <= 1]
+    decay = config.optim.weight_decay
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    rate = learning_rate(config)
+    match config.optim:
+        case settings.Sgd(momentum=momentum, nesterov=nesterov):
+            return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
+        case settings.Adam(beta1=beta1, beta2=beta2, eps=eps):
+            return Adam(groups, lr=rate, betas=(beta1, beta2), eps=eps)
+        case settings.AdamW(beta1=beta1, beta2=beta2, eps=eps):
+            return AdamW(groups, lr=rate, betas=(beta1, beta2), eps=eps)
+    raise ConfigError(f"optim={config.optim.name.value} is not known; choose sgd, adam or adamw")
+
+
+def make_schedule(config: Config, num_steps: int) -> schedules.Schedule:
+    """The factor of the learning rate over a run of `num_steps`."""
+    schedule = config.schedule
+    num_warmup = schedule.warmup_steps or round(schedule.warmup_fraction * num_steps)
+    match schedule:
+        case settings.Cosine(final_factor=final_factor):
+            factor = schedules.cosine(num_steps=num_steps, final_factor=final_factor)
+        case settings.Step(milestones=milestones, gamma=gamma):
+            steps = sorted({round(share * num_steps) for share in milestones})
+            factor = schedules.step(milestones=steps, gamma=gamma)
+        case _:
+            factor = schedules.constant()
+    return schedules.with_warmup(factor, num_warmup_steps=num_warmup)
+
+
+def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, Any]:
+    """What the bits of the result depend on, beside the code; kept in every checkpoint."""
+    plain = to_plain(config)
+    reducer = model._reducer
+    return {
+        **software_identity(),
+        "world_size": comm.world_size,
+        "device": comm.device.type,
+        "algorithm": comm.algorithm,
+        "reduction": "transport",
+        "bucket_layout": layout_of(reducer.buckets) if isinstance(reducer, Reducer) else "one per parameter",
+        **{key: plain[key] for key in ("seed", "batch", "precision", "clip_norm", "deterministic")},
+        **{key: plain[key] for key in ("data", "model", "optim", "schedule", "epochs", "max_steps")},
+    }
+
+
+# ---------------------------------------------------------------------------------------------- where to start from
+
+
+def resume_from(config: Config, run_dir: Path) -> Path | None:
+    """The folder to resume from; None for a fresh start.
+
+    Raises:
+        CheckpointError: `resume` names a path without a checkpoint.
+    """
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        folder = run_dir / "checkpoints"
+        return folder if CheckpointStore(folder).steps() else None
+    path = Path(config.resume)
+    if not path.exists():
+        raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _initial_weights(config: Config) -> dict[str, Any]:
+    start = config.init_from
+    path = Path(cast(str, start.path))
+    path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return {"path": path, "strict": start.strict, "rename": start.rename, "skip": start.skip}
+
+
+def _let_settings_win(config: Config, optimizer: Optimizer) -> None:
+    """A resumed run takes its rate from the settings: `fit` multiplies `initial_lr`, not what a schedule left."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = learning_rate(config)
+
+
+# ------------------------------------------------------------------------------------------------------ at the end
+
+
+def _yardsticks() -> Mapping[str, float]:
+    """What simple models of bytes reach on the same held-out text, in bits per byte."""
+    text = standard_library.corpus()
+    orders = {"bigram": 2, "trigram": 3, "5-gram": 5}
+    found = {
+        f"yardstick_{name}": ngram.ngram_bits_per_byte(text.train, text.held_out, order=order)
+        for name, order in orders.items()
+    }
+    return {**found, "yardstick_xz": ngram.xz_bits_per_byte(text.train, text.held_out)}
+
+
+def _next_commands(config: Config, summary: Mapping[str, Any]) -> list[str]:
+    if summary["stopped_by"]:
+        return [f"python recipes/train.py run.name={config.run.name} resume=auto"]
+    return [
+        "python recipes/train.py -m cluster.workers=1,2,4",
+        "python recipes/train.py data=standard_library model=gpt optim=adamw",
+    ]

@@ -1,0 +1,134 @@
+"""What watches a run: six moments, and a callback per concern.
+
+    fit_start   step_start   step_end   evaluated   exception   fit_end
+
+Every rank calls its callbacks at the same moments, so a callback may run collectives, as long as it does on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp.monitor.throughput import Throughput
+from ddp.train.state import StepReport, TrainState
+
+
+class Callback:
+    """Does nothing at any of the six moments; override what you need."""
+
+    def fit_start(self, state: TrainState) -> None:
+        """Before the first step."""
+
+    def step_start(self, state: TrainState) -> None:
+        """Before each step."""
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        """After a step was committed."""
+
+    def evaluated(self, state: TrainState) -> None:
+        """After an evaluation; its metrics are in `state.evaluation`."""
+
+    def exception(self, state: TrainState, error: BaseException) -> None:
+        """The run ends by an error, which is raised on afterwards. The ranks may no longer agree: no collectives."""
+
+    def fit_end(self, state: TrainState) -> None:
+        """After the last step, also when the run stops early."""
+
+
+class Callbacks(Callback):
+    """Several callbacks as one, called in the order given."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = list(callbacks)
+
+    def fit_start(self, state: TrainState) -> None:
+        for callback in self._callbacks:
+            callback.fit_start(state)
+
+    def step_start(self, state: TrainState) -> None:
+        for callback in self._callbacks:
+            callback.step_start(state)
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        for callback in self._callbacks:
+            callback.step_end(state, report)
+
+    def evaluated(self, state: TrainState) -> None:
+        for callback in self._callbacks:
+            callback.evaluated(state)
+
+    def exception(self, state: TrainState, error: BaseException) -> None:
+        for callback in self._callbacks:
+            callback.exception(state, error)
+
+    def fit_end(self, state: TrainState) -> None:
+        for callback in self._callbacks:
+            callback.fit_end(state)
+
+
+class ThroughputMeter(Callback):
+    """Adds up samples and times of all steps of this run."""
+
+    def __init__(self) -> None:
+        self.whole, self.recent = Throughput(), Throughput()
+        self.last_loss = float("nan")
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        for meter in (self.whole, self.recent):
+            meter.add(report.num_samples, step_s=report.step_s, data_s=report.data_s, wait_s=report.wait_s)
+        self.last_loss = report.loss
+
+
+class MetricsFile(Callback):
+    """Appends to metrics.jsonl on rank 0: one object per logged step, and one per evaluation.
+
+    A resumed run first drops what lies beyond its checkpoint: those steps are about to happen again.
+    """
+
+    def __init__(self, path: Path, meter: ThroughputMeter, *, every: int) -> None:
+        self._path, self._meter, self._every = path, meter, every
+
+    def fit_start(self, state: TrainState) -> None:
+        if state.comm.rank == 0 and self._path.exists():
+            kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= state.step]
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(self._path)
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        if report.step % self._every:
+            return
+        recent, self._meter.recent = self._meter.recent, Throughput()
+        self._append(
+            state,
+            {
+                "kind": "step",
+                "step": report.step,
+                "epoch": report.epoch,
+                "train_loss": report.loss,
+                "lr": report.rate,
+                "gradient_norm": report.gradient_norm,
+                "samples_per_s": recent.samples_per_s,
+                "wait_fraction": recent.wait_fraction,
+                "data_fraction": recent.data_fraction,
+            },
+        )
+
+    def evaluated(self, state: TrainState) -> None:
+        self._append(state, {"kind": "evaluation", "step": state.step, "epoch": state.epoch, **state.evaluation})
+
+    def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
+        if state.comm.rank == 0:
+            with self._path.open("a") as file:
+                file.write(json.dumps({key: value for key, value in entry.items() if value is not None}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a line cut off by a crash belongs to no step that counts."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return float("inf")

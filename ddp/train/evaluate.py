@@ -1,0 +1,126 @@
+"""Evaluation and prediction: every sample exactly once, whatever the world size.
+
+Each rank reads its own contiguous share of the data set (shares differ by at most one sample and may be empty). A
+metric travels as (sum, count) and is divided once: no padding, no mean of means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.comm.setup import current
+from ddp.data.loader import EvaluationLoader
+from ddp.precision.autocast import Precision, forward_precision
+from ddp.replica.data_parallel import Replica
+from ddp.tasks.task import Task
+from ddp.train.step import to_device
+from ddp.train.stopping import StopFlag
+
+POLL_EVERY = 16  # batches between two polls of the stop flag
+
+
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    data: Any,
+    *,
+    comm: Communicator | None = None,
+    batch_size: int = 256,
+    num_workers: int = 0,
+    precision: Precision = "fp32",
+    stop: StopFlag | None = None,
+) -> dict[str, float]:
+    """The task's metrics over all of `data`. Collective; the same numbers on every rank.
+
+    Args:
+        model: a replica, whose buffers become rank 0's first, or any module.
+        data: map-style data set.
+        batch_size: samples per forward and rank; the result does not depend on it but for rounding.
+        stop: polled every few batches; if any rank wants to stop, the evaluation is given up.
+
+    Returns:
+        Metric by name; empty if the evaluation was given up.
+    """
+    comm = comm or current()
+    loader = EvaluationLoader(
+        data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
+    )
+    largest_share = math.ceil(len(data) / comm.world_size)
+    num_batches = math.ceil(largest_share / batch_size)
+    sums: dict[str, tuple[float, float]] = {}
+    with _evaluating(model), torch.no_grad():
+        batches = iter(loader)
+        for index in range(num_batches):
+            if stop is not None and index % POLL_EVERY == POLL_EVERY - 1 and comm.agree_any(bool(stop)):
+                return {}
+            if (batch := next(batches, None)) is None:
+                continue
+            with forward_precision(precision, comm.device):
+                metrics = task.metrics(model, to_device(batch, comm.device))
+            for name, (total, count) in metrics.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + float(total), before[1] + float(count)
+    return task.finish(_global_means(comm, sums))
+
+
+def predict(
+    model: nn.Module,
+    task: Task,
+    data: Any,
+    *,
+    comm: Communicator | None = None,
+    batch_size: int = 256,
+    num_workers: int = 0,
+    precision: Precision = "fp32",
+) -> Tensor:
+    """The task's output for every sample, in the data set's order, on every rank. Collective.
+
+    Returns:
+        [len(data), ...], on the communicator's device.
+    """
+    comm = comm or current()
+    loader = EvaluationLoader(
+        data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
+    )
+    outputs: list[Tensor] = []
+    with _evaluating(model), torch.no_grad():
+        for batch in loader:
+            with forward_precision(precision, comm.device):
+                outputs.append(task.outputs(model, to_device(batch, comm.device)))
+    kinds = all_gather_object(comm, (tuple(outputs[0].shape[1:]), outputs[0].dtype) if outputs else None)
+    shape, dtype = next((kind for kind in kinds if kind is not None), ((), torch.float32))
+    mine = torch.cat(outputs) if outputs else torch.empty(0, *shape, dtype=dtype, device=comm.device)
+    return torch.cat(comm.all_gather(mine))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Buffers in step, evaluation mode; afterwards every submodule is in the mode that it was in."""
+    if isinstance(model, Replica):
+        model.sync_buffers()
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _global_means(comm: Communicator, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Adds all ranks' (sum, count) in rank order, and divides. A rank without samples knows no names."""
+    totals: dict[str, list[float]] = {}
+    for theirs in all_gather_object(comm, sums):
+        for name, (total, count) in theirs.items():
+            both = totals.setdefault(name, [0.0, 0.0])
+            both[0] += total
+            both[1] += count
+    return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}

@@ -1,0 +1,77 @@
+"""What a finished run leaves behind for people: curves.png and the table on the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl; a last line that a crash cut off is left out."""
+    entries = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def draw_curves(metrics: Path, picture: Path, *, main_metric: str) -> None:
+    """Draws training loss, held-out loss and the main metric over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = read_metrics(metrics)
+    steps = [entry for entry in entries if entry["kind"] == "step"]
+    evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    left.plot([e["step"] for e in steps], [max(e["train_loss"], LOWEST_LOSS_SHOWN) for e in steps], lw=1, label="train")
+    held_out = [(e["step"], e["test_loss"]) for e in evaluations if "test_loss" in e]
+    if held_out:
+        left.plot(*zip(*held_out, strict=True), "o-", ms=3, label="held out")
+    left.set(title="loss", xlabel="step", yscale="log")
+    left.legend()
+    points = [(e["step"], e[main_metric]) for e in evaluations if main_metric in e]
+    if points:
+        right.plot(*zip(*points, strict=True), "o-", ms=3, color="tab:green")
+        best = points[-1]
+        right.annotate(f"{best[1]:.4f}", best, textcoords="offset points", xytext=(-4, -14), ha="right")
+    right.set(title=main_metric.replace("_", " "), xlabel="step")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
+def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:
+    """The table at the end: quality, speed, where the time went, where the results lie, what to try."""
+    table = Table(show_header=False, title="finished" if not summary["stopped_by"] else "stopped early and saved")
+    table.add_column(justify="right", style="bold")
+    table.add_column()
+    for key, value in summary.items():
+        if key.startswith(("test_", "yardstick_")):
+            table.add_row(_words(key), f"{value:.2%}" if key == "test_accuracy" else f"{value:.4f}")
+    times = [summary[f"{what}_fraction"] for what in ("compute", "wait", "data")]
+    workers = f"{summary['world_size']} workers × {summary['threads_per_worker']} threads"
+    table.add_row("samples/s", f"{summary['samples_per_s']:,.0f}   ({workers}, global batch {summary['global_batch']})")
+    shares = "computing {:.0%}, waiting for other workers {:.0%}, for data {:.0%}"
+    table.add_row("share of a step", shares.format(*times))
+    table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
+    table.add_row("results", f"{run_dir}/  (summary.json, metrics.jsonl, curves.png, checkpoints/, logs/)")
+    for number, command in enumerate(next_commands):
+        table.add_row("try next" if number == 0 else "", command)
+    Console().print(table, soft_wrap=not Console().is_terminal)
+
+
+def _words(key: str) -> str:
+    return key.removeprefix("yardstick_").replace("_", " ")

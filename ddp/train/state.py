@@ -1,0 +1,72 @@
+"""Where a run stands: everything that a step changes, in one place, so that the loop itself holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ddp.comm.communicator import Communicator
+from ddp.data.sampler import TrainSampler
+from ddp.replica.data_parallel import Replica
+
+
+@dataclass(eq=False)
+class TrainState:
+    """Where a run stands after its last committed step.
+
+    Attributes:
+        step: committed optimizer steps.
+        stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
+        evaluation: the latest metrics by name, and the step that they belong to.
+    """
+
+    comm: Communicator
+    model: Replica
+    optimizer: Optimizer
+    sampler: TrainSampler
+    step: int = 0
+    stopped_by: str = ""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int = -1
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step belongs to."""
+        return self.sampler.state.epoch
+
+    def position(self) -> dict[str, Any]:
+        """Step and sampler position; valid at any world size."""
+        return {"step": self.step, "sampler": self.sampler.state_dict()}
+
+    def load_position(self, position: Mapping[str, Any]) -> None:
+        """Continues from there."""
+        self.step = int(position["step"])
+        self.sampler.load_state_dict(position["sampler"])
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step was like: global numbers, and this rank's times.
+
+    Attributes:
+        step: its number, from 1.
+        loss: mean over all samples (or tokens) of the global batch.
+        num_items: how many those were; num_samples: samples of the global batch.
+        gradient_norm: of the global mean gradient before clipping; None without clipping.
+        rate: learning rate of the first parameter group.
+        step_s: whole step; data_s: of it, waiting for data; wait_s: of it, waiting for other ranks.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    num_items: int
+    num_samples: int
+    gradient_norm: float | None
+    rate: float
+    step_s: float
+    data_s: float
+    wait_s: float

@@ -1,0 +1,137 @@
+"""One step of training, as a transaction: nothing irreversible happens before every rank agrees.
+
+    for each micro-batch of mine:             its own dropout stream; forward, backward of the loss *sum*
+                                              (gradients are sent during the last one only)
+    all ranks' totals are known               loss, number of items, does anyone want to stop?
+    not a finite number?                      Diverged, on every rank alike; nothing was changed
+    clip, set the rate, optimizer step        the same on every rank
+    commit                                    sampler and step counter move on
+
+The gradients are sums over this rank's items, added over ranks and divided once by the global number of items. So
+shares may differ, a rank may have no samples at all, and accumulation is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from ddp.clock import Stopwatch, now_s
+from ddp.data.sampler import StepPlan
+from ddp.data.streams import dropout_stream
+from ddp.errors import Diverged
+from ddp.gradients.totals import StepTotals
+from ddp.optim.schedules import Schedule, set_rate
+from ddp.precision.autocast import Precision, forward_precision
+from ddp.tasks.task import Task
+from ddp.train.state import StepReport, TrainState
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How steps are made; fixed for a run.
+
+    Attributes:
+        base_rates: learning rate per parameter group, before the schedule's factor.
+        clip_norm: largest norm of the global mean gradient; None for no clipping.
+    """
+
+    task: Task
+    schedule: Schedule
+    base_rates: tuple[float, ...]
+    clip_norm: float | None
+    precision: Precision
+    seed: int
+
+
+def train_step(
+    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], *, wants_stop: bool
+) -> tuple[StepReport, bool]:
+    """Makes one step. Returns its report, and whether any rank wants to stop.
+
+    Raises:
+        Diverged: loss or gradient norm is not finite; parameters and sampler are as before the step.
+    """
+    start_s, fetching = now_s(), Stopwatch()
+    state.model.waited.take_s()
+    state.optimizer.zero_grad(set_to_none=True)
+    _backward(state, rules, plan, batches, fetching, wants_stop)
+
+    totals = state.model.totals
+    loss = float(totals.loss_sum) / max(1, totals.num_items)
+    if not math.isfinite(loss):
+        raise Diverged(_diverged(state.step + 1, "loss", loss))
+    gradient_norm = None
+    if rules.clip_norm is not None:
+        gradient_norm = float(torch.nn.utils.clip_grad_norm_(state.model.parameters(), rules.clip_norm))
+        if not math.isfinite(gradient_norm):
+            raise Diverged(_diverged(state.step + 1, "gradient norm", gradient_norm))
+    set_rate(state.optimizer, rules.base_rates, rules.schedule(state.step))
+    state.optimizer.step()
+    state.sampler.commit(plan)
+    state.step += 1
+
+    report = StepReport(
+        step=state.step,
+        epoch=plan.epoch,
+        loss=loss,
+        num_items=totals.num_items,
+        num_samples=plan.size,
+        gradient_norm=gradient_norm,
+        rate=float(state.optimizer.param_groups[0]["lr"]),
+        step_s=now_s() - start_s,
+        data_s=fetching.total_s,
+        wait_s=state.model.waited.take_s(),
+    )
+    return report, totals.num_stopping > 0
+
+
+def _backward(
+    state: TrainState,
+    rules: StepRules,
+    plan: StepPlan,
+    batches: Iterator[Any],
+    fetching: Stopwatch,
+    wants_stop: bool,
+) -> None:
+    """Gradients of all micro-batches of this rank, and with the last one those of all ranks."""
+    model, device = state.model, state.comm.device
+    totals = StepTotals(num_stopping=int(wants_stop))
+    if not plan.micros:
+        model.ride_along(totals)
+        model.reduce_without_backward()
+    for micro in plan.micros:
+        with fetching.running():
+            batch = to_device(next(batches), device)
+        is_last = micro is plan.micros[-1]
+        with nullcontext() if is_last else model.no_sync():
+            dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
+            with forward_precision(rules.precision, device):
+                loss_sum, num_items = rules.task.loss(model, batch)
+            totals = totals._replace(
+                loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items
+            )
+            if is_last:
+                model.ride_along(totals)
+            loss_sum.backward()
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`; copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return batch
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _diverged(step: int, what: str, value: float) -> str:
+    return (
+        f"the {what} of step {step} is {value} on every rank; parameters are still those of step {step - 1}. "
+        "Lower optim.lr, add warm-up (schedule.warmup_steps) or clipping (clip_norm=1.0)"
+    )

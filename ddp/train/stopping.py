@@ -1,0 +1,47 @@
+"""Stopping early, by agreement: a signal sets a flag, the flag rides with the next step, all ranks act on the sum.
+
+A rank that simply left would hang the others in their next collective. So nothing is done in the handler; the
+step's totals tell every rank that some rank wants to stop, and all of them leave the loop after the same step,
+save, and meet. A second signal of the same kind ends the process at once, as it would have without us.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopFlag:
+    """Whether this rank wants to stop, and why."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def request(self, reason: str) -> None:
+        """Asks to stop after the running step."""
+        self.reason = self.reason or reason
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Turns the first SIGTERM or SIGINT into a request, for the block's duration. Only in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,64 @@
+# Sourced by the scripts beside it: goes to the repository's root and makes .venv hold exactly what constraints.txt says.
+# A second call compares one hash and installs nothing. Sets $python, the interpreter of .venv.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+
+say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+make_venv() {
+    command -v python3 >/dev/null || fail "python3 is not installed; this needs Python 3.11 or newer"
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "$(python3 --version) is too old; this needs Python 3.11 or newer as python3"
+    [[ -x $python ]] && "$python" -c 'import pip' 2>/dev/null && return
+    say "making .venv with $(python3 --version)"
+    python3 -m venv --clear .venv ||
+        fail "python3 cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
+}
+
+# What the installation depends on: the pins, the package's own metadata, the interpreter, and where the package lies.
+wanted_stamp() {
+    python3 - constraints.txt pyproject.toml <<'PYTHON'
+import hashlib, os, pathlib, sys
+content = b"".join(pathlib.Path(name).read_bytes() for name in sys.argv[1:])
+print(hashlib.sha256(content + f"{sys.version_info[:2]} {os.getcwd()}".encode()).hexdigest())
+PYTHON
+}
+
+pip_install() {
+    "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
+}
+
+# torch first: a build without CUDA is a tenth of the download, and enough where there is no GPU.
+install_torch() {
+    local version
+    version=$(sed -n 's/^torch==//p' constraints.txt)
+    if [[ ! -e /dev/nvidia0 ]] && ! nvidia-smi >/dev/null 2>&1; then
+        say "installing torch $version for the CPU"
+        pip_install "torch==$version+cpu" 2>/dev/null && return
+        pip_install "torch==$version+cpu" --retries 1 --timeout 20 \
+            --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
+    fi
+    say "installing torch $version"
+    pip_install "torch==$version"
+}
+
+install() {
+    local stamp=.venv/installed-from wanted
+    make_venv
+    wanted=$(wanted_stamp)
+    [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
+    rm -f "$stamp"
+    install_torch
+    say "installing the rest"
+    pip_install setuptools wheel
+    pip_install --no-build-isolation --editable '.[test]'
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+install

@@ -1,0 +1,215 @@
+"""Loaders: one process without worker processes, fetching sample by sample, is the oracle."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from ddp.data.loader import EvaluationLoader, TrainLoader
+from ddp.data.sampler import SamplerState, TrainSampler
+from ddp.data.streams import augmentation_stream, preserved
+from ddp.errors import ConfigError
+
+
+class Augmented(Dataset):
+    """Each sample: its index, and a draw from each generator that transforms use."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class InMemory(Augmented):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+    def batch(self, indices):
+        return {"rows": torch.tensor(indices), "at_once": True}
+
+
+def expected(seed: int, epoch: int, length: int) -> dict[int, list[float]]:
+    """Sample by sample, straight from the stream's definition."""
+    samples = {}
+    with preserved():
+        for index in range(length):
+            augmentation_stream(seed, epoch, index)
+            samples[index] = Augmented(length)[index].tolist()
+    return samples
+
+
+def sampler_of(rank=0, world_size=1, length=13, **options):
+    options = {"global_batch": 5, "num_shards": 4, "micro_size": 2, "seed": 3, **options}
+    return TrainSampler(length, rank=rank, world_size=world_size, **options)
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), (3, 0), (4, 0), (2, 2)])
+def test_a_sample_is_the_same_at_any_world_size_and_number_of_workers(world_size, num_workers):
+    seen: list[dict[int, list[float]]] = [{}, {}]
+    for rank in range(world_size):
+        loader = TrainLoader(Augmented(13), sampler_of(rank, world_size), num_workers=num_workers)
+        for epoch in range(2):
+            for plan, micros in loader.epoch():
+                assert plan.epoch == epoch
+                for micro, batch in zip(plan.micros, micros, strict=True):
+                    assert batch[:, 0].tolist() == list(micro.indices)  # in the plan's order
+                    seen[epoch].update({int(row[0]): row for row in batch.tolist()})
+                loader.sampler.commit(plan)
+        loader.close()
+    assert seen == [expected(3, 0, 13), expected(3, 1, 13)]
+    assert seen[0][0] != seen[1][0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_program_draws_as_if_nothing_had_been_loaded(num_workers):
+    def generators():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    before = generators()
+    loader = TrainLoader(Augmented(13), sampler_of(), num_workers=num_workers)
+    for _, micros in loader.epoch():
+        list(micros)
+    loader.close()
+    list(EvaluationLoader(Augmented(13), batch_size=4, rank=0, world_size=1, num_workers=num_workers))
+    assert generators() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_steps_broken_off_and_epochs_abandoned(num_workers):
+    """What is left unread does not shift what comes next, and a new epoch() starts from the sampler's state."""
+    loader = TrainLoader(InMemory(40), sampler_of(length=40), num_workers=num_workers)
+    for number, (plan, micros) in enumerate(loader.epoch()):
+        for micro, batch in zip(plan.micros[: number % 3], micros, strict=False):  # reads none, some, or one more
+            assert batch["rows"].tolist() == list(micro.indices)
+        loader.sampler.commit(plan)
+        if number == 4:
+            break
+    assert loader.sampler.state == SamplerState(3, 0, 25)
+    loader.sampler.load_state_dict({"seed": 8, "epoch": 2, "consumed": 10})  # the seed travels with the request
+    rows = []
+    for plan, micros in loader.epoch():
+        assert plan.position == 10 + len(rows)
+        rows += [row for batch in micros for row in batch["rows"].tolist()]
+    other = sampler_of(length=40)
+    other.load_state_dict({"seed": 8, "epoch": 2, "consumed": 10})
+    assert rows == [index for plan in other.plans() for micro in plan.micros for index in micro.indices]
+    loader.close()
+    loader.close()
+    assert sum(len(batch["rows"]) for _, micros in loader.epoch() for batch in micros) == 30  # opens again
+    loader.close()
+
+
+def test_a_rank_without_samples_has_plans_and_no_batches():
+    loader = TrainLoader(InMemory(6), sampler_of(0, 4, length=6, micro_size=None))
+    assert [(plan.size, len(list(micros))) for plan, micros in loader.epoch()] == [(5, 1), (1, 0)]
+
+
+def test_data_in_memory_is_asked_at_once_and_a_callers_collate_is_honoured():
+    at_once = TrainLoader(InMemory(13), sampler_of())
+    assert next(next(at_once.epoch())[1])["at_once"]
+    collated = TrainLoader(InMemory(13), sampler_of(), collate=tuple)
+    assert isinstance(next(next(collated.epoch())[1]), tuple)
+    evaluation = EvaluationLoader(InMemory(13), batch_size=4, rank=0, world_size=1)
+    assert [batch["rows"].tolist() for batch in evaluation][-1] == [12]
+
+
+class Threads(InMemory):
+    def batch(self, indices):
+        return torch.get_num_threads()
+
+
+def test_loader_processes_compute_with_one_thread():
+    loader = TrainLoader(Threads(13), sampler_of(), num_workers=1)
+    assert {threads for _, micros in loader.epoch() for threads in micros} == {1}
+    loader.close()
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("length", [0, 3, 8, 21])
+def test_evaluation_reads_each_sample_once(world_size, length):
+    loaders = [
+        EvaluationLoader(Augmented(length), batch_size=4, rank=r, world_size=world_size) for r in range(world_size)
+    ]
+    rows = [row for loader in loaders for batch in loader for row in batch.tolist()]
+    assert rows == list(expected(0, 0, length).values())
+    for loader in loaders:
+        batches = list(loader)  # a second pass draws the same
+        assert len(batches) == len(loader)
+        assert [int(row[0]) for batch in batches for row in batch.tolist()] == list(loader.share)
+        assert loader.num_samples_local == len(loader.share)
+        assert all(len(batch) == 4 for batch in batches[:-1])
+
+
+def test_evaluation_with_worker_processes():
+    loader = EvaluationLoader(Augmented(11), batch_size=3, rank=1, world_size=2, num_workers=2)
+    assert [row for batch in loader for row in batch.tolist()] == list(expected(0, 0, 11).values())[5:]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match=r"Stream is an IterableDataset.*__getitem__"):
+        TrainLoader(Stream(), sampler_of())
+    with pytest.raises(TypeError, match="Stream is an IterableDataset"):
+        EvaluationLoader(Stream(), batch_size=1, rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="13 samples, the data set has 12"):
+        TrainLoader(InMemory(12), sampler_of())
+    with pytest.raises(ConfigError, match="got -1 and 2"):
+        TrainLoader(InMemory(13), sampler_of(), num_workers=-1)
+    with pytest.raises(ConfigError, match="got 0"):
+        EvaluationLoader(InMemory(13), batch_size=0, rank=0, world_size=1)
+
+
+def test_an_error_in_the_data_set_reaches_the_caller():
+    class Broken(Augmented):
+        def __getitem__(self, index):
+            raise RuntimeError(f"cannot read sample {index}")
+
+    with pytest.raises(RuntimeError, match="cannot read sample"):
+        next(next(TrainLoader(Broken(13), sampler_of()).epoch())[1])
+
+
+ABANDONED = """
+import sys, torch
+from multiprocessing import active_children
+from ddp.data.loader import EvaluationLoader, TrainLoader
+from ddp.data.sampler import TrainSampler
+data = [torch.zeros(3)] * 64
+loader = TrainLoader(data, TrainSampler(64, global_batch=4, rank=0, world_size=1), num_workers=2)
+steps = loader.epoch()
+plan, micros = next(steps)
+next(micros)
+children = active_children()
+assert len(children) == 2
+loader.close()  # while `steps` and `micros` are still held
+assert not any(child.is_alive() for child in children)
+steps, micros = loader.epoch(), None
+next(next(steps)[1])
+for batch in EvaluationLoader(data, batch_size=2, rank=0, world_size=1, num_workers=1):
+    break
+print(*(child.pid for child in active_children()))
+"""
+
+
+def test_nothing_is_left_of_an_abandoned_iteration():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", ABANDONED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) >= 2
+    for pid in pids:  # workers that were alive when the program ended have ended with it
+        with pytest.raises(OSError, match="No such process"):
+            os.kill(pid, 0)

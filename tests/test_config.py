@@ -1,0 +1,158 @@
+"""The configuration: what round-trips, what is refused and in which words, and conf/ against the dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain
+from ddp.errors import ConfigError
+from ddp.launcher import _compose, register_schemas
+
+CONF = Path(__file__).parent.parent / "conf"
+EVERY_CHOICE = [(group, name.name) for group, choices in CHOICES.items() for name in choices]
+BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"], "image_folder": ["data.path=x"]}
+
+
+def compose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *overrides: str) -> Config:
+    monkeypatch.setattr("sys.argv", ["train.py", f"hydra.run.dir={tmp_path}", *overrides])
+    return _compose(CONF, "train", world_size=2, local_workers=2)[0]
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
+def test_every_file_of_conf_composes_to_its_dataclass(
+    group: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = compose(monkeypatch, tmp_path, f"{group}={name}", *BESIDE.get(name, []))
+    chosen = getattr(config, group)
+    expected = next(kind for member, kind in CHOICES[group].items() if member.name == name)()
+    if name == "image_folder":
+        expected.path = "x"
+    assert type(chosen) is type(expected)
+    assert chosen == expected, "the file and the dataclass disagree on a default"
+
+
+def test_conf_holds_exactly_the_choices() -> None:
+    files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
+    assert files == set(EVERY_CHOICE)
+
+
+def test_root_file_lists_every_key_with_its_default() -> None:
+    root = yaml.safe_load((CONF / "train.yaml").read_text())
+    default = to_plain(Config())
+    for item in fields(Config):
+        if item.name in CHOICES:
+            assert {item.name: default[item.name]["name"]} in root["defaults"]
+        elif item.name == "run":  # its folder is named by the clock
+            assert set(root["run"]) == {"name"}
+        elif item.name == "cluster":  # the launcher knows how many are local
+            assert root["cluster"] == {key: default["cluster"][key] for key in ("workers", "threads_per_worker")}
+        else:
+            assert root[item.name] == default[item.name], item.name
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
+def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
+    plain: dict[str, Any] = {group: {"name": name}}
+    for override in BESIDE.get(name, []):
+        key, value = override.split("=")
+        plain |= {key: {"name": value}} if "." not in key else {"data": {"name": name, "path": value}}
+    config = from_plain(plain | {"init_from": {"rename": {"fc": "head"}, "skip": ["a"]}, "clip_norm": 1})
+    config.resolve()
+    assert from_plain(yaml.safe_load(yaml.safe_dump(to_plain(config)))) == config
+
+
+BAD = {
+    "cluster.workers": [0, -1, 10_000],
+    "cluster.threads_per_worker": [0],
+    "batch.global_size": [0, 1],
+    "batch.num_shards": [1, 65],
+    "batch.micro_size": [0],
+    "epochs": [0, None],
+    "max_steps": [0],
+    "clip_norm": [0.0, -1.0],
+    "optim.lr": [0.0, float("nan")],
+    "optim.momentum": [1.0, -0.1],
+    "optim.weight_decay": [-0.1],
+    "model.dropout": [1.0, -0.5],
+    "model.width": [0],
+    "schedule.warmup_fraction": [1.0],
+    "schedule.warmup_steps": [-1, 5],  # 5 stands beside the default fraction
+    "comm.warn_s": [0.0, 61],
+    "comm.segment_bytes": [1],
+    "checkpoint.keep_last": [0],
+    "log_every": [0],
+    "loader.num_workers": [-1],
+    "resume": [""],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
+    config = Config()
+    *above, last = key.split(".")
+    holder = config if not above else getattr(config, above[0])
+    setattr(holder, last, value)
+    with pytest.raises(ConfigError) as error:
+        config.validate()
+    shown = "null" if value is None else "''" if value == "" else value
+    assert str(error.value).startswith(f"{key}={shown}: ")
+
+
+@pytest.mark.parametrize(
+    ("plain", "words"),
+    [
+        ({"model": {"name": "gpt"}}, "model=gpt: does not read images"),
+        ({"data": {"name": "standard_library"}}, "model=cnn: does not read text"),
+        ({"model": {"name": "gpt", "heads": 5}, "data": {"name": "standard_library"}}, "take 190"),
+        ({"data": {"name": "image_folder"}}, "data.path=null"),
+        ({"backend": "nccl", "device": "cpu"}, "backend=nccl"),
+        ({"optim": {"name": "sgd", "momentum": 0.0}}, "optim.nesterov=true"),
+        ({"schedule": {"name": "step", "milestones": [0.7, 0.2]}}, "schedule.milestones"),
+        ({"resume": "x", "init_from": {"path": "y"}}, "init_from.path=y"),
+        ({"cluster": {"worker": 3}}, "unknown key cluster.worker. Did you mean cluster.workers?"),
+        ({"bach": 3}, "unknown key bach. Did you mean batch?"),
+        ({"model": {"name": "gtp"}}, "unknown choice model=gtp. Did you mean model=gpt?"),
+        ({"seed": "a"}, "seed=a: expected a whole number"),
+        ({"seed": True}, "seed=True: expected a whole number"),
+        ({"deterministic": 1}, "deterministic=1: expected true or false"),
+        ({"device": "gpu"}, "device=gpu: expected one of auto, cpu, cuda"),
+        ({"cluster": 3}, "cluster=3: expected a mapping"),
+        ({"init_from": {"skip": "head"}}, "init_from.skip=head: expected a list"),
+    ],
+)
+def test_contradictions_unknown_keys_and_wrong_types(plain: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_plain(plain)
+    assert words in str(error.value)
+
+
+def test_a_choice_is_not_renamed_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    register_schemas()
+    with pytest.raises(ConfigError, match="choose optim=adam"):
+        compose(monkeypatch, tmp_path, "optim.name=adam")
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+def test_resolve_derives_threads_and_shards(workers: int) -> None:
+    config = Config()
+    config.cluster.workers = workers
+    config.resolve()
+    assert config.cluster.local_workers == config.batch.num_shards == workers
+    assert config.cluster.threads_per_worker == max(1, available_cores() // workers)
+
+
+def test_resumed_number_of_shards_wins_while_it_fits() -> None:
+    for earlier, expected in [(3, 3), (1, 2), (65, 2), (None, 2)]:
+        config = Config()
+        config.resolve(num_shards=earlier)
+        assert config.batch.num_shards == expected
+
+
+def test_many_hosts_may_have_many_workers() -> None:
+    config = from_plain({"cluster": {"workers": 512, "local_workers": 2}, "batch": {"global_size": 512}})
+    assert config.cluster.workers == 512

@@ -1,0 +1,325 @@
+"""From a command line to workers and back: real processes, with a stand-in (tests/standin) for the training itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddp.config import Config, from_plain
+from ddp.errors import ConfigError, PeerLost, WorkersFailed
+from ddp.launcher import Failure, _compose, describe_failures, launch, prepare, translated
+from ddp.worker import Report
+
+ROOT = Path(__file__).parent.parent
+TRAIN = [sys.executable, str(ROOT / "recipes" / "train.py")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
+
+
+def surroundings(standin: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "standin"), "STANDIN": standin}
+
+
+def start(command: list[str], folder: Path, *, standin: str = "train") -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=surroundings(standin), stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def wait_for(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "never came"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not merely waiting to be waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def seen(run_dir: Path, rank: int) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((run_dir / f"seen-{rank}.json").read_text())
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------ the recipes
+
+
+def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    status, out, err = finish(start([*TRAIN, "-m", "cluster.workers=1,2", "cluster.threads_per_worker=1"], tmp_path))
+    assert (status, err) == (0, "")
+    assert "this is rank 0" in out and "this is rank 1" not in out
+    assert "cluster.workers=2" in out and "cluster.threads" not in out, "the table shows what differs"
+    (sweep,) = (tmp_path / "runs").glob("sweep-*")
+    for job, workers in [("0-workers-1", 1), ("1-workers-2", 2)]:
+        run_dir = sweep / job
+        config = from_plain(yaml.safe_load((run_dir / "config.yaml").read_text()))
+        assert (config.cluster.workers, config.run.dir) == (workers, str(run_dir))
+        for rank in range(workers):
+            about = seen(run_dir, rank)
+            assert not about["hydra"], "a worker imported Hydra"
+            assert (about["workers"], about["threads"], about["omp"], about["mkl"]) == (workers, 1, "1", "AUTO")
+    assert "this is rank 1" in (sweep / "1-workers-2" / "logs" / "rank-1.log").read_text()
+    assert not list(tmp_path.rglob(".hydra"))
+
+
+def test_signal_to_the_parent_or_to_one_worker_ends_in_the_documented_status(tmp_path: Path) -> None:
+    runs = {name: tmp_path / "runs" / name for name in ("parent", "worker")}
+    started = {name: start([*TRAIN, f"run.name={name}"], tmp_path, standin="wait") for name in runs}
+    for run_dir in runs.values():
+        wait_for(lambda run_dir=run_dir: all((run_dir / f"ready-{rank}").exists() for rank in (0, 1)))
+    started["parent"].send_signal(signal.SIGTERM)
+    os.kill(seen(runs["worker"], 1)["pid"], signal.SIGINT)
+    for name, expected, word in [("parent", 143, "SIGTERM"), ("worker", 130, "SIGINT")]:
+        status, _, err = finish(started[name])
+        assert status == expected
+        assert err == f"stopped by {word}; continue with run.name={name} resume=auto\n"
+        assert json.loads((runs[name] / "summary.json").read_text())["stopped_by"] == word
+
+
+def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwritten(tmp_path: Path) -> None:
+    status, _, err = finish(start([*TRAIN, "run.name=mine"], tmp_path, standin="raise"))
+    assert status == 1
+    assert err.splitlines()[-1] == "ArithmeticError: scripted"
+    assert "rank 1 on host" in err and "failed at step 7:" in err
+    assert err.count("Traceback") == 1, "the parent adds none of its own"
+
+    status, _, err = finish(start([*TRAIN, "run.name=mine"], tmp_path))
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("error: run.name=mine:") and "resume=auto" in err
+
+    status, _, err = finish(start([*TRAIN, "run.name=mine", "resume=auto"], tmp_path))
+    assert (status, err) == (0, "")
+    assert not list((tmp_path / "runs" / "mine" / "logs").glob("error-*")), "the old failure is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["cluster.worker=3"], "Did you mean cluster.workers?"),
+        (["hydra.run.dir=/dev/null/x"], "run directory /dev/null/x: Not a directory"),
+        (["seed=404"], "data.root=data: no such data"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(arguments: list[str], words: str, tmp_path: Path) -> None:
+    status, out, err = finish(start([*TRAIN, *arguments], tmp_path))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and words in err
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
+def test_torchrun_trains_with_rank_0_alone_composing(tmp_path: Path) -> None:
+    status, out, err = finish(start([*TORCHRUN, "data=digits", "cluster.threads_per_worker=2", "run.name=t"], tmp_path))
+    assert status == 0, err
+    assert "this is rank 0" in out and "this is rank 1" not in out
+    about = [seen(tmp_path / "runs" / "t", rank) for rank in (0, 1)]
+    assert [each["hydra"] for each in about] == [True, False]
+    assert all((each["workers"], each["torch_threads"], each["mkl"]) == (2, 2, "AUTO") for each in about)
+
+
+def test_torchrun_s_bad_input_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+    status, _, err = finish(start([*TORCHRUN, "data=digit"], tmp_path))
+    assert status == 1
+    assert err.count("error: unknown choice data=digit. Did you mean data=digits?") == 1
+    assert 'train_torchrun.py", line' not in err, "no traceback of a rank"
+
+
+# ------------------------------------------------------------------------------------------------------------ launch
+
+
+def describe_self(word: str, *, times: int) -> tuple[str, str, str | None, str | None, bool]:
+    hydra = any(name.split(".")[0] in ("hydra", "omegaconf") for name in sys.modules)
+    return word * times, os.environ["RANK"], os.environ.get("OMP_NUM_THREADS"), os.environ.get("MKL_CBWR"), hydra
+
+
+def test_launch_returns_results_by_rank_and_two_at_once_do_not_meet() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    other: list[Any] = []
+    word = "closure"
+    thread = threading.Thread(target=lambda: other.extend(launch(lambda: (word, os.environ["RANK"]), workers=3)))
+    thread.start()
+    results = launch(describe_self, "ab", times=2, workers=2, threads_per_worker=3)
+    thread.join()
+    assert results == [("abab", str(rank), "3", "AUTO", False) for rank in range(2)]
+    assert other == [("closure", str(rank)) for rank in range(3)]
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
+def fail_as_told(tell: Mapping[str, str], folder: Path) -> None:
+    pid = folder / f"pid-{os.environ['RANK']}"
+    pid.with_suffix(".partial").write_text(str(os.getpid()))
+    pid.with_suffix(".partial").rename(pid)
+    match tell.get(os.environ["RANK"]):
+        case "raise":
+            raise ArithmeticError("scripted")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "lost":  # as a neighbour does: when rank 1 is gone, and whatever the engine says meanwhile
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            wait_for((folder / "pid-1").exists)
+            wait_for(lambda: not is_running(int((folder / "pid-1").read_text())))
+            raise PeerLost(1, "here", 0, 3, "all_reduce")
+        case "exit":
+            print("last words", flush=True)
+            os._exit(7)
+        case "hang":
+            threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("tell", "last", "elsewhere"),
+    [
+        ({"0": "lost", "1": "raise"}, "ArithmeticError: scripted", "rank 0 stopped because rank 1 failed"),
+        ({"0": "lost", "1": "kill"}, "rank 1 was killed by SIGKILL (out of memory?)", "rank 0 stopped because rank 1"),
+        ({"1": "exit"}, "last words", "rank 1 exited with status 7"),
+    ],
+)
+def test_launch_names_the_root_cause_last(tell: dict[str, str], last: str, elsewhere: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed) as error:
+        launch(fail_as_told, tell, tmp_path)
+    assert str(error.value).splitlines()[-1] == last
+    assert elsewhere in str(error.value)
+
+
+def test_a_launch_past_its_time_says_where_it_stood(tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed, match=r"(?s)in fail_as_told.*TimeoutError: still running after timeout_s=1$"):
+        launch(fail_as_told, {"0": "hang"}, tmp_path, workers=1, timeout_s=1)
+
+
+def test_launch_needs_a_worker() -> None:
+    with pytest.raises(ConfigError, match="workers=0"):
+        launch(print, workers=0)
+
+
+# ----------------------------------------------------------------------------------------------- who failed, in words
+
+
+def reported(logs: Path, rank: int, *, time_s: float, secondary: bool = False) -> None:
+    report = Report.now(rank=rank, type="E", message=f"of {rank}", traceback=f"E: of {rank}", is_secondary=secondary)
+    Report(**{**{name: getattr(report, name) for name in Report.__dataclass_fields__}, "time_s": time_s}).write(logs)
+
+
+@pytest.mark.parametrize(
+    ("failures", "reports", "root"),
+    [
+        ({0: (1, 100), 1: (1, 100)}, {0: (100.2, False), 1: (100.1, False)}, 1),  # the earlier one
+        ({0: (1, 100), 1: (1, 100)}, {0: (100.1, True), 1: (100.2, False)}, 1),  # the one that lost nobody
+        ({0: (1, 100), 1: (-9, 100)}, {0: (100.1, False)}, 1),  # a death beside what it caused
+        ({1: (1, 100), 0: (-9, 130)}, {1: (100.1, False)}, 1),  # killed by the engine, 30 s later
+        ({1: (1, 100), 0: (-15, 100)}, {1: (100.1, True)}, 1),  # ended by the engine; all that is known is of rank 1
+        ({0: (1, 100), 1: (-9, 130)}, {0: (100.1, True)}, 0),  # rank 1 hung: what lost it knows more
+        ({1: (-11, 100), 0: (-15, 100)}, {}, 1),
+        ({2: (3, 100)}, {}, 2),
+    ],
+)
+def test_root_cause(
+    failures: dict[int, tuple[int, float]], reports: dict[int, tuple[float, bool]], root: int, tmp_path: Path
+) -> None:
+    for rank, (time_s, secondary) in reports.items():
+        reported(tmp_path, rank, time_s=time_s, secondary=secondary)
+    text = describe_failures({rank: Failure(*how) for rank, how in failures.items()}, tmp_path)
+    *others, block = text.split(f"rank {root} ", 1) if len(failures) == 1 else text.rsplit(f"\nrank {root} ", 1)
+    assert block.startswith(("on host", "was killed", "exited"))
+    assert all(f"rank {rank} " in others[0] for rank in failures if rank != root)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers? Valid in cluster: "),
+        ("+cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers?"),
+        ("nothing=3", "unknown key nothing. Valid: "),
+        ("data.context=3", "unknown key data.context. Valid in data: name, root"),
+        ("data=imagenet", "unknown choice data=imagenet. Valid: cifar10, digits, image_folder"),
+        ("batch.global_size=abc", "batch.global_size=abc: expected a whole number"),
+        ("batch.global_size=null", "batch.global_size=null: expected a whole number"),
+        ("epochs=1.5", "epochs=1.5: expected a whole number or null"),
+        ("device=gpu", "device=gpu: expected one of auto, cpu, cuda"),
+        ("optim.lr=[1]", "optim.lr=[1]: expected a number"),
+        ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2"),
+        ("cluster.workers=3", "torchrun has started 2 workers"),
+        ("a b", "cannot read 'a b': "),
+        ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
+    ],
+)
+def test_every_error_of_hydra_becomes_one_sentence(
+    override: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path}", override])
+    with pytest.raises(Exception) as error:
+        _compose(ROOT / "conf", "train", world_size=2, local_workers=2)
+    message = translated(error.value)
+    assert message is not None and words in message
+    assert "\n" not in message and "schema_" not in message
+
+
+def test_an_error_of_ours_is_not_made_the_user_s() -> None:
+    assert translated(KeyError("x")) is None
+    assert translated(pickle.PicklingError()) is None
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """A disk that ends: the kernel refuses to write more into one file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Replaces ddp.build by a check that only remembers what it was given."""
+    calls: list[Config] = []
+    monkeypatch.setitem(sys.modules, "ddp.build", type(sys)("ddp.build"))
+    monkeypatch.setattr(sys.modules["ddp.build"], "check", calls.append, raising=False)
+    return calls
+
+
+def test_a_full_disk_is_met_before_training(checked: list[Config], tmp_path: Path) -> None:
+    with largest_file(1 << 20), pytest.raises(ConfigError, match=r"run directory .*: File too large; make room"):
+        prepare(Config(), tmp_path)
+    assert checked == [] and list(tmp_path.iterdir()) == []
+
+
+def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: list[Config], tmp_path: Path) -> None:
+    first = from_plain({"cluster": {"workers": 4}, "run": {"name": "a"}})
+    prepare(first, tmp_path)
+    assert checked == [first]
+    assert from_plain(yaml.safe_load((tmp_path / "config.yaml").read_text())) == first
+    assert first.batch.num_shards == 4 and first.cluster.threads_per_worker is not None
+
+    with pytest.raises(ConfigError, match="already holds a run; add resume=auto"):
+        prepare(Config(), tmp_path)
+    for resume in ("auto", str(tmp_path / "checkpoints" / "step-5")):
+        second = from_plain({"cluster": {"workers": 2}, "resume": resume})
+        prepare(second, tmp_path)
+        assert second.batch.num_shards == 4

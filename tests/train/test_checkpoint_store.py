@@ -1,0 +1,329 @@
+"""The store: whatever a kill, a flipped bit or a full disk does, what is loaded is whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp.errors import CheckpointError, ConfigError
+from ddp.train.checkpoint_store import CheckpointStore
+
+
+def parts_of(value: int) -> dict[str, object]:
+    return {
+        "model": {"weight": torch.full((300,), float(value)), "half": torch.full((3,), value, dtype=torch.bfloat16)},
+        "training": {"step": value, "names": ["a", None], "rate": 0.1},
+    }
+
+
+def save(store: CheckpointStore, step: int, value: int | None = None, **options) -> Path:
+    return store.save(step, parts_of(step if value is None else value), meta={"value": value}, **options)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+# ---------------------------------------------------------------------------------------------------------- round trip
+
+
+def test_what_is_saved_is_loaded(store):
+    path = store.save(120, parts_of(5), meta={"world_size": 4, "names": ["x"]}, score=0.5)
+    assert path == store.folder / "step-00000120"
+    loaded = store.load()
+    assert (loaded.step, loaded.path, loaded.score) == (120, path, 0.5)
+    assert loaded.meta == {"world_size": 4, "names": ["x"]}
+    torch.testing.assert_close(dict(loaded.parts), parts_of(5), rtol=0, atol=0)
+    assert torch.load(path / "model.pt", weights_only=True)["weight"][0] == 5.0  # torch alone can read it
+
+
+def test_the_manifest_is_checked_by_other_tools(store):
+    path = save(store, 7, score=2.0)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["schema"], manifest["step"], manifest["score"]) == (1, 7, 2.0)
+    for name, entry in manifest["parts"].items():
+        digest, _ = subprocess.check_output(["sha256sum", path / f"{name}.pt"], text=True).split(maxsplit=1)
+        assert entry == {"bytes": (path / f"{name}.pt").stat().st_size, "sha256": digest}
+
+
+def test_only_what_is_asked_for_is_loaded(store, monkeypatch):
+    save(store, 7, value=3)
+    assert set(store.load(names=["training"]).parts) == {"training"}
+    with pytest.raises(CheckpointError, match=r"no part optimizer; its parts are model, training"):
+        store.load(names=["optimizer"])
+    monkeypatch.setattr(torch, "load", None)
+    meta = store.read_meta()
+    assert (meta.step, meta.meta, meta.parts) == (7, {"value": 3}, {})
+
+
+def test_paths_of_a_checkpoint_and_of_a_folder(store, tmp_path):
+    for step in (1, 2, 3):
+        save(store, step)
+    other = CheckpointStore(tmp_path / "other")
+    assert other.load(store.folder).step == 3
+    assert other.load(str(store.folder / "step-00000002")).step == 2
+    copied = shutil.copytree(store.folder / "step-00000001", tmp_path / "a copy")
+    assert other.load(copied).path == copied
+    assert (store.steps(), store.latest_step(), other.steps(), other.latest_step()) == ([1, 2, 3], 3, [], None)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*other"):
+        other.load()
+
+
+# ------------------------------------------------------------------------------------------------- pointers and pruning
+
+
+@pytest.mark.parametrize(
+    ("best", "pointer", "kept"),
+    [("max", "step-00000002", [2, 5, 6]), ("min", "step-00000001", [1, 5, 6]), (None, None, [5, 6])],
+)
+def test_the_last_and_the_best_are_kept(tmp_path, best, pointer, kept):
+    store = CheckpointStore(tmp_path, keep_last=2, best=best)
+    for step, score in enumerate([0.1, 0.9, 0.3, math.nan, None, 0.2], start=1):
+        save(store, step, score=score)
+    assert store.steps() == kept
+    assert (tmp_path / "latest").read_text() == "step-00000006\n"
+    assert names_in(tmp_path) == sorted([*("best" for _ in [0] if best), "latest", *(f"step-{s:08d}" for s in kept)])
+    if best:
+        assert (tmp_path / "best").read_text().strip() == pointer
+
+
+def test_the_later_of_equal_scores_is_best(store):
+    for step in (1, 2):
+        save(store, step, score=1.0)
+    assert (store.folder / "best").read_text() == "step-00000002\n"
+
+
+def test_a_run_that_went_back_goes_on_from_its_own_last(store):
+    """Steps 200 and 300 belong to a course that was given up at 100; they leave like other old ones."""
+    for step in (100, 200, 300, 110):
+        save(store, step)
+    assert store.load().step == store.latest_step() == 110
+    assert store.steps() == [110, 200, 300]
+    for step in (120, 130):
+        save(store, step)
+    assert store.steps() == [110, 120, 130]
+
+
+def test_saving_a_step_again_replaces_it(store):
+    save(store, 4, value=1, score=1.0)
+    save(store, 4, value=2, score=0.5)
+    loaded = store.load()
+    assert (loaded.parts["training"]["step"], loaded.score, store.steps()) == (2, 0.5, [4])
+    assert names_in(store.folder) == ["best", "latest", "step-00000004"]
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("part", ["model.pt", "training.pt", "manifest.json"])
+def test_a_flipped_bit_is_detected_anywhere(store, part, caplog):
+    save(store, 1)
+    file = save(store, 2) / part
+    whole = file.read_bytes()
+    for position in sorted({*range(0, len(whole), 97), 0, len(whole) - 1}):
+        for bit in (0, 6):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << bit
+            file.write_bytes(damaged)
+            step = store.load(names=()).step
+            if part == "manifest.json" and whole[position : position + 1].isspace():
+                continue  # the same values in another layout
+            assert step == 1, f"bit {bit} of byte {position} of {part}"
+    assert "skipped" in caplog.text and part in caplog.text and "step-00000002" in caplog.text
+
+
+def empty(path: Path) -> None:
+    (path / "model.pt").write_bytes(b"")
+
+
+def newer(path: Path) -> None:
+    from ddp.train.checkpoint_store import _digest
+
+    manifest = {**json.loads((path / "manifest.json").read_text()), "schema": 2}
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+
+
+DAMAGES = {
+    "has 0 bytes instead of": empty,
+    "model.pt cannot be read .No such file": lambda path: (path / "model.pt").unlink(),
+    "no manifest.json": lambda path: (path / "manifest.json").unlink(),
+    "manifest.json cannot be read": lambda path: (path / "manifest.json").write_text("{}"),
+    "schema is 2, this version of ddp reads 1": newer,
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_damage_is_named_and_an_earlier_checkpoint_serves(store, words, caplog):
+    save(store, 1)
+    damaged = save(store, 2)
+    DAMAGES[words](damaged)
+    with caplog.at_level(logging.WARNING, "ddp"):
+        assert store.load().step == store.read_meta().step == 1
+    assert "step-00000002" in caplog.text
+    with pytest.raises(CheckpointError, match=f"step-00000002 cannot be loaded: .*{words}.*name another"):
+        store.load(damaged)
+    DAMAGES[words](store.folder / "step-00000001")
+    with pytest.raises(CheckpointError, match=f"(?s)is whole: .*{words}.*; .*{words}"):
+        store.load()
+    save(store, 3)  # such folders do not hinder a run
+    assert store.load().step == 3
+
+
+# ------------------------------------------------------------------------------------------------ refused by the disk
+
+
+def test_a_full_disk_leaves_what_was_there(store):
+    save(store, 1)
+    before = names_in(store.folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # the kernel refuses what goes beyond
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot save .*step-00000002: File too large; free some space"):
+            store.save(2, {"small": 1, "model": torch.zeros(100_000)}, meta={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names_in(store.folder) == before and store.load().step == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot save .*file/checkpoints/step-00000001: Not a directory"):
+        save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "meta", "words"),
+    [
+        ({"model": lambda: 0}, {}, "part 'model' cannot be written"),
+        ({"model": Path("x")}, {}, "part 'model' could be written but not read back"),
+        ({"../model": 1}, {}, "'../model' cannot name a part"),
+        ({"model": 1}, {"x": {1, 2}}, "meta must hold JSON values only"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_when_saving(store, parts, meta, words):
+    save(store, 1)
+    before = names_in(store.folder)
+    with pytest.raises(CheckpointError, match=words):
+        store.save(2, parts, meta=meta)
+    assert names_in(store.folder) == before
+
+
+def test_an_interrupted_save_leaves_nothing(store, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(store, 1)
+    assert names_in(store.folder) == []
+
+
+def test_impossible_settings(tmp_path):
+    with pytest.raises(ConfigError, match="got 0"):
+        CheckpointStore(tmp_path, keep_last=0)
+    with pytest.raises(ConfigError, match="'least'"):
+        CheckpointStore(tmp_path, best="least")
+    with pytest.raises(CheckpointError, match="-1"):
+        save(CheckpointStore(tmp_path), -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------- kills
+
+# One program imports torch once and forks the processes that save and die. The parent checks, after each death, that
+# the last save that was reported complete, or the one after it, is loaded whole.
+KILLED = """
+import os, random, select, signal, sys, time
+from pathlib import Path
+import torch
+from ddp.train.checkpoint_store import CheckpointStore
+
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+store = CheckpointStore(folder, keep_last=2)
+torch.set_num_threads(1)  # a forked child has none of its parent's other threads
+
+def saving(value, steps, report):
+    for step in steps:
+        value += 1
+        parts = {"model": torch.full((50_000,), float(value)), "training": {"value": value}}
+        store.save(step, parts, meta={"value": value}, score=float(value % 5))
+        os.write(report, b"%d\\n" % value)
+
+def in_a_child(act):
+    reader, report = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            act(report)
+        finally:
+            os._exit(0)
+    os.close(report)
+    return pid, reader
+
+def check(reader, last):
+    while chunk := os.read(reader, 1 << 16):
+        last = int(chunk.split()[-1])
+    os.close(reader)
+    loaded = store.load()
+    value = loaded.meta["value"]
+    assert value in (last, last + 1), (value, last)
+    assert loaded.parts["training"]["value"] == value
+    assert torch.equal(loaded.parts["model"], torch.full((50_000,), float(value)))
+    return value
+
+last, num_checks = 0, 0
+saving(0, [0], os.open(os.devnull, os.O_WRONLY))
+last = 1
+if mode == "any instant":
+    for _ in range(10):
+        pid, reader = in_a_child(lambda report: saving(last, (n // 2 for n in range(2 * last, 10**6)), report))
+        select.select([reader], [], [])  # it has saved once; then the kill comes whenever it comes
+        time.sleep(random.uniform(0.0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        last = check(reader, last)
+        num_checks += 1
+else:  # before each single operation on files, told by the interpreter's audit events
+    count = 0
+    def die_at(number):
+        def hook(event, args):
+            global count
+            if event == "open" or event.startswith(("os.", "shutil.")):
+                count += 1
+                if count == number:
+                    os._exit(9)
+        return hook
+    status, number = None, 0
+    while status != 0:
+        number += 1
+        def act(report):
+            sys.addaudithook(die_at(number))
+            saving(last, [0 if mode == "same step" else last], report)
+        pid, reader = in_a_child(act)
+        status = os.waitpid(pid, 0)[1]
+        last = check(reader, last)
+        num_checks += 1
+saving(last, [10**6], os.open(os.devnull, os.O_WRONLY))
+assert not [path for path in folder.iterdir() if path.name.startswith(".")], "leftovers are swept"
+print(num_checks)
+"""
+
+
+@pytest.mark.parametrize(("mode", "least"), [("any instant", 10), ("new step", 15), ("same step", 15)])
+def test_killed_while_saving(tmp_path, mode, least):
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, mode], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) >= least
