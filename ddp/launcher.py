@@ -149,6 +149,10 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
         _tell_torchrun(report.block())
     if status:
         leave(status)
+    if rank == 0:
+        from ddp.build import finish
+
+        finish(config, run_dir)
     sys.exit(0)
 
 
@@ -413,15 +417,20 @@ def _exit_with_error(message: str) -> NoReturn:
 
 def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits for them and says how it ended. Returns the status: see the table."""
+    from ddp.build import finish
+
     threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
     ended = _run_workers([str(run_dir.resolve())], workers=config.cluster.workers, threads=threads)
 
     if ended.failures:
         _restore_terminal()
         print(describe_failures(ended.failures, run_dir / "logs"), file=sys.stderr, flush=True)
-    stopped_by = ended.signal or (None if ended.failures else _agreed_stop(run_dir))
+        return 1
+    if (run_dir / "summary.json").exists():  # not where a signal came before the first step
+        finish(config, run_dir)
+    stopped_by = ended.signal or _agreed_stop(run_dir)
     if stopped_by is None:
-        return 1 if ended.failures else 0
+        return 0
     saved = _agreed_stop(run_dir) is not None
     remedy = f"; continue with run.name={config.run.name} resume=auto" if saved else ""
     print(f"stopped by {stopped_by.name}{remedy}", file=sys.stderr, flush=True)

@@ -72,6 +72,7 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> No
     assert (status, err) == (0, "")
     assert "this is rank 0" in out and "this is rank 1" not in out
     assert "cluster.workers=2" in out and "cluster.threads" not in out, "the table shows what differs"
+    assert out.count("finished 0.5") == 2
     (sweep,) = (tmp_path / "runs").glob("sweep-*")
     for job, workers in [("0-workers-1", 1), ("1-workers-2", 2)]:
         run_dir = sweep / job
@@ -133,7 +134,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments: list[str], words: s
 def test_torchrun_trains_with_rank_0_alone_composing(tmp_path: Path) -> None:
     status, out, err = finish(start([*TORCHRUN, "data=digits", "cluster.threads_per_worker=2", "run.name=t"], tmp_path))
     assert status == 0, err
-    assert "this is rank 0" in out and "this is rank 1" not in out
+    assert "this is rank 0" in out and "this is rank 1" not in out and out.count("finished 0.5") == 1
     about = [seen(tmp_path / "runs" / "t", rank) for rank in (0, 1)]
     assert [each["hydra"] for each in about] == [True, False]
     assert all((each["workers"], each["torch_threads"], each["mkl"]) == (2, 2, "AUTO") for each in about)
@@ -256,7 +257,7 @@ def test_root_cause(
         ("+cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers?"),
         ("nothing=3", "unknown key nothing. Valid: "),
         ("data.context=3", "unknown key data.context. Valid in data: name, root"),
-        ("data=imagenet", "unknown choice data=imagenet. Valid: cifar10, digits, image_folder"),
+        ("data=xyz", "unknown choice data=xyz. Valid: cifar10, digits, image_folder"),
         ("batch.global_size=abc", "batch.global_size=abc: expected a whole number"),
         ("batch.global_size=null", "batch.global_size=null: expected a whole number"),
         ("epochs=1.5", "epochs=1.5: expected a whole number or null"),

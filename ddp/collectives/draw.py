@@ -11,15 +11,24 @@ round 1
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import NamedTuple
 
 from ddp.collectives import ring, tree
-from ddp.collectives.schedule import Algorithm, Recv, Round, Send
+from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, Send
 
-SCHEDULES: dict[str, Algorithm] = {
-    "ring": ring.all_reduce,
-    "ring_reduce_scatter": ring.reduce_scatter,
-    "ring_all_gather": ring.all_gather,
-    "tree_broadcast": tree.broadcast,
+class Named(NamedTuple):
+    """A schedule that can be asked for by name, and what it promises."""
+
+    algorithm: Algorithm
+    goal: Goal
+    whole: bool = False  # the buffer is one chunk
+
+
+SCHEDULES = {
+    "ring": Named(ring.all_reduce, Goal.ALL_REDUCE),
+    "ring_reduce_scatter": Named(ring.reduce_scatter, Goal.REDUCE_SCATTER),
+    "ring_all_gather": Named(ring.all_gather, Goal.ALL_GATHER),
+    "tree_broadcast": Named(tree.broadcast, Goal.BROADCAST, whole=True),
 }
 
 

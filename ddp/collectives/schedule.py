@@ -145,14 +145,19 @@ class _Rank:
             if isinstance(op, Recv):
                 for chunk, value in zip(op.chunks, self.arrived[op], strict=True):
                     here = self.buffer.get((op.slot, chunk))
+                    if value is None or value == here:
+                        what = "nothing of use" if value is None else "what it has already"
+                        raise ScheduleError(f"rank {self.rank} round {self.round_number}: chunk {chunk} brings {what}")
                     self.buffer[op.slot, chunk] = self._sum(here, value, chunk) if op.add else value
         self.round_number += 1
         self._next_round()
         return True
 
-    def _sum(self, here: Expression | None, value: Expression | None, chunk: int) -> Expression:
-        if here is None or value is None:
-            raise ScheduleError(f"rank {self.rank} round {self.round_number}: adds to chunk {chunk} what is not there")
+    def _sum(self, here: Expression | None, value: Expression, chunk: int) -> Expression:
+        if here is None:
+            raise ScheduleError(f"rank {self.rank} round {self.round_number}: adds to chunk {chunk}, which it has not")
+        if not set(leaves(here)).isdisjoint(leaves(value)):
+            raise ScheduleError(f"rank {self.rank} round {self.round_number}: a contribution to chunk {chunk} twice")
         return here, value
 
 

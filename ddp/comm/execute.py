@@ -133,24 +133,29 @@ class _Lane:
         self.first_peer = transport.rank
 
     def post_next(self) -> bool:
-        """Posts the next round that moves anything for this lane; False when the schedule has ended."""
-        for ops in self._rounds:
-            sends = [transfer for op in ops if isinstance(op, Send) for transfer in self._outgoing(op)]
-            self._arriving = []
-            receives = self._incoming([op for op in ops if isinstance(op, Recv)])
-            if sends or receives:
-                self.first_peer = (receives or sends)[0].peer
-                self._pending = self._transport.post(sends, receives)
-                return True
-        return False
+        """Posts the next round; False when the schedule has ended.
+
+        A round that moves nothing for this lane (its piece of a short chunk is empty) takes its turn all the same:
+        if ranks skipped rounds, each by itself, their messages would no longer match in order.
+        """
+        ops = next(self._rounds, None)
+        if ops is None:
+            return False
+        sends = [transfer for op in ops if isinstance(op, Send) for transfer in self._outgoing(op)]
+        self._arriving = []
+        receives = self._incoming([op for op in ops if isinstance(op, Recv)])
+        self._pending = self._transport.post(sends, receives) if sends or receives else None
+        if self._pending is not None:
+            self.first_peer = (receives or sends)[0].peer
+        return True
 
     def finish(self, timeout_s: float) -> None:
         """Waits for the round, then adds what arrived, in the order listed.
 
         Sends have ended too by then, so that a round may send a chunk and add to it (recursive doubling does).
         """
-        assert self._pending is not None
-        self._pending.wait(timeout_s)
+        if self._pending is not None:
+            self._pending.wait(timeout_s)
         for here, arrived in self._arriving:
             self._combine(here, arrived)
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp.data import digits
 from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT, rotary_angles, rotate
 from ddp.models.mlp import MLP
 from ddp.models.resnet import NAMES, resnet
+from ddp.tasks.classification import Classification
 
 Build = Callable[[], nn.Module]
 
@@ -184,3 +186,19 @@ def test_gpt_refuses_what_cannot_work() -> None:
         GPT(context=8, width=30, depth=1, heads=4)
     with pytest.raises(ValueError, match=r"17 tokens.*context=16"):
         tiny_gpt()(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_cnn_learns_digits_in_seconds() -> None:
+    torch.manual_seed(0)
+    splits, task = digits.load(""), Classification()
+    model = CNN(in_channels=1, image_size=8, num_classes=10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for start in range(0, 4 * len(splits.train), 64):
+        indices = [i % len(splits.train) for i in range(start, start + 64)]
+        loss_sum, count = task.loss(model, splits.train.batch(indices))  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+        (loss_sum / count).backward()
+        optimizer.step()
+    model.eval()
+    right, count = task.metrics(model, splits.test.batch(range(len(splits.test))))["accuracy"]  # type: ignore[attr-defined]
+    assert right / count > 0.95

@@ -37,6 +37,10 @@ def run(config, run_dir):
         (run_dir / "summary.json").write_text(json.dumps(summary))
 
 
+def finish(config, run_dir):
+    print(f"finished {json.loads((run_dir / 'summary.json').read_text())['test_accuracy']}", flush=True)
+
+
 def _surroundings(config):
     torch = sys.modules.get("torch")
     return {
@@ -61,5 +65,5 @@ def _wait_for_agreed_stop(run_dir: Path) -> str:
 
 
 module = types.ModuleType("ddp.build")
-module.check, module.run = check, run
+module.check, module.run, module.finish = check, run, finish
 sys.modules["ddp.build"] = module
