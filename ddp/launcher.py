@@ -127,9 +127,7 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
         if "error" in sent:
             _wait_for_readers(store, num_readers=world_size - 1)
     else:
-        store.wait(
-            ["ddp.launcher/start"], timedelta(hours=24)
-        )  # a download takes its time; torchrun sees if rank 0 dies
+        store.wait(["ddp.launcher/start"], timedelta(hours=24))  # rank 0 may download; torchrun sees if it dies
         sent = json.loads(store.get("ddp.launcher/start"))
         store.add("ddp.launcher/readers", 1)
     if "error" in sent:  # rank 0 has printed it
@@ -314,8 +312,14 @@ def _refuse_reuse(config: Config, run_dir: Path) -> None:
     if config.resume != "none" and Path(config.resume).resolve().is_relative_to(run_dir.resolve()):
         return
     raise ConfigError(
-        f"run.name={config.run.name}: {run_dir} already holds a run; add resume=auto to continue it, or another name"
+        f"{_setting_for(run_dir, config)}: {run_dir} holds a run; continue it with resume=auto, or take another"
     )
+
+
+def _setting_for(run_dir: Path, config: Config) -> str:
+    """What to write on the command line to mean this folder."""
+    named = run_dir.resolve() == Path("runs", config.run.name).resolve()
+    return f"run.name={config.run.name}" if named else f"hydra.run.dir={run_dir}"
 
 
 def _try_writing(run_dir: Path, *, num_bytes: int = 8 << 20) -> None:
@@ -432,7 +436,7 @@ def train(config: Config, run_dir: Path) -> int:
     if stopped_by is None:
         return 0
     saved = _agreed_stop(run_dir) is not None
-    remedy = f"; continue with run.name={config.run.name} resume=auto" if saved else ""
+    remedy = f"; continue with {_setting_for(run_dir, config)} resume=auto" if saved else ""
     print(f"stopped by {stopped_by.name}{remedy}", file=sys.stderr, flush=True)
     return 128 + stopped_by
 

@@ -318,7 +318,7 @@ def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: l
     assert from_plain(yaml.safe_load((tmp_path / "config.yaml").read_text())) == first
     assert first.batch.num_shards == 4 and first.cluster.threads_per_worker is not None
 
-    with pytest.raises(ConfigError, match="already holds a run; add resume=auto"):
+    with pytest.raises(ConfigError, match="holds a run; continue it with resume=auto"):
         prepare(Config(), tmp_path)
     for resume in ("auto", str(tmp_path / "checkpoints" / "step-5")):
         second = from_plain({"cluster": {"workers": 2}, "resume": resume})

@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 
 def run_python(program: str) -> str:
@@ -13,25 +12,20 @@ def run_python(program: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "",
-        # A plain import that failed half-way leaves modules behind.
-        "try:\n    import torchvision\nexcept RuntimeError:\n    pass",
-    ],
-)
-def test_gives_a_working_package(before: str) -> None:
-    program = f"""{before}
+def test_gives_a_working_package_even_after_a_plain_import_has_failed() -> None:
+    program = """
+try:
+    import torchvision  # fails half-way beside a CPU torch, and leaves modules behind
+except RuntimeError:
+    pass
 from ddp.vision import torchvision
 package = torchvision()
-import torch
-print(package.models.resnet18(num_classes=3)(torch.zeros(1, 3, 64, 64)).shape)
+print(package.transforms.CenterCrop(2).size, package.models.resnet18.__name__, package.datasets.MNIST.__name__)
 print(package is torchvision())
 import torchvision as plain
 print(plain is package)
 """
-    assert run_python(program).split("\n")[:3] == ["torch.Size([1, 3])", "True", "True"]
+    assert run_python(program).split("\n")[:3] == ["(2, 2) resnet18 MNIST", "True", "True"]
 
 
 def test_existing_operators_are_left_alone() -> None:
@@ -48,7 +42,7 @@ print(ddp.vision._declared)
     assert run_python(program).strip() == "[]"
 
 
-def test_another_failure_is_not_hidden(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_another_failure_is_not_hidden(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path

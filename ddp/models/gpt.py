@@ -10,14 +10,13 @@
     logits [n, time, vocabulary]
 
 Where a token stands enters by rotation: in each head, query and key of position t are turned by angles proportional to
-t, so that their product depends on how far apart two positions are. There are no weights for it, and on a small budget
-it learns to look at the last few bytes several times sooner than a table of position embeddings does.
+t, so that their product depends on how far apart two positions are, not on where they are. It takes no weights.
 
 Parameters: 12 · depth · width² + vocabulary · width. Forward and backward cost some 6 floating-point operations per
 parameter and token, and 6 · depth · width · time more for attention.
 
-Source: Radford et al. 2019 (GPT-2), whose pre-norm blocks and initialisation these are; Press & Wolf 2016 for the tied
-embedding; Su et al. 2021 for the rotation. No linear layer or norm has a bias: nothing measurable is lost.
+Source: Radford et al. 2019 (GPT-2), whose blocks and whose smaller projections into the stream these are; Press & Wolf
+2016 for the tied embedding; Su et al. 2021 for the rotation; no biases, as in PaLM (Chowdhery et al. 2022).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class GPT(nn.Module):
 
     Initialisation, by torch's global generator. Matrices are normal with standard deviation 1 / √fan_in, which keeps
     the size of what passes through, at any width; a block's two projections back into the stream have a √(2 · depth)
-    times smaller one, so that the stream does not grow with depth. The embedding has 0.02, so that all tokens begin
-    about equally likely. Norm gains are 1.
+    times smaller one, so that the stream does not grow with depth. The embedding has 0.05: large enough to be
+    seen beside the blocks, small enough for all tokens to begin about equally likely. Norm gains are 1.
 
     Args:
         vocab_size: number of tokens; 256 for bytes.
@@ -69,7 +68,7 @@ class GPT(nn.Module):
         self._initialise(depth)
 
     def _initialise(self, depth: int) -> None:
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.05)
         for name, module in self.blocks.named_modules():
             if isinstance(module, nn.Linear):
                 into_stream = name.endswith("project")

@@ -94,7 +94,7 @@ class Replica(nn.Module):
         """Takes part in a step for which this rank has no samples (or none that needed a backward)."""
         self._reducer.check_ready_for_forward()
         if self._reducer.begin():
-            self._reducer.finish()
+            self._reducer.finish(had_backward=False)
 
     @property
     def totals(self) -> StepTotals:

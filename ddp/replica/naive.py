@@ -40,7 +40,7 @@ class NaiveReducer:
         return first
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, *, had_backward: bool = True) -> None:
         """Backward has ended: one all-reduce for the totals, one for who has a gradient, one per gradient."""
         loss_sum, num_items, num_stopping, _ = self._mine or StepTotals()
         sums = torch.tensor([loss_sum, num_items, num_stopping], dtype=torch.float64, device=self.comm.device)

@@ -156,14 +156,18 @@ class Reducer:
             self._works.append(self.comm.all_reduce(bucket.flat, async_op=True, label=bucket.label))
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Backward has ended: reduces what is left, divides, and hands out the views."""
+    def finish(self, *, had_backward: bool = True) -> None:
+        """Backward has ended: reduces what is left, divides, and hands out the views.
+
+        Args:
+            had_backward: False on a rank that had nothing to compute; that is no error about unused parameters.
+        """
         kept = self._fill_empty_spans()
         self._launch_full_buckets()
         last = self.buckets[-1]
         assert last.tail is not None
         mine = self._mine or StepTotals()
-        mine._replace(num_unused=int(bool(kept))).write(last.tail)
+        mine._replace(num_unused=int(bool(kept) and had_backward)).write(last.tail)
         with self.waited.running():
             for work in self._works:
                 work.wait()
@@ -174,7 +178,9 @@ class Reducer:
             bucket.flat.div_(divisor)
         self._works, self._mine, self._phase = [], None, Phase.IDLE
         if self.totals.num_unused:
-            self._settle_unused(kept)
+            self._settle_unused(kept, had_backward=had_backward)
+        elif kept:
+            self._hand_out_views()
         self._used = [[False] * len(bucket.parameters) for bucket in self.buckets]
 
     # --- unused parameters -------------------------------------------------------------------------------------------
@@ -192,23 +198,29 @@ class Reducer:
             self._num_missing[bucket.index] = 0
         return kept
 
-    def _settle_unused(self, kept: dict[str, Tensor | None]) -> None:
+    def _hand_out_views(self) -> None:
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def _settle_unused(self, kept: dict[str, Tensor | None], *, had_backward: bool) -> None:
         """Gives parameters that some rank used their mean, and those that none used what they had."""
-        by_rank = [set(names) for names in all_gather_object(self.comm, sorted(kept))]
-        nobody_used = set.intersection(*by_rank)
+        unused_by_rank = [set(names) for names in all_gather_object(self.comm, sorted(kept))]
+        computing = all_gather_object(self.comm, had_backward)
+        self._hand_out_views()
+        nobody_used = set.intersection(*unused_by_rank)
         for bucket in self.buckets:
             for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
                 if name in nobody_used:
                     had = kept[name]
                     parameter.grad = None if had is None else view.copy_(had)
-                elif name in kept:
-                    parameter.grad = view
         if not self.find_unused_parameters:
-            self._unused_error = UnusedParameters(_unused_message(by_rank))
+            complaints = {rank: names for rank, names in enumerate(unused_by_rank) if computing[rank]}
+            self._unused_error = UnusedParameters(_unused_message(complaints))
 
 
-def _unused_message(by_rank: list[set[str]]) -> str:
-    lines = [f"  rank {rank}: {', '.join(sorted(names)) or 'none'}" for rank, names in enumerate(by_rank)]
+def _unused_message(by_rank: dict[int, set[str]]) -> str:
+    lines = [f"  rank {rank}: {', '.join(sorted(names)) or 'none'}" for rank, names in by_rank.items()]
     return (
         "these parameters got no gradient in the last step:\n" + "\n".join(lines) + "\n"
         "Let every parameter take part in the loss, set requires_grad=False on those that do not, "

@@ -100,7 +100,8 @@ def fit(
         state = TrainState(comm, replica, optimizer, sampler)
     num_steps = last_step(state.sampler, epochs=epochs, max_steps=max_steps)
     rules = StepRules(task, schedule or constant(), base_rates(optimizer), clip_norm, precision, seed)
-    watching, stop = Callbacks(callbacks), stop or StopFlag()
+    watching = Callbacks(callbacks)
+    stop = StopFlag() if stop is None else stop  # a flag that is not raised counts as false
     loader = TrainLoader(train_data, state.sampler, num_workers=loader_workers, pin_memory=comm.device.type == "cuda")
     state.model.train()
     try:

@@ -134,7 +134,7 @@ def test_gpt_parameter_count_and_initial_loss() -> None:
     tokens = torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(1))
     logits = model(tokens[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), rel=0.02)  # it knows nothing yet
+    assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), rel=0.03)  # it knows nothing yet
 
 
 def test_gpt_initialisation_is_as_documented() -> None:
@@ -144,7 +144,7 @@ def test_gpt_initialisation_is_as_documented() -> None:
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter))
         elif name == "embedding.weight":
-            assert parameter.std().item() == pytest.approx(0.02, rel=0.05)
+            assert parameter.std().item() == pytest.approx(0.05, rel=0.05)
         else:
             shrink = 4 if name.endswith("project.weight") else 1  # √(2 · 8)
             assert parameter.std().item() == pytest.approx(parameter.shape[1] ** -0.5 / shrink, rel=0.05)

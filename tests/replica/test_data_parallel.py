@@ -1,0 +1,285 @@
+"""DistributedDataParallel against torch's class and against one process; naive and bucketed alike."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ddp
+from ddp.errors import ReplicaMismatch, UnusedParameters
+from ddp.replica.verify import verify_replicas
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(6 * 36, 50),
+        nn.Tanh(),
+        nn.Linear(50, 10),
+    )
+
+
+class Branches(nn.Module):
+    """Uses `left`, `right` or both, as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        outputs = [getattr(self, name)(x) for name in use.split()]
+        return torch.stack(outputs).sum(0)
+
+
+class Tied(nn.Module):
+    """One matrix used twice, and outputs in a dict, one of them unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.embedding(x)
+        return {"logits": (self.head(hidden),), "hidden": [hidden]}
+
+
+class Checkpointed(nn.Module):
+    """Activation checkpointing, re-entrant or not."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        result: Tensor = checkpoint(lambda h: self.second(h).tanh(), hidden, use_reentrant=self.reentrant)
+        return result
+
+
+def batch(step: int, rank: int, n: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (
+        torch.randn(n, 1, 8, 8, generator=generator, dtype=torch.float64),
+        torch.randint(0, 10, (n,), generator=generator),
+    )
+
+
+def compare_with_torch() -> None:
+    comm = ddp.init(abort_s=20)
+    torch.manual_seed(comm.rank)  # the initial broadcast has to make the replicas equal
+    net = small_cnn().double()
+    ours = ddp.DistributedDataParallel(net, bucket_cap_mb=0.02, first_bucket_mb=0.001)
+    assert len(ours._reducer.buckets) == 3
+    replicas = [
+        ours,
+        ddp.NaiveDataParallel(copy.deepcopy(net)),
+        nn.parallel.DistributedDataParallel(copy.deepcopy(net)),
+    ]
+    optimizers = [torch.optim.SGD(replica.parameters(), 0.1, momentum=0.9) for replica in replicas]
+    for step in range(12):
+        accumulate, set_to_none = step % 3 == 1, step % 2 == 0
+        for replica, optimizer in zip(replicas, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if accumulate:
+                with replica.no_sync():
+                    x, y = batch(step, comm.rank + 50)
+                    F.cross_entropy(replica(x), y).backward()
+            x, y = batch(step, comm.rank)
+            F.cross_entropy(replica(x), y).backward()
+            optimizer.step()
+        for ours_p, naive_p, torch_p in zip(*(replica.parameters() for replica in replicas), strict=True):
+            torch.testing.assert_close(ours_p, torch_p, rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(naive_p, torch_p, rtol=1e-12, atol=1e-13)
+        for replica in replicas[:2]:
+            verify_replicas(comm, replica.named_parameters())
+        for bucket in ours._reducer.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                assert parameter.grad is view
+                assert view.data_ptr() % 64 == bucket.flat.data_ptr() % 64
+    ours.eval(), replicas[2].eval()
+    for name, buffer in ours.named_buffers():
+        torch.testing.assert_close(buffer, dict(replicas[2].named_buffers())[name], rtol=1e-12, atol=1e-13)
+    ddp.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_torch_with_accumulation_and_buffers(world_size: int) -> None:
+    run_ranks(compare_with_torch, world_size)
+
+
+def many_cases() -> None:
+    comm = ddp.init(abort_s=20)
+    unused_parameters(comm)
+    tied_and_nested(comm)
+    frozen(comm)
+    checkpointing(comm)
+    several_forwards_then_one_backward(comm)
+    module_alone_does_not_communicate(comm)
+    layouts_and_dtypes(comm)
+    state_dicts_of_both_forms(comm)
+    no_sync_covers_the_forward(comm)
+    a_mismatch_names_parameter_and_ranks(comm)
+    wrong_keywords(comm)
+    ddp.shutdown()
+
+
+def test_many_cases_on_three_ranks() -> None:
+    run_ranks(many_cases, 3)
+
+
+def unused_parameters(comm: ddp.Communicator) -> None:
+    """Locally unused gets the mean of the others, globally unused keeps what it had: as torch's class does."""
+    torch.manual_seed(0)
+    ours = ddp.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module), find_unused_parameters=True)
+    x = torch.randn(2, 4) + comm.rank
+    for use in ("left", "right", "left right"):
+        use = "left" if comm.rank == 0 else use
+        for replica in (ours, theirs):
+            replica(x, use).sum().backward()
+        for (name, p), q in zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None and q.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad)
+    assert ours.module.never.weight.grad is None
+
+    strict = ddp.DistributedDataParallel(Branches())
+    strict(x, "left right" if comm.rank else "left").sum().backward()  # nobody hangs in this step
+    with pytest.raises(UnusedParameters) as raised:
+        strict(x, "left")
+    message = str(raised.value)
+    assert "rank 0: never.bias, never.weight, right.bias, right.weight" in message
+    assert "rank 1: never.bias, never.weight\n" in message
+    assert "find_unused_parameters=True" in message
+
+
+def tied_and_nested(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    ours = ddp.DistributedDataParallel(Tied())
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
+    x = torch.arange(6).view(2, 3) + comm.rank
+    for replica in (ours, theirs):
+        replica(x)["logits"][0].logsumexp(-1).sum().backward()
+    torch.testing.assert_close(ours.module.head.weight.grad, theirs.module.head.weight.grad)
+
+
+def frozen(comm: ddp.Communicator) -> None:
+    net = small_cnn()
+    net[0].weight.requires_grad_(False)
+    replica = ddp.DistributedDataParallel(net)
+    replica(torch.randn(2, 1, 8, 8)).sum().backward()
+    assert net[0].weight.grad is None
+    verify_replicas(comm, [(name, p.grad) for name, p in net.named_parameters() if p.grad is not None])
+    with pytest.raises(ValueError, match="no parameter of the module needs a gradient"):
+        ddp.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
+
+
+def checkpointing(comm: ddp.Communicator) -> None:
+    for reentrant in (True, False):
+        torch.manual_seed(0)
+        ours = ddp.DistributedDataParallel(Checkpointed(reentrant=reentrant), first_bucket_mb=1e-6, bucket_cap_mb=1e-6)
+        theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
+        x = torch.randn(2, 4) + comm.rank
+        for replica in (ours, theirs):
+            replica(x).sum().backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def several_forwards_then_one_backward(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    ours = ddp.DistributedDataParallel(small_cnn(), broadcast_buffers=False)
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
+    x = torch.randn(2, 1, 8, 8) + comm.rank
+    for replica in (ours, theirs):
+        (replica(x).sum() + replica(2 * x).square().sum()).backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def module_alone_does_not_communicate(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(nn.Linear(3, 1))
+    before = comm._sequence
+    replica.module(torch.full((1, 3), float(comm.rank))).sum().backward()
+    assert comm._sequence == before
+    assert replica.module.weight.grad is not None
+    assert replica.module.weight.grad[0, 0] == comm.rank
+    with torch.no_grad():
+        replica(torch.randn(1, 3))
+    assert comm._sequence == before
+
+
+def layouts_and_dtypes(comm: ddp.Communicator) -> None:
+    """channels_last keeps its strides; several dtypes share a model; totals ride beside bfloat16."""
+    net = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
+            "wide": nn.Linear(6, 2).double(),
+            "narrow": nn.Linear(2, 2).bfloat16(),
+        }
+    )
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.net["conv"](x).mean((2, 3)).double()
+            result: Tensor = self.net["narrow"](self.net["wide"](hidden).bfloat16())
+            return result
+
+    replica = ddp.DistributedDataParallel(Mixed())
+    replica(torch.randn(2, 4, 5, 5) + comm.rank).float().sum().backward()
+    weight = net["conv"].weight
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
+    verify_replicas(comm, [(name, p.grad) for name, p in replica.named_parameters() if p.grad is not None])
+
+
+def state_dicts_of_both_forms(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(nn.Linear(3, 1))
+    assert set(replica.state_dict()) == {"module.weight", "module.bias"}
+    replica.load_state_dict({"weight": torch.ones(1, 3), "bias": torch.ones(1)})
+    assert replica.module.weight.sum() == 3
+    replica.load_state_dict(nn.parallel.DistributedDataParallel(nn.Linear(3, 1)).state_dict())
+
+
+def no_sync_covers_the_forward(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(nn.Linear(3, 1))
+    with replica.no_sync():
+        loss = replica(torch.full((1, 3), float(comm.rank))).sum()
+    before = comm._sequence
+    loss.backward()
+    assert comm._sequence == before
+    replica(torch.full((1, 3), float(comm.rank))).sum().backward()
+    assert replica.module.weight.grad is not None
+    torch.testing.assert_close(replica.module.weight.grad, torch.full((1, 3), 2.0))  # 2 × mean of ranks 0, 1, 2
+
+
+def a_mismatch_names_parameter_and_ranks(comm: ddp.Communicator) -> None:
+    with pytest.raises(ReplicaMismatch, match=r"rank 0 and rank 2 differ: weight \[1, 3\].*weight \[1, 4\]"):
+        ddp.DistributedDataParallel(nn.Linear(4 if comm.rank == 2 else 3, 1))
+    drifted = torch.full((2,), float(comm.rank == 1))
+    with pytest.raises(ReplicaMismatch, match=r"bias is not the same on all ranks: rank\(s\) \[1\] differ"):
+        verify_replicas(comm, [("weight", torch.zeros(3)), ("bias", drifted)])
+
+
+def wrong_keywords(comm: ddp.Communicator) -> None:
+    with pytest.raises(TypeError, match="static_graph=True; instead: find_unused_parameters=True"):
+        ddp.DistributedDataParallel(nn.Linear(3, 1), static_graph=True)
+    with pytest.raises(TypeError, match="unexpected keyword 'bucket_size'"):
+        ddp.DistributedDataParallel(nn.Linear(3, 1), bucket_size=3)
+    with pytest.raises(ValueError, match="one process drives one device"):
+        ddp.DistributedDataParallel(nn.Linear(3, 1), device_ids=[0, 1])

@@ -1,0 +1,179 @@
+"""A run that was stopped and resumed ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ddp
+from ddp.data.sampler import TrainSampler
+from ddp.data.splits import TensorSet
+from ddp.errors import CheckpointError
+from ddp.replica.verify import tensor_hash
+from ddp.tasks.classification import Classification
+from ddp.train.callbacks import Callback
+from ddp.train.checkpoint import Checkpointer, load_initial_weights, read_checkpoint, restore
+from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.state import StepReport, TrainState
+from ddp.train.stopping import StopFlag
+
+NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(4 * 16, 5)
+    )
+
+
+class Seen(TensorSet):
+    """Remembers which samples were asked for."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        super().__init__(torch.randn(47, 1, 6, 6, generator=generator), torch.randint(0, 5, (47,), generator=generator))
+        self.seen: list[int] = []
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.seen += list(indices)
+        return super().batch(indices)
+
+
+class StopAt(Callback):
+    """One rank wants to stop in the given step."""
+
+    def __init__(self, step: int, stop: StopFlag) -> None:
+        self.step, self.stop = step, stop
+
+    def step_start(self, state: TrainState) -> None:
+        if state.step + 1 == self.step and state.comm.rank == state.comm.world_size - 1:
+            self.stop.request("SIGTERM")
+
+
+def part_of_a_run(
+    folder: str, stop_at: int | None, resume: bool, num_shards: int | None = None
+) -> tuple[int, str, str, list[int], str]:
+    """(step, hash of parameters and momenta, hash of buffers, samples seen here, why it stopped)."""
+    comm = ddp.init(abort_s=20)
+    module, data, stop = model(), Seen(), StopFlag()
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    replica = ddp.DistributedDataParallel(module, broadcast_buffers=False)
+    sampler = TrainSampler(
+        len(data), global_batch=10, rank=comm.rank, world_size=comm.world_size, num_shards=num_shards, seed=7
+    )
+    state = TrainState(comm, replica, optimizer, sampler)
+    store = CheckpointStore(Path(folder))
+    if resume:
+        restore(read_checkpoint(comm, store, None), state, identity={})
+    callbacks: list[Callback] = [Checkpointer(store, identity={}, every_steps=4)]
+    if stop_at is not None:
+        callbacks.append(StopAt(stop_at, stop))
+    ddp.fit(
+        replica,
+        Classification(),
+        data,
+        optimizer,
+        state=state,
+        max_steps=NUM_STEPS,
+        seed=7,
+        callbacks=callbacks,
+        stop=stop,
+    )
+    replica.sync_buffers()
+    tensors = [*module.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())]
+    bits = tensor_hash(torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]))
+    buffers = tensor_hash(torch.cat([buffer.reshape(-1).float() for buffer in module.buffers()]))
+    ddp.shutdown()
+    return state.step, bits, buffers, data.seen, state.stopped_by
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stopped_twice_and_resumed_is_bitwise_the_uninterrupted_run(tmp_path: Path, world_size: int) -> None:
+    whole = run_ranks(part_of_a_run, world_size, str(tmp_path / "whole"), None, False)
+    assert {result[0] for result in whole} == {NUM_STEPS}
+    assert len({(result[1], result[2]) for result in whole}) == 1
+
+    parts = str(tmp_path / "parts")
+    first = run_ranks(part_of_a_run, world_size, parts, 5, False)  # the epoch's edge
+    assert {(result[0], result[4]) for result in first} == {(5, "SIGTERM")}
+    second = run_ranks(part_of_a_run, world_size, parts, 8, True)
+    assert {result[0] for result in second} == {8}
+    third = run_ranks(part_of_a_run, world_size, parts, None, True)
+    assert {(result[0], result[4]) for result in third} == {(NUM_STEPS, "")}
+    assert {result[1] for result in third} == {whole[0][1]}
+    assert third[0][2] == whole[0][2]
+
+
+def test_resumed_at_another_world_size_sees_every_sample_once_per_epoch(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    first = run_ranks(part_of_a_run, 3, folder, 3, False)
+    second = run_ranks(part_of_a_run, 2, folder, None, True)
+    seen = [index for _, _, _, indices, _ in (*first, *second) for index in indices]
+    counts = [seen.count(index) for index in range(47)]
+    assert set(counts) == {2, 3}  # 13 steps of 5 per epoch: twice everything, and 30 samples a third time
+    assert counts.count(3) == 30
+
+
+def test_dropout_and_order_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
+    """With the shards fixed, 1, 2 and 4 workers draw the same noise for the same samples."""
+    results = [run_ranks(losses, world_size, 4) for world_size in (1, 2, 4)]
+    for result in results[1:]:
+        torch.testing.assert_close(result[0], results[0][0], rtol=1e-9, atol=0)
+
+
+def losses(num_shards: int) -> Tensor:
+    class Losses(Callback):
+        seen: list[float] = []  # noqa: RUF012
+
+        def step_end(self, state: TrainState, report: StepReport) -> None:
+            self.seen.append(report.loss)
+
+    ddp.init(abort_s=20)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.Dropout(0.5), nn.Linear(20, 5)).double()
+    data = Seen()
+    data.inputs = data.inputs.double()
+    recorder = Losses()
+    ddp.fit(
+        module,
+        Classification(),
+        data,
+        torch.optim.SGD(module.parameters(), 0.1),
+        global_batch=10,
+        num_shards=num_shards,
+        max_steps=NUM_STEPS,
+        callbacks=[recorder],
+    )
+    ddp.shutdown()
+    return torch.tensor(recorder.seen, dtype=torch.float64)
+
+
+def test_weights_load_plain_and_wrapped_and_a_renamed_head(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    wrapped = {f"module.{key}": value for key, value in source.state_dict().items()}
+    for name, weights in {"plain": source.state_dict(), "wrapped": wrapped}.items():
+        torch.save(weights, tmp_path / name)
+        target = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        load_initial_weights(tmp_path / name, target, strict=True, rename={}, skip=[])
+        assert torch.equal(target[1].weight, source[1].weight)
+
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 7)
+
+    target = Renamed()
+    with pytest.raises(CheckpointError, match=r"it has no body.weight \[4, 3\]"):
+        load_initial_weights(tmp_path / "plain", target, strict=True, rename={}, skip=[])
+    rename = {"0.": "body.", "1.": "head."}
+    with pytest.raises(CheckpointError, match=r"head.weight is \[2, 4\] there and \[7, 4\] here"):
+        load_initial_weights(tmp_path / "plain", target, strict=True, rename=rename, skip=[])
+    load_initial_weights(tmp_path / "plain", target, strict=True, rename=rename, skip=["head."])
+    assert torch.equal(target.body.weight, source[0].weight)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_initial_weights(tmp_path / "nothing", target, strict=True, rename={}, skip=[])

@@ -1,0 +1,161 @@
+"""W workers equal one process on the whole global batch, after every one of 200 steps; replicas are bitwise equal."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ddp
+from ddp.data.sampler import TrainSampler
+from ddp.data.splits import TensorSet
+from ddp.models.cnn import CNN
+from ddp.models.gpt import GPT
+from ddp.models.mlp import MLP
+from ddp.replica.verify import tensor_hash
+from ddp.tasks.classification import Classification
+from ddp.tasks.language_model import LanguageModel
+from ddp.train.callbacks import Callback
+from ddp.train.state import StepReport, TrainState
+
+NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 200, 10, 3, 1.0
+LEARNING_RATE = 0.02  # training amplifies rounding errors: at 0.05 plain torch, micro-batched, drifts by 1e-4 itself
+
+
+def mlp() -> nn.Module:
+    return MLP(in_features=36, hidden=(13, 7), num_classes=5)
+
+
+def cnn() -> nn.Module:
+    return CNN(in_channels=1, image_size=6, num_classes=5, width=3, dropout=0.0)
+
+
+def gpt() -> nn.Module:
+    return GPT(vocab_size=19, context=6, width=32, depth=2, heads=2)
+
+
+def samples(kind: str) -> TensorSet:
+    """43 samples: four whole batches of 10 and a partial one of 3, which four workers cannot share evenly."""
+    generator = torch.Generator().manual_seed(1)
+    if kind == "text":
+        text = torch.randint(0, 19, (43, 7), generator=generator)
+        targets = text[:, 1:].clone()
+        targets[::4, 3:] = -100  # targets that do not count: the ranks' counts differ
+        return TensorSet(text[:, :-1].contiguous(), targets)
+    inputs = torch.randn(43, 1, 6, 6, generator=generator, dtype=torch.float64)
+    return TensorSet(inputs, torch.randint(0, 5, (43,), generator=generator))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mlp": (mlp, "images"),
+    "cnn": (cnn, "images"),
+    "gpt": (gpt, "text"),
+}
+
+
+def fresh(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    module = make().double()
+    return module, torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9, nesterov=True)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]).clone()
+
+
+@functools.cache
+def one_process(case: str) -> Tensor:
+    """Parameters after each step, [NUM_STEPS, n]: plain torch, the whole batch at once, the mean loss."""
+    make, kind = CASES[case]
+    module, optimizer = fresh(make)
+    data = samples(kind)
+    sampler = TrainSampler(len(data), global_batch=GLOBAL_BATCH, rank=0, world_size=1, seed=5)
+    trajectory: list[Tensor] = []
+    while len(trajectory) < NUM_STEPS:
+        for plan in sampler.plans():
+            inputs, targets = data.batch(plan.micros[0].indices)
+            optimizer.zero_grad()
+            scores = module(inputs)
+            F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-100).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+            optimizer.step()
+            trajectory.append(flat(module))
+            sampler.commit(plan)
+    return torch.stack(trajectory[:NUM_STEPS])
+
+
+class Recorder(Callback):
+    """Keeps parameters, and hashes of parameters and optimizer state, of every step."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.hashes: list[str] = []
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        self.parameters.append(flat(state.model))
+        momenta = [entry["momentum_buffer"].reshape(-1) for entry in state.optimizer.state.values()]
+        self.hashes.append(tensor_hash(torch.cat([self.parameters[-1], *momenta])))
+
+
+def forbid_torch_collectives() -> None:
+    """torch.distributed's own collectives raise: what is reduced is reduced by us."""
+    import torch.distributed as dist
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch.distributed's own collective was called")
+
+    for name in vars(dist):
+        if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier", "monitored_barrier")):
+            setattr(dist, name, forbidden)
+
+
+def train(case: str, kind_of_replica: str) -> tuple[Tensor, list[str]]:
+    comm = ddp.init(abort_s=30)
+    forbid_torch_collectives()
+    make, kind = CASES[case]
+    module, optimizer = fresh(make)
+    wrap = ddp.NaiveDataParallel if kind_of_replica == "naive" else SmallBuckets
+    recorder = Recorder()
+    ddp.fit(
+        wrap(module),
+        LanguageModel() if kind == "text" else Classification(),
+        samples(kind),
+        optimizer,
+        global_batch=GLOBAL_BATCH,
+        micro_size=MICRO,
+        max_steps=NUM_STEPS,
+        clip_norm=CLIP,
+        seed=5,
+        callbacks=[recorder],
+    )
+    result = torch.stack(recorder.parameters) if comm.rank == 0 else torch.empty(0)
+    ddp.shutdown()
+    return result, recorder.hashes
+
+
+def SmallBuckets(module: nn.Module) -> nn.Module:
+    return ddp.DistributedDataParallel(module, first_bucket_mb=0.0005, bucket_cap_mb=0.001)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process_after_every_step(case: str, world_size: int) -> None:
+    results = run_ranks(train, world_size, case, "bucketed")
+    expected = one_process(case)
+    error = (results[0][0] - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.shape == (NUM_STEPS,)
+    assert error.max() <= 1e-12
+    for _, hashes in results:
+        assert hashes == results[0][1]
+
+
+def test_naive_equals_one_process_too() -> None:
+    results = run_ranks(train, 3, "mlp", "naive")
+    expected = one_process("mlp")
+    assert ((results[0][0] - expected).norm(dim=1) / expected.norm(dim=1)).max() <= 1e-12
