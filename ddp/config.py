@@ -287,7 +287,7 @@ class Batch:
 @dataclass(kw_only=True, slots=True)
 class Comm:
     algorithm: Algorithm = Algorithm.ring
-    segment_bytes: int = 1 << 20  # a chunk travels in pieces of this size
+    segment_bytes: int = 4 << 20  # a chunk travels in pieces of this size
     warn_s: float = 10.0  # a collective that waits this long says for whom
     abort_s: float = 60.0  # and this long ends the run
 

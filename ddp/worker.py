@@ -186,15 +186,6 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
 
 # ------------------------------------------------------------------------------------------------- 3 work, 4 report
 
-_step: int | None = None
-
-
-def note_step(step: int) -> None:
-    """Remembers where training stands, for the report of a failure. Costs nothing; call it at every step."""
-    global _step
-    _step = step
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What a failed worker leaves for its parent.
@@ -231,7 +222,7 @@ class Report:
         return cls(
             rank=rank,
             host=socket.gethostname(),
-            step=_step if step is None else step,
+            step=step,
             type=type,
             message=message,
             traceback=traceback,
@@ -242,7 +233,7 @@ class Report:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> Report:
-        """Describes an exception; its own attribute `step`, where it has one, wins over `note_step`."""
+        """Describes an exception; the training loop gives it an attribute `step`."""
         step = getattr(error, "step", None)
         return cls.now(
             rank=rank,
@@ -308,6 +299,6 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # As ddp.worker, not as __main__: `note_step` and the report must mean the same module to everyone.
+    # As ddp.worker, not as __main__: a report must be of the same class to everyone.
     status = importlib.import_module("ddp.worker").main(sys.argv[1:])
     leave(status) if status else sys.exit(0)

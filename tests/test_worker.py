@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost
-from ddp.worker import Report, guarded, note_step
+from ddp.worker import Report, guarded
 
 LOST = PeerLost(1, "here", 0, 3, "all_reduce")
 
@@ -55,11 +55,8 @@ def test_an_error_of_the_user_shows_no_traceback(error: Exception) -> None:
     assert str(error) in raiser(error).block()
 
 
-def test_the_step_is_the_error_s_own_or_the_noted_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp.worker._step", None)
+def test_the_step_is_the_error_s_own() -> None:
     assert raiser(ValueError()).step is None
-    note_step(12)
-    assert raiser(ValueError()).step == 12
     error = ValueError()
     error.step = 11  # type: ignore[attr-defined]
     assert raiser(error).step == 11
