@@ -1,7 +1,7 @@
 """Questions from the command line.
 
-    python -m ddp draw ring 4        the rounds of a schedule, as text
-    python -m ddp check ring 4       proves it, and shows what each chunk becomes
+python -m ddp draw ring 4        the rounds of a schedule, as text
+python -m ddp check ring 4       proves it, and shows what each chunk becomes
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     num_chunks = 1 if schedule.whole else options.num_ranks
     proof = check(schedule.algorithm, options.num_ranks, goal=schedule.goal, num_chunks=num_chunks)
-    print(f"{options.schedule} with {options.num_ranks} ranks: proven, {proof.num_rounds} rounds ({schedule.goal.value})")
+    print(
+        f"{options.schedule} with {options.num_ranks} ranks: proven, {proof.num_rounds} rounds ({schedule.goal.value})"
+    )
     for chunk, expression in enumerate(proof.expressions):
         print(f"  chunk {chunk} = {expression}")
     return 0

@@ -446,5 +446,5 @@ def _next_commands(config: Config, summary: Mapping[str, Any]) -> list[str]:
         return [f"python recipes/train.py run.name={config.run.name} resume=auto"]
     return [
         "python recipes/train.py -m cluster.workers=1,2,4",
-        "python recipes/train.py data=standard_library model=gpt optim=adamw",
+        "python recipes/train.py recipe=gpt",
     ]

@@ -153,7 +153,7 @@ class Mlp(Model):
 class Cnn(Model):
     name: ModelName = ModelName.cnn
     width: int = 32
-    dropout: float = 0.1
+    dropout: float = 0.3
 
 
 @dataclass(kw_only=True, slots=True)
@@ -210,7 +210,7 @@ class Adam(Optim):
 @dataclass(kw_only=True, slots=True)
 class AdamW(Optim):
     name: OptimName = OptimName.adamw
-    lr: float = 1e-3
+    lr: float = 4e-3
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.999
@@ -326,7 +326,7 @@ class Config:
     """
 
     seed: int = 0
-    epochs: int | None = 20
+    epochs: int | None = 15
     max_steps: int | None = None  # with `epochs` too: whichever comes first
     deterministic: bool = False
     device: Device = Device.auto
@@ -346,7 +346,7 @@ class Config:
     loader: Loader = field(default_factory=Loader)
     data: Data = field(default_factory=Digits)
     model: Model = field(default_factory=Cnn)
-    optim: Optim = field(default_factory=Sgd)
+    optim: Optim = field(default_factory=AdamW)
     schedule: Schedule = field(default_factory=Cosine)
 
     def __post_init__(self) -> None:

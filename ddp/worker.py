@@ -186,6 +186,7 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
 
 # ------------------------------------------------------------------------------------------------- 3 work, 4 report
 
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What a failed worker leaves for its parent.

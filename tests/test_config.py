@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain
+from ddp.config import CHOICES, Config, Sgd, available_cores, from_plain, to_plain
 from ddp.errors import ConfigError
 from ddp.launcher import _compose, register_schemas
 
@@ -38,7 +38,16 @@ def test_every_file_of_conf_composes_to_its_dataclass(
 
 def test_conf_holds_exactly_the_choices() -> None:
     files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
-    assert files == set(EVERY_CHOICE)
+    assert {(group, name) for group, name in files if group != "recipe"} == set(EVERY_CHOICE)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (CONF / "recipe").glob("*.yaml")])
+def test_every_recipe_composes_and_the_command_line_wins_over_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = compose(monkeypatch, tmp_path, f"recipe={name}", "optim.lr=0.125", "seed=3")
+    assert (config.optim.lr, config.seed) == (0.125, 3)
+    assert config != compose(monkeypatch, tmp_path, "optim.lr=0.125", "seed=3")
 
 
 def test_root_file_lists_every_key_with_its_default() -> None:
@@ -93,7 +102,7 @@ BAD = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
 def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
-    config = Config()
+    config = Config(optim=Sgd())
     *above, last = key.split(".")
     holder = config if not above else getattr(config, above[0])
     setattr(holder, last, value)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ddp.collectives import ring, tree
 from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, Send
 
+
 class Named(NamedTuple):
     """A schedule that can be asked for by name, and what it promises."""
 

@@ -81,6 +81,8 @@ class Watchdog:
         self._note: Note | None = None
         self._last_note = Note(0, "start-up", rank, now_s())
         self._warned = -1
+        self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
+        self._observed_since_s = now_s()
         self._main_thread = threading.main_thread().ident
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -112,21 +114,18 @@ class Watchdog:
             self._thread.join(timeout=2 * INTERVAL_S)
 
     def find_culprit(self, suspect: int) -> PeerLost:
-        """Reads the records until they tell who is missing; takes at most about `STALE_S` seconds.
+        """Reads the records until they tell who is missing.
+
+        After a long wait they tell at once, since the thread has read along; after a connection that broke suddenly it
+        takes up to `STALE_S` seconds and two intervals.
 
         Args:
             suspect: the peer of the transfer that failed, blamed if the records show nothing else.
         """
         note = self._last_note
-        start_s = now_s()
         try:
-            first = self._read_all()
-            while True:
-                records = self._read_all()
-                verdict = self._judge(first, records, waited_s=now_s() - start_s)
-                if verdict is not None:
-                    break
-                if now_s() - start_s > STALE_S + 2 * INTERVAL_S:
+            while (verdict := self._judge(records := self._observe())) is None:
+                if now_s() - self._observed_since_s > STALE_S + 2 * INTERVAL_S:
                     verdict = self._judge_living(records, suspect)
                     break
                 self._stopped.wait(INTERVAL_S / 2)
@@ -140,9 +139,7 @@ class Watchdog:
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def _judge(
-        self, first: dict[int, Record], records: dict[int, Record], *, waited_s: float
-    ) -> tuple[int, str] | None:
+    def _judge(self, records: dict[int, Record]) -> tuple[int, str] | None:
         """What is certain: ranks that said they failed or left, and ranks whose tick stands still."""
         for rank, record in records.items():
             if record.state == "failed" and record.blames is None:
@@ -153,10 +150,10 @@ class Watchdog:
         for rank, record in records.items():
             if record.state == "left":
                 return rank, "it has left already; every rank must call the same collectives equally often"
-        if waited_s >= STALE_S:
-            still = [rank for rank in records if records[rank].tick == first[rank].tick]
-            if still:
-                return still[0], f"it shows no sign of life for {waited_s:.0f} s: killed, stopped, or its host is down"
+        for rank in records:
+            silent_s = now_s() - self._last_change[rank][1]
+            if silent_s >= STALE_S:
+                return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
         return None
 
     def _judge_living(self, records: dict[int, Record], suspect: int) -> tuple[int, str]:
@@ -173,7 +170,10 @@ class Watchdog:
         while not self._stopped.wait(INTERVAL_S):
             try:
                 self._publish()
-                self._warn_if_late()
+                if self._note is None:
+                    self._last_change.clear()
+                else:
+                    self._warn_if_late(self._observe())
             except Exception as error:  # the store goes away when the run ends or its host dies: waits find out
                 log.debug("watchdog: the store is out of reach: %s", error)
 
@@ -198,12 +198,22 @@ class Watchdog:
         except Exception as error:
             log.debug("watchdog: the store is out of reach: %s", error)
 
-    def _warn_if_late(self) -> None:
+    def _observe(self) -> dict[int, Record]:
+        """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
+        records = self._read_all()
+        if not self._last_change:
+            self._observed_since_s = now_s()
+        for rank, record in records.items():
+            if rank not in self._last_change or self._last_change[rank][0] != record.tick:
+                self._last_change[rank] = record.tick, now_s()
+        return records
+
+    def _warn_if_late(self, records: dict[int, Record]) -> None:
         note = self._note
         if note is None or note.sequence == self._warned or now_s() - note.since_s < self._warn_s:
             return
         self._warned = note.sequence
-        lines = [record.describe() for record in self._read_all().values()]
+        lines = [record.describe() for record in records.values()]
         log.warning(
             "collective #%d [%s] has waited %.0f s for rank %d. The others:\n  %s",
             *(note.sequence, note.label, now_s() - note.since_s, note.peer, "\n  ".join(lines)),

@@ -1,0 +1,178 @@
+"""A peer that dies, stops, stays away, or fails: every survivor names it, within the deadline and two seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankFailed, collect, run_ranks, start_ranks
+
+import ddp
+from ddp.errors import CommunicatorBroken, PeerLost
+
+ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
+
+
+def lose_a_peer(how: str) -> tuple[str, int, int, str, float, str]:
+    """The survivors' PeerLost: (message, rank, sequence, label, seconds that it took, what a second call says)."""
+    comm = ddp.init(abort_s=ABORT_S, warn_s=1.0)
+    comm.all_reduce(torch.ones(3), label="a good one")
+    if comm.rank == CULPRIT:
+        misbehave(how)
+    start_s = time.monotonic()
+    try:
+        comm.all_reduce(torch.ones(300_000), label="bucket 0 (fc)")
+    except PeerLost as lost:
+        took_s = time.monotonic() - start_s
+        try:
+            comm.barrier()
+        except CommunicatorBroken as broken:
+            return str(lost), lost.rank, lost.sequence, lost.label, took_s, str(broken)
+    return "nothing happened", -1, 0, "", 0.0, ""
+
+
+def misbehave(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "elsewhere":
+        stuck_in_user_code()
+    elif how == "failed":
+        ddp.shutdown(failed="ValueError: bad pixel")
+        raise ValueError("bad pixel")
+
+
+def stuck_in_user_code() -> None:
+    time.sleep(3 * ABORT_S)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("killed", "it shows no sign of life"),
+        ("stopped", "it shows no sign of life"),
+        ("elsewhere", "stuck_in_user_code"),
+        ("failed", "it failed: ValueError: bad pixel"),
+    ],
+)
+def test_survivors_name_the_lost_rank(how: str, says: str) -> None:
+    started = start_ranks(lose_a_peer, WORLD_SIZE, how)
+    try:
+        results = collect([started[0], started[2]], timeout_s=30)
+        for message, rank, sequence, label, took_s, afterwards in results:
+            assert rank == CULPRIT, message
+            assert (sequence, label) == (2, "bucket 0 (fc)")
+            assert took_s < ABORT_S + 2
+            assert "out of use since: lost rank 1" in afterwards
+        assert any(says in message for message, *_ in results), results
+    finally:
+        started[CULPRIT][0].kill()
+
+
+def leave_early() -> str:
+    comm = ddp.init(abort_s=ABORT_S)
+    if comm.rank == CULPRIT:
+        comm.close()
+        time.sleep(2)
+        return ""
+    with pytest.raises(PeerLost, match="lost rank 1.*it has left already"):
+        comm.barrier()
+    return "named"
+
+
+def test_a_rank_that_left_is_named() -> None:
+    assert run_ranks(leave_early, 2) == ["named", ""]
+
+
+def late_but_not_lost() -> tuple[float, str]:
+    """Rank 1 comes after the warning and before the deadline: one warning, no error."""
+    import logging
+
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("ddp").addHandler(Keep())
+    comm = ddp.init(abort_s=20, warn_s=1.0)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(2.5)
+    total = comm.all_reduce(torch.ones(1), label="late")
+    ddp.shutdown()
+    return total.item(), "\n".join(lines)
+
+
+def test_a_late_rank_is_warned_about_with_its_stack_and_waited_for() -> None:
+    results = run_ranks(late_but_not_lost, 2)
+    assert [total for total, _ in results] == [2.0, 2.0]
+    warning = results[0][1]
+    assert warning.count("has waited") == 1
+    assert "[late] has waited 1 s for rank 1" in warning
+    assert "late_but_not_lost (test_failure.py:" in warning
+
+
+def two_sessions() -> list[float]:
+    totals = []
+    for _ in range(2):
+        comm = ddp.init()
+        assert ddp.init() is comm
+        totals.append(comm.all_reduce(torch.ones(1)).item())
+        ddp.shutdown()
+        ddp.shutdown()
+    return totals
+
+
+def test_a_second_session_in_the_same_processes() -> None:
+    assert run_ranks(two_sessions, 2) == [[2.0, 2.0]] * 2
+
+
+def collectives_over_gloo(world_size: int) -> None:
+    comm = ddp.init(abort_s=20, segment_bytes=1 << 10)
+    for numel in (0, 1, world_size - 1, world_size, world_size + 1, 5000):
+        mine = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank), dtype=torch.float64)
+        total = sum(
+            torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+            for rank in range(world_size)
+        )
+        by_torch = mine.clone()
+        torch.distributed.all_reduce(by_torch)
+        ours = comm.all_reduce(mine.clone())
+        torch.testing.assert_close(ours, total, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours, by_torch, rtol=1e-12, atol=1e-12)
+        bits = comm.all_gather(ours)
+        assert all(torch.equal(bits[0], other) for other in bits)
+        assert torch.equal(torch.cat(comm.all_gather(comm.reduce_scatter(mine))), ours)
+    ddp.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_collectives_equal_torch_s_over_gloo(world_size: int) -> None:
+    run_ranks(collectives_over_gloo, world_size, world_size)
+
+
+def wrong_device() -> Any:
+    from ddp.errors import ConfigError
+
+    if torch.cuda.is_available():
+        return None
+    with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU here; use device=cpu"):
+        ddp.init(device="cuda")
+    with pytest.raises(ConfigError, match="backend=nccl needs a GPU for each rank, but tensors are on the CPU"):
+        ddp.init(backend="nccl")
+    return None
+
+
+def test_impossible_devices() -> None:
+    run_ranks(wrong_device, 1)
+
+
+def test_a_dead_rank_is_reported_by_the_test_helper_itself() -> None:
+    with pytest.raises(RankFailed, match="exit code -9"):
+        run_ranks(misbehave, 1, "killed")
