@@ -108,7 +108,8 @@ def finish(config: Config, run_dir: Path) -> None:
         summary |= _yardsticks()
         path.write_text(json.dumps(summary, indent=2) + "\n")
     task = make_task(config)
-    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=f"test_{task.main_metric}")
+    main_metric = f"test_{task.main_metric}"
+    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
     print_summary(summary, run_dir, next_commands=_next_commands(config, summary))
 
 

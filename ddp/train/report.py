@@ -24,12 +24,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def draw_curves(metrics: Path, picture: Path, *, main_metric: str) -> None:
-    """Draws training loss, held-out loss and the main metric over steps."""
+def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapping[str, Any]) -> None:
+    """Draws training loss, held-out loss and the main metric over steps; yardsticks of the summary as level lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     entries = read_metrics(metrics)
     steps = [entry for entry in entries if entry["kind"] == "step"]
@@ -40,13 +41,19 @@ def draw_curves(metrics: Path, picture: Path, *, main_metric: str) -> None:
     if held_out:
         left.plot(*zip(*held_out, strict=True), "o-", ms=3, label="held out")
     left.set(title="loss", xlabel="step", yscale="log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 4)))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    left.yaxis.set_minor_formatter(NullFormatter())
     left.legend()
     points = [(e["step"], e[main_metric]) for e in evaluations if main_metric in e]
+    name = main_metric.replace("_", " ")
     if points:
-        right.plot(*zip(*points, strict=True), "o-", ms=3, color="tab:green")
-        best = points[-1]
-        right.annotate(f"{best[1]:.4f}", best, textcoords="offset points", xytext=(-4, -14), ha="right")
-    right.set(title=main_metric.replace("_", " "), xlabel="step")
+        right.plot(*zip(*points, strict=True), "o-", ms=3, color="tab:green", label=f"{name}: {points[-1][1]:.4f}")
+    for number, (key, value) in enumerate(item for item in summary.items() if item[0].startswith("yardstick_")):
+        right.axhline(value, ls="--", lw=1, color=f"C{number + 4}", label=f"{_words(key)}: {value:.2f}")
+    right.set(title=name, xlabel="step")
+    if right.get_legend_handles_labels()[0]:
+        right.legend(fontsize="small")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=120)
@@ -67,7 +74,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     shares = "computing {:.0%}, waiting for other workers {:.0%}, for data {:.0%}"
     table.add_row("share of a step", shares.format(*times))
     table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
-    table.add_row("results", f"{run_dir}/  (summary.json, metrics.jsonl, curves.png, checkpoints/, logs/)")
+    shown_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    table.add_row("results", f"{shown_dir}/  (summary.json, metrics.jsonl, curves.png, checkpoints/, logs/)")
     for number, command in enumerate(next_commands):
         table.add_row("try next" if number == 0 else "", command)
     Console().print(table, soft_wrap=not Console().is_terminal)

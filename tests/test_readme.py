@@ -1,0 +1,61 @@
+"""README's commands are run as they stand there, cut short by settings that come after them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SHORT = ["max_steps=2", "log_every=1"]
+
+
+def commands() -> list[str]:
+    table = README.split("## What it does")[1].split("From Python")[0]
+    return re.findall(r"`((?:python|torchrun) [^`]*)`", table)
+
+
+def run(command: str, folder: Path) -> str:
+    words = shlex.split(command)
+    words[0] = str(Path(sys.executable).parent / words[0])
+    if any(word.startswith("recipes/") for word in words):
+        words += SHORT
+    for index, word in enumerate(words):
+        if (ROOT / word).is_file():
+            words[index] = str(ROOT / word)
+    if "torchrun" in words[0]:
+        words[0:1] = [sys.executable, "-m", "torch.distributed.run"]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all: some commands go on with what an earlier one has left."""
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command: str, folder: Path) -> None:
+    assert run(command, folder).strip()
+
+
+def test_python_example(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    assert run("python example.py", tmp_path).strip() == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
+
+
+def test_every_file_that_is_named_exists() -> None:
+    for name in re.findall(r"`((?:ddp|tests|scripts|recipes|docs)/[\w/.]+)", README):
+        assert (ROOT / name).exists(), name
