@@ -8,8 +8,8 @@
     ddp.fit(net, task, dataset, optimizer, global_batch=64, epochs=3)
     ddp.launch(function, workers=2)                    # the same from a script or a notebook
 
-Read the floors from the bottom up: collectives, transport, comm, gradients, replica, train. Names here are imported when
-they are first used (PEP 562), so that `import ddp` stays light and `ddp.collectives` needs no torch.
+Read the floors from the bottom up: collectives, transport, comm, gradients, replica, train. Names here are imported
+when they are first used (PEP 562), so that `import ddp` stays light and `ddp.collectives` needs no torch.
 """
 
 from __future__ import annotations

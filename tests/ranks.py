@@ -2,9 +2,9 @@
 
     results = run_ranks(function, 4, argument)      # function(argument) on 4 ranks; results by rank
 
-Processes are forked from a server that has imported torch already, so a group of ranks costs some 0.2 s, not seconds. The
-store lives in the test's process, on a free port. A rank's exception is raised here with its traceback; a rank that does
-not end in time fails the test.
+Processes are forked from a server that has imported torch already, so a group of ranks costs some 0.2 s, not
+seconds. The store lives in the test's process, on a free port. A rank's exception is raised here with its
+traceback; a rank that does not end in time fails the test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How long a training step takes: torch's DistributedDataParallel, ours, and the same step without communication.
 
-Every variant trains its own copy of one model on the same batch. They take turns, some steps each, so that a machine whose
-speed drifts is the same machine for all of them; ratios are taken turn by turn, and their median is reported.
+Every variant trains its own copy of one model on the same batch. They take turns, some steps each, so that a
+machine whose speed drifts is the same machine for all of them; ratios are taken turn by turn, and their median is
+reported.
 
     in turn        ours ▓▓▓▓▓   torch ▓▓▓▓▓   alone ▓▓▓▓▓   ours ▓▓▓▓▓   torch ▓▓▓▓▓   …
     one figure     median over turns of (median step of ours ÷ median step of torch)

@@ -1,8 +1,9 @@
 """The contract of a transport: post a round, wait for it.
 
-A *round* is everything that a rank has in flight together. `post` starts all of it and returns at once; `Pending.wait`
-returns when every transfer of the round is done, or raises `TransportError`. Tensors are contiguous and flat; the caller
-leaves them alone in between. Messages between two ranks arrive in the order in which they were posted.
+A *round* is everything that a rank has in flight together. `post` starts all of it and returns at once;
+`Pending.wait` returns when every transfer of the round is done, or raises `TransportError`. Tensors are contiguous
+and flat; the caller leaves them alone in between. Messages between two ranks arrive in the order in which they were
+posted.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_overwriting_what_is_being_sent_is_a_race() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 2, 7, 8, 9, 100])
 def test_chunks_cover_everything_and_differ_by_one(numel: int, num_chunks: int) -> None:
     bounds = offsets(numel, num_chunks)
-    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     assert (bounds[0], bounds[-1], len(sizes)) == (0, numel, num_chunks)
     assert max(sizes) - min(sizes) <= 1
 

@@ -148,7 +148,7 @@ def test_wrong_arguments() -> None:
         comm.all_reduce(torch.zeros(1), algorithm="star")
     with pytest.raises(ConfigError, match="op='avg' is unknown"):
         comm.all_reduce(torch.zeros(1), "avg")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="op='mean' on torch.int64"):
+    with pytest.raises(ConfigError, match=r"op='mean' on torch\.int64"):
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
     with pytest.raises(ConfigError, match="root=1 is no rank of a world of 1"):
         comm.broadcast(torch.zeros(1), root=1)

@@ -80,7 +80,7 @@ def leave_early() -> str:
         comm.close()
         time.sleep(2)
         return ""
-    with pytest.raises(PeerLost, match="lost rank 1.*it has left already"):
+    with pytest.raises(PeerLost, match=r"lost rank 1.*it has left already"):
         comm.barrier()
     return "named"
 

@@ -1,0 +1,142 @@
+"""Evaluation and prediction: every sample once, in order, at any world size, fewer samples than ranks included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ddp
+from ddp.data.splits import TensorSet
+from ddp.errors import ConfigError, Diverged
+from ddp.tasks.classification import Classification
+from ddp.train.callbacks import Callback
+from ddp.train.state import StepReport, TrainState
+from ddp.train.stopping import StopFlag
+
+SIZES = [1, 2, 3, 5, 12, 13]
+
+
+def data(n: int) -> TensorSet:
+    generator = torch.Generator().manual_seed(n)
+    return TensorSet(
+        torch.randn(n, 6, generator=generator, dtype=torch.float64), torch.randint(0, 4, (n,), generator=generator)
+    )
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 4)).double()
+
+
+def evaluate_and_predict() -> list[tuple[dict[str, float], Tensor]]:
+    comm = ddp.init(abort_s=20)
+    replica = ddp.DistributedDataParallel(model(), broadcast_buffers=False)
+    replica.module[1].running_mean.fill_(float(comm.rank))  # drifted; rank 0's, zero, is what counts
+    replica.module[0].eval()
+    results = []
+    for n in SIZES:
+        means = ddp.evaluate(replica, Classification(), data(n), batch_size=2)
+        results.append((means, ddp.predict(replica, Classification(), data(n), batch_size=2)))
+        assert replica.training
+        assert not replica.module[0].training
+    ddp.shutdown()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_one_process_over_all_samples(world_size: int) -> None:
+    by_rank = run_ranks(evaluate_and_predict, world_size)
+    net = model().eval()
+    for index, n in enumerate(SIZES):
+        inputs, classes = data(n).inputs, data(n).targets
+        scores = net(inputs).detach()
+        for results in by_rank:
+            means, outputs = results[index]
+            assert means["loss"] == pytest.approx(F.cross_entropy(scores, classes).item(), rel=1e-12)
+            assert means["accuracy"] == pytest.approx((scores.argmax(1) == classes).double().mean().item(), rel=1e-12)
+            assert len(outputs) == n
+            expected = Classification().outputs(net, (inputs, classes))
+            torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+
+
+def give_up() -> dict[str, float]:
+    ddp.init(abort_s=20)
+    stop = StopFlag()
+    if ddp.init().rank == 1:
+        stop.request("SIGTERM")
+    means = ddp.evaluate(model(), Classification(), data(100), batch_size=1, stop=stop)
+    ddp.shutdown()
+    return means
+
+
+def test_evaluation_is_given_up_together_when_a_rank_wants_to_stop() -> None:
+    assert run_ranks(give_up, 2) == [{}, {}]
+
+
+class Watch(Callback):
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+
+    def fit_start(self, state: TrainState) -> None:
+        self.moments.append("fit_start")
+
+    def step_start(self, state: TrainState) -> None:
+        self.moments.append("step_start")
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        assert report.step == state.step
+        assert 0 <= report.wait_s + report.data_s <= report.step_s
+        self.moments.append("step_end")
+
+    def evaluated(self, state: TrainState) -> None:
+        self.moments.append(f"evaluated {state.step}")
+
+    def exception(self, state: TrainState, error: BaseException) -> None:
+        self.moments.append(type(error).__name__)
+
+    def fit_end(self, state: TrainState) -> None:
+        self.moments.append("fit_end")
+
+
+def fit_in_one_process() -> None:
+    ddp.init(abort_s=20)
+    net, watch = model(), Watch()
+    ddp.fit(
+        net,
+        Classification(),
+        data(14),
+        torch.optim.SGD(net.parameters(), 0.1),
+        global_batch=6,
+        epochs=2,
+        evaluation=lambda state: ddp.evaluate(state.model, Classification(), data(5)),
+        callbacks=[watch],
+    )
+    step = ["step_start", "step_end"]
+    assert watch.moments == [
+        *("fit_start", *step, *step, *step, "evaluated 3", *step, *step, *step, "evaluated 6", "fit_end")
+    ]
+
+    broken = data(6)
+    broken.inputs[3] = float("inf")
+    before = [parameter.clone() for parameter in net.parameters()]
+    watch = Watch()
+    with pytest.raises(Diverged, match="the loss of step 1 is nan on every rank; parameters are still those of step 0"):
+        ddp.fit(
+            net, Classification(), broken, torch.optim.SGD(net.parameters(), 0.1), global_batch=6, max_steps=1,
+            callbacks=[watch],
+        )  # fmt: skip
+    assert watch.moments == ["fit_start", "step_start", "Diverged"]
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+    with pytest.raises(ConfigError, match="neither epochs nor max_steps"):
+        ddp.fit(net, Classification(), data(6), torch.optim.SGD(net.parameters(), 0.1), global_batch=6)
+    with pytest.raises(ConfigError, match="global_batch is missing"):
+        ddp.fit(net, Classification(), data(6), torch.optim.SGD(net.parameters(), 0.1), epochs=1)
+    ddp.shutdown()
+
+
+def test_callbacks_and_divergence() -> None:
+    run_ranks(fit_in_one_process, 1)
