@@ -198,10 +198,14 @@ class Communicator:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def fail(self, reason: str) -> None:
-        """Tells the other ranks that this one stops because of an error of its own."""
+    def abandon(self, reason: str) -> None:
+        """Tells the other ranks that this one stops because of an error of its own, and waits for nothing.
+
+        A collective may still be in flight, waiting for ranks that will never come; its thread ends with the process.
+        """
         if self._watchdog is not None:
             self._watchdog.fail(reason)
+            self._watchdog.stop()
 
     def close(self) -> None:
         """Ends the background threads and says goodbye. The communicator cannot be used afterwards."""

@@ -14,7 +14,8 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from ddp.comm.communicator import SEGMENT_BYTES, Communicator
 from ddp.comm.watchdog import Watchdog
@@ -94,15 +95,16 @@ def shutdown(*, failed: str = "") -> None:
     """Ends the communicator, and torch.distributed if `init` began it. Harmless without a communicator.
 
     Args:
-        failed: why this rank stops early. Then the other ranks are told, and not waited for.
+        failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
+            flight ends with the process.
     """
     comm, _Session.comm = _Session.comm, None
     if comm is None:
         return
     if failed:
-        comm.fail(failed)
-    else:
-        comm.barrier()  # nobody takes the store away while others still need it
+        comm.abandon(failed)
+        return
+    comm.barrier()  # nobody takes the store away while others still need it
     comm.close()
     if _Session.owns_torch_distributed:
         dist.destroy_process_group()
@@ -131,8 +133,13 @@ def choose_device(
 
 
 def _join() -> None:
-    """Meets the other ranks. Gloo carries set-up even on GPUs: it needs no device and fails in words."""
+    """Meets the other ranks. Gloo carries set-up even on GPUs: it needs no device and fails in words.
+
+    Every session has keys of its own in the store: else the second one would find the addresses of the first.
+    """
     if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=NEVER)
+        store, rank, world_size = next(iter(rendezvous("env://")))
     else:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=NEVER)
+        store, rank, world_size = HashStore(), 0, 1
+    store = PrefixStore(f"ddp/session/{_Session.generation + 1}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=NEVER)

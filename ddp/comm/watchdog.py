@@ -105,13 +105,12 @@ class Watchdog:
     def leave(self) -> None:
         """Tells the others that this rank is done; ends the thread."""
         self._finish("left", "", None)
-        self.close()
+        self.stop()
+        self._thread.join(timeout=2 * INTERVAL_S)
 
-    def close(self) -> None:
-        """Ends the thread."""
+    def stop(self) -> None:
+        """Lets the thread end; what was published last stays."""
         self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=2 * INTERVAL_S)
 
     def find_culprit(self, suspect: int) -> PeerLost:
         """Reads the records until they tell who is missing.
