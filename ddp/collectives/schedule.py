@@ -13,10 +13,10 @@ Receives that add are applied in the order in which they are *listed*, never in 
 order of additions is part of the schedule, and with it every bit of the result.
 
 `check` runs a schedule for all ranks at once on symbols instead of numbers. Every chunk becomes an expression, a
-nested pair of ranks, e.g. ((0, 1), (2, 3)): the sum with its order of additions. Proven are: no deadlock even if a
-send only completes once its receive is posted (the strictest transport, NCCL), sender and receiver name the same
-chunks, no transfer reads what another one of the same round overwrites, nothing is left in flight, and each
-contribution arrives exactly once.
+nested pair of ranks, e.g. ((0, 1), (2, 3)): the sum with its order of additions (a pair has none: a + b is b + a,
+bit by bit). Proven are: no deadlock even if a send only completes once its receive is posted (the strictest
+transport, NCCL), sender and receiver name the same chunks, no transfer reads what another one of the same round
+overwrites, nothing is left in flight, and each contribution arrives exactly once.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Rank:
             raise ScheduleError(f"rank {self.rank} round {self.round_number}: adds to chunk {chunk}, which it has not")
         if not set(leaves(here)).isdisjoint(leaves(value)):
             raise ScheduleError(f"rank {self.rank} round {self.round_number}: a contribution to chunk {chunk} twice")
-        return here, value
+        return (here, value) if min(leaves(here)) < min(leaves(value)) else (value, here)
 
 
 def _match(sender: _Rank, receiver: _Rank, op: Recv) -> bool:
@@ -178,7 +178,7 @@ def _match(sender: _Rank, receiver: _Rank, op: Recv) -> bool:
 
 
 def leaves(expression: Expression) -> list[int]:
-    """The contributions of an expression, in the order of its additions."""
+    """The contributions that an expression adds up."""
     if isinstance(expression, int):
         return [expression]
     return leaves(expression[0]) + leaves(expression[1])

@@ -1,0 +1,429 @@
+"""The commands of the README against the real library: what a run leaves behind, how it is stopped, how it ends badly.
+
+Starting an interpreter with torch three times is what costs here. So one sweep serves every test that needs a finished
+run; and where no signal goes to the parent itself, the parent is this process: `command` calls the same `main`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from matplotlib import image
+from torch import Tensor
+
+import ddp
+from ddp.config import from_plain
+from ddp.launcher import main
+from ddp.models.cnn import CNN
+
+ROOT = Path(__file__).parent.parent
+TRAIN = [sys.executable, str(ROOT / "recipes" / "train.py")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
+
+NUM_STEPS = 75  # of 29 per epoch (1,438 samples): two epochs' edges, and partial last batches
+JOB = [f"max_steps={NUM_STEPS}", "batch.global_size=50", "cluster.threads_per_worker=1", "log_every=1"]
+JOB = [*JOB, "checkpoint.every_steps=4"]
+
+LIMIT_S = 60.0  # of any one command
+
+# ------------------------------------------------------------------------------------------------------ to run it all
+
+
+class Ended(NamedTuple):
+    """A command's status and what it printed."""
+
+    status: int | str | None
+    out: str
+    err: str
+
+
+class Command:
+    """Runs recipes/train.py's `main` in this process, in an empty folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._monkeypatch, self._capfd = folder, monkeypatch, capfd
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
+
+    def __call__(self, *arguments: str) -> Ended:
+        self._monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        self._capfd.readouterr()
+        with contextlib.chdir(self.folder), pytest.raises(SystemExit) as ended:
+            main(ROOT / "conf")
+        return Ended(ended.value.code, *self._capfd.readouterr())
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(tmp_path, monkeypatch, capfd)
+
+
+def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    variables = {**os.environ, **environment}
+    return subprocess.Popen(command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> Ended:
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()  # a worker follows its parent
+    return Ended(process.returncode, out, err)
+
+
+def workers(run_dir: Path) -> dict[int, int]:
+    """Rank → process id of the run's living workers. A zombie has no command line."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_text().split("\0")
+            if "ddp.worker" in words and str(run_dir) in words:
+                found[int(words[words.index("--rank") + 1])] = int(process.name)
+    return found
+
+
+def steps_done(run_dir: Path) -> int:
+    """The last step in metrics.jsonl."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    return 0
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "never came"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Lets `act` happen in a thread while the block runs; what it raises is raised at the block's end."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def final_model(run_dir: Path) -> dict[str, Tensor]:
+    (path,) = run_dir.glob(f"checkpoints/step-{NUM_STEPS:08d}/model.pt")
+    weights: dict[str, Tensor] = torch.load(path, weights_only=True)
+    return weights
+
+
+def assert_same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))]
+    assert not different
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return result
+
+
+# What stands in every interpreter started with it on PYTHONPATH: it notes at the end what had been imported.
+WITNESS = """
+import atexit, os, pathlib, sys
+def tell():
+    if "torch" in sys.modules:
+        names = {name.split(".")[0] for name in sys.modules}
+        pathlib.Path(os.environ["WITNESS"], str(os.getpid())).write_text(f"{sys.argv} {names & {'hydra', 'omegaconf'}}")
+atexit.register(tell)
+"""
+
+
+class Finished(NamedTuple):
+    """One sweep over two world sizes."""
+
+    ended: Ended
+    run_dirs: dict[int, Path]  # by world size
+    imports: list[str]  # a line for each interpreter: its arguments, and what it imported of Hydra
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("sweep")
+    witness = folder / "witness"
+    witness.mkdir()
+    (witness / "sitecustomize.py").write_text(WITNESS)
+    sweep = [*TRAIN, "-m", "cluster.workers=1,2", *JOB]
+    ended = finish(start(sweep, folder, PYTHONPATH=str(witness), WITNESS=str(witness)))
+    assert (ended.status, ended.err) == (0, ""), ended
+    (runs,) = (folder / "runs").iterdir()
+    told = [path.read_text() for path in witness.iterdir() if path.name.isdigit()]
+    return Finished(ended, {1: runs / "0-workers-1", 2: runs / "1-workers-2"}, told)
+
+
+# ------------------------------------------------------------------------------------------------ what a run leaves
+
+
+def test_a_sweep_trains_each_world_size_and_ends_with_a_table(finished: Finished) -> None:
+    out = finished.ended.out
+    for world_size, run_dir in finished.run_dirs.items():
+        assert summary_of(run_dir)["world_size"] == world_size
+        assert f"{world_size} workers × 1 threads on cpu" in out
+    for words in ("test accuracy", "samples/s", "share of a step", "results", "try next", "curves.png"):
+        assert out.count(words) >= 2
+    assert "sweep in runs/sweep-" in out and out.count("done") == 2
+
+
+def test_run_directory(finished: Finished) -> None:
+    run_dir = finished.run_dirs[2]
+    names = {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "curves.png", "logs"}
+    assert {path.name for path in run_dir.iterdir()} == names
+    config = from_plain(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    assert (config.run.dir, config.batch.global_size, config.batch.num_shards) == (str(run_dir), 50, 2)
+
+    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry for entry in entries if entry["kind"] == "step"]
+    assert [entry["step"] for entry in steps] == list(range(1, NUM_STEPS + 1))
+    assert all(0 <= entry["wait_fraction"] <= 1 and entry["samples_per_s"] > 0 for entry in steps)
+    evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
+    assert [entry["step"] for entry in evaluations] == [29, 58, NUM_STEPS]
+    assert evaluations[-1]["test_accuracy"] > 0.9
+
+    summary = summary_of(run_dir)
+    wanted = {"world_size", "global_batch", "steps", "epochs", "samples_per_s", "wait_fraction", "train_loss"}
+    assert wanted <= summary.keys()
+    assert (summary["steps"], summary["epochs"], summary["global_batch"]) == (NUM_STEPS, 2.59, 50)
+    assert summary["test_accuracy"] == evaluations[-1]["test_accuracy"]
+    assert summary["stopped_by"] is None
+
+    picture = image.imread(run_dir / "curves.png")
+    assert picture.shape[0] > 300 and picture.std() > 0, "it shows something"
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    (run_dir / "checkpoints" / "latest").read_text().endswith(f"{NUM_STEPS:08d}\n")
+
+
+def test_only_the_parent_imports_hydra(finished: Finished) -> None:
+    in_workers = [line for line in finished.imports if "ddp/worker.py" in line]
+    assert len(in_workers) == 3
+    assert all(line.endswith("set()") for line in in_workers)
+    assert len([line for line in finished.imports if line.endswith("}")]) == 1
+
+
+def test_a_checkpoint_opens_without_the_framework(finished: Finished) -> None:
+    module = CNN(in_channels=1, image_size=8, num_classes=10)
+    module.load_state_dict(final_model(finished.run_dirs[2]))
+
+
+# -------------------------------------------------------------------------------------------------- three ways in
+
+
+def train_in_worker(run_dir: Path) -> None:
+    from ddp.build import run
+
+    run(from_plain(yaml.safe_load((run_dir / "config.yaml").read_text())), run_dir)
+
+
+def test_three_ways_in_give_the_same_bits(finished: Finished, tmp_path: Path) -> None:
+    expected = final_model(finished.run_dirs[2])
+
+    ended = finish(start([*TORCHRUN, *JOB, "run.name=torchrun"], tmp_path))
+    assert ended.status == 0, ended
+    assert ended.out.count("test accuracy") == 1
+    assert_same_bits(expected, final_model(tmp_path / "runs" / "torchrun"))
+
+    called = tmp_path / "called"
+    called.mkdir()
+    shutil.copy(finished.run_dirs[2] / "config.yaml", called)
+    ddp.launch(train_in_worker, called, workers=2, threads_per_worker=1, timeout_s=LIMIT_S)
+    assert_same_bits(expected, final_model(called))
+
+
+# -------------------------------------------------------------------------------------------- stopped and resumed
+
+
+def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
+    finished: Finished, tmp_path: Path, command: Command
+) -> None:
+    run_dir = tmp_path / "runs" / "mine"
+    job = ["run.name=mine", *JOB]
+
+    process = start([*TRAIN, *job], tmp_path)
+    wait_for(lambda: steps_done(run_dir) >= 5)
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process)
+    assert ended.status == 143
+    assert ended.err.endswith("stopped by SIGTERM; continue with run.name=mine resume=auto\n")
+    assert "stopped early and saved" in ended.out
+    summary = summary_of(run_dir)
+    assert summary["stopped_by"] == "SIGTERM"
+    first = summary["steps"]
+    assert 5 <= first < NUM_STEPS
+    assert (run_dir / "checkpoints" / f"step-{first:08d}").is_dir()
+
+    def interrupt_one_worker() -> None:
+        wait_for(lambda: steps_done(run_dir) >= first + 5)
+        os.kill(workers(run_dir)[1], signal.SIGINT)
+
+    with meanwhile(interrupt_one_worker):
+        ended = command(*job, "resume=auto")
+    assert ended.status == 130
+    assert ended.err.endswith("stopped by SIGINT; continue with run.name=mine resume=auto\n")
+    second = summary_of(run_dir)["steps"]
+    assert first + 5 <= second < NUM_STEPS
+    assert f"continuing after step {first}" in ended.out
+
+    process = start([*TRAIN, *job, "resume=auto"], tmp_path)
+    wait_for(lambda: steps_done(run_dir) >= second + 9)  # a checkpoint lies between, or two
+    for pid in (process.pid, *workers(run_dir).values()):
+        os.kill(pid, signal.SIGKILL)
+    assert finish(process).status == -signal.SIGKILL
+    wait_for(lambda: not workers(run_dir))
+    assert second < steps_done(run_dir) < NUM_STEPS
+
+    ended = command(*job, "resume=auto")
+    assert (ended.status, ended.err) == (0, "")
+    assert summary_of(run_dir)["steps"] == NUM_STEPS
+    assert_same_bits(final_model(finished.run_dirs[2]), final_model(run_dir))
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in metrics if each["kind"] == "step"] == list(range(1, NUM_STEPS + 1))
+
+
+def test_resume_at_another_world_size_from_the_checkpoint_before_the_corrupt_one(
+    finished: Finished, command: Command
+) -> None:
+    run_dir = command.folder / "runs" / "copy"
+    shutil.copytree(finished.run_dirs[2], run_dir)
+    newest = run_dir / "checkpoints" / f"step-{NUM_STEPS:08d}" / "model.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    ended = command(*JOB, "run.name=copy", "resume=auto", "cluster.workers=1")
+    assert ended.status == 0, ended
+    assert f"step-{NUM_STEPS:08d}" in ended.err and "step-00000072" in ended.err
+    assert "world_size was 2, is 1" in ended.err
+    assert "continuing after step 72" in ended.out
+    summary = summary_of(run_dir)
+    assert (summary["world_size"], summary["steps"]) == (1, NUM_STEPS)
+    assert torch.load(newest, weights_only=True).keys() == final_model(finished.run_dirs[1]).keys()
+
+
+# --------------------------------------------------------------------------------------------------- a worker fails
+
+
+def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) -> None:
+    run_dir = command.folder / "runs" / "mine"
+    killed_at_s = []
+
+    def kill_one_worker() -> None:
+        wait_for(lambda: steps_done(run_dir) >= 5)
+        os.kill(workers(run_dir)[1], signal.SIGKILL)
+        killed_at_s.append(time.monotonic())
+
+    with meanwhile(kill_one_worker):
+        ended = command("run.name=mine", *JOB, "max_steps=100000", "epochs=null")
+    assert time.monotonic() - killed_at_s[0] < 15
+    assert ended.status == 1
+    assert "\nrank 1 was killed by SIGKILL" in f"\n{ended.err}"
+    assert "Traceback" not in ended.err
+    assert not workers(run_dir)
+
+
+def test_a_stopped_worker_is_named_after_the_deadline(command: Command) -> None:
+    run_dir = command.folder / "runs" / "mine"
+
+    def stop_one_worker() -> None:
+        wait_for(lambda: steps_done(run_dir) >= 5)
+        os.kill(workers(run_dir)[1], signal.SIGSTOP)
+
+    with meanwhile(stop_one_worker):
+        ended = command("run.name=mine", *JOB, "max_steps=100000", "epochs=null", "comm.warn_s=2", "comm.abort_s=4")
+    assert ended.status == 1
+    assert "rank 1" in ended.err.splitlines()[-1] and "no sign of life" in ended.err
+    assert "has waited 2 s for rank 1" in ended.err
+    assert not workers(run_dir)
+
+
+# On PYTHONPATH as sitecustomize: the loss of rank 1 raises at its fifth call.
+FAULT = """
+import sys
+if "--rank" in sys.argv and sys.argv[sys.argv.index("--rank") + 1] == "1":
+    from ddp.tasks.classification import Classification
+    loss, calls = Classification.loss, []
+    def scripted(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise ArithmeticError("scripted")
+        return loss(self, *arguments)
+    Classification.loss = scripted
+"""
+
+
+def test_a_worker_that_raises_is_the_last_block(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    (command.folder / "sitecustomize.py").write_text(FAULT)
+    monkeypatch.setenv("PYTHONPATH", str(command.folder))
+    ended = command("run.name=mine", *JOB)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1] == "ArithmeticError: scripted"
+    aside, block = ended.err.split("rank 1 on host ")
+    assert aside.endswith("rank 0 stopped because rank 1 failed\n")
+    assert "failed at step 5:\nTraceback" in block and "in scripted" in block
+    assert ended.err.count("Traceback") == 1
+    assert not workers(command.folder / "runs" / "mine")
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("epoch=3", "unknown key epoch. Did you mean epochs?"),
+        ("model=cn", "unknown choice model=cn. Did you mean model=cnn?"),
+        ("epochs=many", "epochs=many: expected a whole number or null"),
+        ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2"),
+        ("cluster.workers=0", "cluster.workers=0: must be at least 1"),
+        ("cluster.workers=100000 batch.global_size=100000", "cluster.workers=100000"),
+        ("data=mnist", "data=digits"),
+        ("data=image_folder data.path=nowhere", "nowhere"),
+        ("model=gpt", "model=gpt takes text, but data=digits is images"),
+        ("device=cpu backend=nccl", "backend=nccl"),
+        ("resume=nowhere", "resume=nowhere does not exist"),
+        ("hydra.run.dir=/proc/mine", "run directory /proc/mine: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: str, words: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no network
+    ended = command(*arguments.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: ") and words in ended.err
+    assert "Traceback" not in ended.err and ended.err.count("\n") <= 3
+    assert [path for path in command.folder.glob("runs/*")] == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_parameter(finished: Finished, command: Command) -> None:
+    ended = command("model.width=8", f"resume={finished.run_dirs[2]}")
+    assert (ended.status, ended.out) == (2, "")
+    assert "is of another model: features.0.weight is [32, 1, 3, 3] there and [8, 1, 3, 3] here" in ended.err
+    assert ended.err.count("\n") == 1
