@@ -106,13 +106,10 @@ class Communicator:
             CommunicatorBroken: an earlier collective failed.
         """
         schedule = ALL_REDUCE[self.algorithm if algorithm == "auto" else _known(algorithm)]
-        if op not in COMBINE:
-            raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(COMBINE)}")
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(f"op='mean' on {tensor.dtype}: use op='sum' and divide, or a floating point tensor")
+        combine = _combine(op, tensor)
 
         def run(flat: Tensor) -> None:
-            self._run(schedule, flat, offsets(flat.numel(), self.world_size), sequence, label, COMBINE[op])
+            self._run(schedule, flat, offsets(flat.numel(), self.world_size), sequence, label, combine)
             if op == "mean":
                 flat.div_(self.world_size)
 
@@ -130,11 +127,12 @@ class Communicator:
             [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
         """
         sequence, label = self._number("reduce_scatter", "", tensor)
+        combine = _combine(op, tensor)
 
         def run() -> Tensor:
             flat = tensor.detach().reshape(-1).clone()
             bounds = offsets(flat.numel(), self.world_size)
-            self._run(ring.reduce_scatter, flat, bounds, sequence, label, COMBINE[op])
+            self._run(ring.reduce_scatter, flat, bounds, sequence, label, combine)
             mine = flat[bounds[self.rank] : bounds[self.rank + 1]].clone()
             return mine.div_(self.world_size) if op == "mean" else mine
 
@@ -151,7 +149,7 @@ class Communicator:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
-        sequence, label = self._number("all_gather", "", tensor)
+        sequence, label = self._number("all_gather", "")  # shapes may differ by rank
 
         def run() -> list[Tensor]:
             rows = torch.zeros(self.world_size, dtype=torch.int64, device=tensor.device)
@@ -192,6 +190,20 @@ class Communicator:
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
         return bool(self.all_reduce(votes, "max", label="agree_any").item())
 
+    def wait_for_rank_zero(self, label: str) -> None:
+        """Returns once rank 0 has called it too, however long that takes while rank 0 lives.
+
+        Raises:
+            PeerLost: rank 0 failed, left, or shows no sign of life.
+        """
+        sequence, label = self._number("wait_for_rank_zero", label)
+        if self._watchdog is not None:
+            try:
+                self._watchdog.wait_for_rank_zero(sequence, label, silence_s=self.abort_s)
+            except PeerLost as lost:
+                self._broken = lost
+                raise
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] zeros, in the memory that this communicator's collectives reach best."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -216,12 +228,12 @@ class Communicator:
 
     # --- how a collective runs ---------------------------------------------------------------------------------------
 
-    def _number(self, operation: str, label: str, tensor: Tensor) -> tuple[int, str]:
-        """Refuses calls after an error; else this call's number and full label."""
+    def _number(self, operation: str, label: str, tensor: Tensor | None = None) -> tuple[int, str]:
+        """Refuses calls after an error; else this call's number, and its label: the same on every rank."""
         if self._broken is not None:
             raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
         self._sequence += 1
-        return self._sequence, label or f"{operation} of {list(tensor.shape)}"
+        return self._sequence, label or (operation if tensor is None else f"{operation} of {list(tensor.shape)}")
 
     def _start(self, collective: Callable[[], Any], async_op: bool) -> Any:
         return self._runner.submit(collective) if async_op else self._runner.run(collective)
@@ -241,6 +253,8 @@ class Communicator:
         if self.world_size == 1:
             return
         watchdog = self._watchdog
+        if watchdog:
+            watchdog.begin(sequence, label, (self.rank + 1) % self.world_size)  # posting may fail already
         try:
             execute(
                 partial(algorithm, self.rank, self.world_size),
@@ -277,6 +291,14 @@ def _in_place(run: Callable[[Tensor], None], tensor: Tensor) -> Tensor:
 
 def _nobody(peer: int) -> None:
     """Stands in for a watchdog."""
+
+
+def _combine(op: str, tensor: Tensor) -> Combine:
+    if op not in COMBINE:
+        raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(COMBINE)}")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(f"op='mean' on {tensor.dtype}: use op='sum' and divide, or a floating point tensor")
+    return COMBINE[op]
 
 
 def _known(algorithm: str) -> str:

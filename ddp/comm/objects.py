@@ -7,12 +7,15 @@ trust each other: unpickling runs code.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ddp.comm.communicator import Communicator
+
+Result = TypeVar("Result")
 
 
 def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
@@ -27,6 +30,26 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
     if comm.rank != root:
         data = torch.empty(int(size), dtype=torch.uint8, device=comm.device)
     return _unpacked(comm.broadcast(data, root, label="an object"))
+
+
+def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) -> Result:
+    """Does `work` on rank 0 while the others wait, for as long as rank 0 lives; its result on every rank.
+
+    For what one rank does for all and may take long: writing or reading a checkpoint. A collective's deadline would end
+    the run over a slow disk. An exception of `work` is raised on every rank, so that none waits in vain.
+    """
+    outcome: tuple[bool, Any] = (True, None)
+    if comm.rank == 0:
+        try:
+            outcome = (True, work())
+        except Exception as error:
+            outcome = (False, error)
+    comm.wait_for_rank_zero(label)
+    succeeded, value = broadcast_object(comm, outcome)
+    if not succeeded:
+        raise value
+    result: Result = value
+    return result
 
 
 def _packed(comm: Communicator, value: Any) -> Tensor:

@@ -11,17 +11,22 @@ ones that read the environment.
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from ddp.clock import now_s
 from ddp.comm.communicator import SEGMENT_BYTES, Communicator
 from ddp.comm.watchdog import Watchdog
-from ddp.errors import ConfigError
-from ddp.log import follow_rank
-from ddp.transport.process_group import NEVER, process_group_transport
+from ddp.errors import ConfigError, PeerLost
+from ddp.log import follow_rank, log
+from ddp.transport.process_group import process_group_transport
+
+MEET_EVERY_S = 0.05
 
 
 class _Session:
@@ -53,19 +58,20 @@ def init(
 
     Raises:
         ConfigError: a device or backend that is not there, or does not go with the other.
+        PeerLost: a rank did not come within `abort_s`.
     """
     if _Session.comm is not None:
         return _Session.comm
+    _Session.generation += 1
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     chosen_device, chosen_backend = choose_device(device, backend, local_rank, local_world_size)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     if not dist.is_initialized():
-        _join()
+        _join(warn_s=warn_s, abort_s=abort_s)
         _Session.owns_torch_distributed = True
     follow_rank(dist.get_rank(), dist.get_world_size())
-    _Session.generation += 1
     watchdog = Watchdog(
         dist.distributed_c10d._get_default_store(),
         dist.get_rank(),
@@ -74,7 +80,7 @@ def init(
         warn_s=warn_s,
     )
     _Session.comm = Communicator(
-        process_group_transport(chosen_device, chosen_backend),
+        process_group_transport(chosen_device, chosen_backend, timeout_s=abort_s),
         watchdog=watchdog,
         device=chosen_device,
         local_rank=local_rank,
@@ -83,6 +89,7 @@ def init(
         segment_bytes=segment_bytes,
         abort_s=abort_s,
     )
+    _Session.comm.barrier()  # everyone is here; and on NCCL the first round of a group must be one of all ranks
     return _Session.comm
 
 
@@ -129,17 +136,41 @@ def choose_device(
         raise ConfigError(f"backend=nccl needs a GPU for each rank, but {reason}; use backend=gloo")
     if backend not in ("gloo", "nccl"):
         raise ConfigError(f"backend={backend!r} is unknown; use auto, gloo or nccl")
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank % num_gpus), backend
+    if kind == "cpu":
+        return torch.device("cpu"), backend
+    index = None if str(device) == "auto" else torch.device(device).index
+    return torch.device("cuda", local_rank % num_gpus if index is None else index), backend
 
 
-def _join() -> None:
+def _join(*, warn_s: float, abort_s: float) -> None:
     """Meets the other ranks. Gloo carries set-up even on GPUs: it needs no device and fails in words.
 
     Every session has keys of its own in the store: else the second one would find the addresses of the first.
     """
+    timeout = timedelta(seconds=abort_s)
+    store: Store = HashStore()
+    rank, world_size = 0, 1
     if "RANK" in os.environ:
-        store, rank, world_size = next(iter(rendezvous("env://")))
-    else:
-        store, rank, world_size = HashStore(), 0, 1
-    store = PrefixStore(f"ddp/session/{_Session.generation + 1}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=NEVER)
+        try:
+            store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+        except DistError as error:
+            reason = f"the store that it keeps is out of reach ({str(error).splitlines()[0]})"
+            raise PeerLost(0, "unknown", _Session.generation, 0, "start-up", reason) from error
+    store = PrefixStore(f"ddp/session/{_Session.generation}", store)
+    _meet(store, rank, world_size, warn_s=warn_s, abort_s=abort_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> None:
+    """Returns once every rank has come; connecting to ranks that never come would wait in silence."""
+    start_s, warned = now_s(), False
+    store.set(f"here/{rank}", "")
+    while missing := [other for other in range(world_size) if not store.check([f"here/{other}"])]:
+        waited_s = now_s() - start_s
+        if waited_s > abort_s:
+            reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s. Was each worker started?"
+            raise PeerLost(missing[0], "unknown", _Session.generation, 0, "start-up", reason)
+        if waited_s > warn_s and not warned:
+            warned = True
+            log.warning("start-up has waited %.0f s for rank(s) %s of %d", waited_s, missing, world_size)
+        time.sleep(MEET_EVERY_S)

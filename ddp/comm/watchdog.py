@@ -34,6 +34,7 @@ from ddp.log import log
 
 INTERVAL_S = 0.5
 STALE_S = 3.0  # a tick that stands still for so long is a dead or stopped process
+POLL_S = 0.05
 STACK_FRAMES = 6
 
 
@@ -136,6 +137,24 @@ class Watchdog:
         self.fail(f"lost rank {culprit}", blames=culprit)
         return PeerLost(culprit, host, self._generation, note.sequence, note.label, reason)
 
+    def wait_for_rank_zero(self, sequence: int, label: str, *, silence_s: float) -> None:
+        """Waits at the store, not in the transport: no deadline runs while rank 0's tick does.
+
+        Raises:
+            PeerLost: rank 0 failed or left, or its tick has stood still for `silence_s`.
+        """
+        key = f"{self._key(0)}/passed/{sequence}"
+        if self.record.rank == 0:
+            self._store.set(key, "")
+            return
+        self.begin(sequence, label, 0)
+        while not self._store.check([key]):
+            rank_zero = self._observe()[0]
+            if rank_zero.state in ("failed", "left") or now_s() - self._last_change[0][1] > max(silence_s, STALE_S):
+                raise self.find_culprit(0)
+            self._stopped.wait(POLL_S)
+        self.end()
+
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def _judge(self, records: dict[int, Record]) -> tuple[int, str] | None:
@@ -149,6 +168,9 @@ class Watchdog:
         for rank, record in records.items():
             if record.state == "left":
                 return rank, "it has left already; every rank must call the same collectives equally often"
+        for rank, record in records.items():
+            if record.sequence == self._last_note.sequence and record.label != self._last_note.label:
+                return rank, f"it is in another collective of that number: [{record.label}]; all must call the same"
         for rank in records:
             silent_s = now_s() - self._last_change[rank][1]
             if silent_s >= STALE_S:

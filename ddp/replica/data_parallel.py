@@ -61,13 +61,17 @@ class Replica(nn.Module):
         """The module's forward; a backward through what it returns ends with equal gradients on all ranks."""
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         if synchronise:
-            self._reducer.check_ready_for_forward()
-            if self.broadcast_buffers and self.training:
-                self.sync_buffers()
+            self._prepare_step()
         outputs = self.module(*args, **kwargs)
         if synchronise:
             watch_backward(outputs, self._reducer.begin, self._reducer.finish)
         return outputs
+
+    def _prepare_step(self) -> None:
+        """What every rank does at the start of a step, also one that has nothing to compute."""
+        self._reducer.raise_pending()
+        if self.broadcast_buffers and self.training:
+            self.sync_buffers()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -92,9 +96,18 @@ class Replica(nn.Module):
 
     def reduce_without_backward(self) -> None:
         """Takes part in a step for which this rank has no samples (or none that needed a backward)."""
-        self._reducer.check_ready_for_forward()
+        self._prepare_step()
         if self._reducer.begin():
             self._reducer.finish(had_backward=False)
+
+    def raise_pending(self) -> None:
+        """Raises, on every rank alike, what the last backward found wrong (UnusedParameters)."""
+        self._reducer.raise_pending()
+
+    @property
+    def bucket_layout(self) -> list[list[str]]:
+        """Names of the gradients that are reduced together; the bits of a ring depend on it."""
+        return self._reducer.layout
 
     @property
     def totals(self) -> StepTotals:

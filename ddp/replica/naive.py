@@ -26,9 +26,14 @@ class NaiveReducer:
         self._in_backward = False
         self._mine: StepTotals | None = None
 
-    def check_ready_for_forward(self) -> None:
+    def raise_pending(self) -> None:
         """A step leaves nothing behind that could be wrong."""
         self._in_backward = False
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """Each gradient travels alone."""
+        return [[name] for name in self.parameters]
 
     def ride_along(self, totals: StepTotals) -> None:
         """Adds this rank's part of the step's totals to the others'; gradients are divided by the global count then."""

@@ -37,7 +37,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.work import Work
 from ddp.errors import UnusedParameters
-from ddp.gradients.bucket import Bucket, make_buckets
+from ddp.gradients.bucket import Bucket, layout_of, make_buckets
 from ddp.gradients.totals import StepTotals
 
 
@@ -94,7 +94,7 @@ class Reducer:
 
     # --- the step, in the order of time ------------------------------------------------------------------------------
 
-    def check_ready_for_forward(self) -> None:
+    def raise_pending(self) -> None:
         """Raises what the last step left behind.
 
         Raises:
@@ -182,6 +182,11 @@ class Reducer:
         elif kept:
             self._hand_out_views()
         self._used = [[False] * len(bucket.parameters) for bucket in self.buckets]
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """Names of the gradients in each bucket."""
+        return layout_of(self.buckets)
 
     # --- unused parameters -------------------------------------------------------------------------------------------
 

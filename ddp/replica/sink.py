@@ -8,11 +8,10 @@ outermost backward; a callback queued there runs when the whole of it has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 
@@ -20,7 +19,7 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
     """Calls `begin` when a backward reaches any of the outputs; `end` after that backward, if `begin` returned True.
 
     Args:
-        outputs: what forward returned: a tensor, or tensors anywhere in tuples, lists, dicts, dataclasses.
+        outputs: what forward returned (see `tensors_in`).
         begin: called once per output tensor that backward reaches.
         end: called once per `begin` that returned True.
     """
@@ -29,12 +28,26 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
         if begin():
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def attach(tensor: Tensor) -> Tensor:
+    for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:  # a hook on a leaf would stay for ever
             tensor.register_hook(hook)
-        return tensor
 
-    if isinstance(outputs, Tensor):
-        attach(outputs)
-    else:
-        apply_to_collection(outputs, Tensor, attach)
+
+def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor inside: in mappings, sequences, dataclasses, and the attributes of other objects."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for part in _parts(value):
+            yield from tensors_in(part, seen=seen)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return [*slots, *getattr(value, "__dict__", {}).values()]

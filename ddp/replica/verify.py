@@ -27,7 +27,7 @@ def verify_replicas(comm: Communicator, named_tensors: Iterable[tuple[str, Tenso
     """
     mine = {name: tensor_hash(tensor) for name, tensor in named_tensors}
     everyone = all_gather_object(comm, mine)
-    for name in mine:
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         hashes = [theirs.get(name, "missing") for theirs in everyone]
         majority, votes = Counter(hashes).most_common(1)[0]
         if votes < comm.world_size:

@@ -2,7 +2,11 @@
 
 A rank that simply left would hang the others in their next collective. So nothing is done in the handler; the
 step's totals tell every rank that some rank wants to stop, and all of them leave the loop after the same step,
-save, and meet. A second signal of the same kind ends the process at once, as it would have without us.
+save, and meet. A second signal ends the process at once, as it would have without us.
+
+Note "echoes": one wish to stop often arrives several times. Process managers signal every process of a job, and the
+launcher passes on what it got; Linux sends the parent-death signal once for each thread of the parent. So what comes
+within `ECHO_S` of the first signal is the same wish.
 """
 
 from __future__ import annotations
@@ -13,6 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from ddp.clock import now_s
+
+ECHO_S = 3.0
+
 
 class StopFlag:
     """Whether this rank wants to stop, and why."""
@@ -21,6 +29,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.reason = ""
+        self._first_signal_s: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self.reason)
@@ -31,7 +40,7 @@ class StopFlag:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turns the first SIGTERM or SIGINT into a request, for the block's duration. Only in the main thread."""
+        """Turns SIGTERM and SIGINT into a request, for the block's duration. Only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -43,5 +52,9 @@ class StopFlag:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._first_signal_s is None:
+            self._first_signal_s = now_s()
+        elif now_s() - self._first_signal_s > ECHO_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.request(signal.Signals(number).name)
-        signal.signal(number, signal.SIG_DFL)

@@ -2,9 +2,8 @@
 
 Both use a process group of their own, so that their messages never mix with those of the application.
 
-Gloo    Every transfer is an `isend` or `irecv` of its own; a message is matched by (peer, tag) in order of posting.
-Gloo
-        knows no CUDA tensors: those are staged through pinned host memory.
+Gloo    Every transfer is an `isend` or `irecv` of its own; messages between two ranks match in order of posting. Gloo knows
+        no CUDA tensors: those are staged through pinned host memory.
 NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by one, "send, then receive" on both sides
         deadlocks, since NCCL runs the operations of a pair in launch order (NVIDIA/nccl#479). NCCL orders itself behind
         the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
@@ -13,7 +12,7 @@ NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor
 from ddp.clock import now_s
 from ddp.transport.edge import Pending, Transfer, TransportError
 
-NEVER = timedelta(days=7)  # the group's own timeout must not fire before our deadlines do
 POLL_S = 0.0002
 
 
@@ -38,12 +36,20 @@ class GlooTransport:
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
-        works = [(peer, self._backend.recv([data], peer, 0)) for peer, data in receives]
-        works += [(peer, self._backend.send([data], peer, 0)) for peer, data in sends]
+        works = [(peer, _posted(self._backend.recv, data, peer)) for peer, data in receives]
+        works += [(peer, _posted(self._backend.send, data, peer)) for peer, data in sends]
         return _GlooRound(works)
 
     def close(self) -> None:
         """The group ends with torch.distributed."""
+
+
+def _posted(operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
+    """Posting fails too, where the peer's connection has broken since the last round."""
+    try:
+        return operation([data], peer, 0)
+    except RuntimeError as error:
+        raise TransportError(peer, str(error).splitlines()[0]) from error
 
 
 class _GlooRound:
@@ -118,9 +124,13 @@ class _NcclRound:
             work.wait()
 
 
-def process_group_transport(device: torch.device, backend: str) -> GlooTransport | NcclTransport:
-    """The transport for tensors of `device`. Collective over all ranks of torch.distributed."""
-    group = dist.new_group(backend=backend, timeout=NEVER)
+def process_group_transport(device: torch.device, backend: str, *, timeout_s: float) -> GlooTransport | NcclTransport:
+    """The transport for tensors of `device`. Collective over all ranks of torch.distributed.
+
+    Args:
+        timeout_s: longest wait for the others' connections.
+    """
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     if backend == "nccl":
         return NcclTransport(group)

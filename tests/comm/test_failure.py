@@ -12,6 +12,7 @@ import torch
 from ranks import RankFailed, collect, run_ranks, start_ranks
 
 import ddp
+from ddp.comm.objects import on_rank_zero
 from ddp.errors import CommunicatorBroken, PeerLost
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
@@ -23,6 +24,8 @@ def lose_a_peer(how: str) -> tuple[str, int, int, str, float, str]:
     comm.all_reduce(torch.ones(3), label="a good one")
     if comm.rank == CULPRIT:
         misbehave(how)
+    elif how == "killed long before":
+        time.sleep(1.5)  # its connections have broken by now: posting fails, not waiting
     start_s = time.monotonic()
     try:
         comm.all_reduce(torch.ones(300_000), label="bucket 0 (fc)")
@@ -36,7 +39,7 @@ def lose_a_peer(how: str) -> tuple[str, int, int, str, float, str]:
 
 
 def misbehave(how: str) -> None:
-    if how == "killed":
+    if how.startswith("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -55,6 +58,7 @@ def stuck_in_user_code() -> None:
     ("how", "says"),
     [
         ("killed", "it shows no sign of life"),
+        ("killed long before", "it shows no sign of life"),
         ("stopped", "it shows no sign of life"),
         ("elsewhere", "stuck_in_user_code"),
         ("failed", "it failed: ValueError: bad pixel"),
@@ -66,12 +70,50 @@ def test_survivors_name_the_lost_rank(how: str, says: str) -> None:
         results = collect([started[0], started[2]], timeout_s=30)
         for message, rank, sequence, label, took_s, afterwards in results:
             assert rank == CULPRIT, message
-            assert (sequence, label) == (2, "bucket 0 (fc)")
+            assert (sequence, label) == (3, "bucket 0 (fc)")  # 1 is the barrier of init
             assert took_s < ABORT_S + 2
             assert "out of use since: lost rank 1" in afterwards
         assert any(says in message for message, *_ in results), results
     finally:
         started[CULPRIT][0].kill()
+
+
+def never_comes() -> str:
+    if os.environ["RANK"] == "1":
+        return ""
+    start_s = time.monotonic()
+    with pytest.raises(PeerLost, match=r"lost rank 1.*\[start-up\]: of 3 ranks, \[1\] did not come within 2 s"):
+        ddp.init(warn_s=1.0, abort_s=2.0)
+    assert time.monotonic() - start_s < 4
+    return "named"
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    assert run_ranks(never_comes, 3) == ["named", "", "named"]
+
+
+def slow_on_rank_zero() -> tuple[str, str]:
+    """Rank 0 works for longer than the deadline, then fails at something: both are shared."""
+    comm = ddp.init(abort_s=1.0)
+    value = on_rank_zero(comm, slow, label="saving")
+    with pytest.raises(OSError, match="disk full") as raised:
+        on_rank_zero(comm, fails, label="saving")
+    comm.barrier()
+    ddp.shutdown()
+    return value, str(raised.value)
+
+
+def slow() -> str:
+    time.sleep(2.5)
+    return "saved"
+
+
+def fails() -> str:
+    raise OSError("disk full")
+
+
+def test_rank_zero_may_take_its_time_and_its_error_is_everyone_s() -> None:
+    assert run_ranks(slow_on_rank_zero, 3) == [("saved", "disk full")] * 3
 
 
 def leave_early() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -129,6 +130,8 @@ def many_cases() -> None:
     layouts_and_dtypes(comm)
     state_dicts_of_both_forms(comm)
     no_sync_covers_the_forward(comm)
+    a_rank_without_samples_takes_part_in_buffers_too(comm)
+    outputs_of_any_kind_are_synchronised(comm)
     a_mismatch_names_parameter_and_ranks(comm)
     wrong_keywords(comm)
     ddp.shutdown()
@@ -266,6 +269,41 @@ def no_sync_covers_the_forward(comm: ddp.Communicator) -> None:
     replica(torch.full((1, 3), float(comm.rank))).sum().backward()
     assert replica.module.weight.grad is not None
     torch.testing.assert_close(replica.module.weight.grad, torch.full((1, 3), 2.0))  # 2 × mean of ranks 0, 1, 2
+
+
+def a_rank_without_samples_takes_part_in_buffers_too(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(small_cnn())
+    if comm.rank == 2:
+        replica.reduce_without_backward()
+    else:
+        replica(torch.randn(2, 1, 8, 8)).sum().backward()
+    verify_replicas(comm, [(name, p.grad) for name, p in replica.named_parameters() if p.grad is not None])
+    replica(torch.randn(2, 1, 8, 8))  # what the first step left behind is no complaint about unused parameters
+
+
+class Opaque:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits, self.itself = logits, self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    logits: Tensor
+
+
+def outputs_of_any_kind_are_synchronised(comm: ddp.Communicator) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, kind: type) -> None:
+            super().__init__()
+            self.linear, self.kind = nn.Linear(2, 1), kind
+
+        def forward(self, x: Tensor) -> Any:
+            return self.kind(self.linear(x))
+
+    for kind in (Opaque, Frozen):
+        replica = ddp.DistributedDataParallel(Wrapped(kind))
+        replica(torch.full((1, 2), float(comm.rank))).logits.sum().backward()
+        assert torch.equal(replica.module.linear.weight.grad, torch.ones(1, 2))
 
 
 def a_mismatch_names_parameter_and_ranks(comm: ddp.Communicator) -> None:
