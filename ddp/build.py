@@ -27,14 +27,13 @@ from ddp.data import digits, image_sets, standard_library, streams, synthetic
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
-from ddp.gradients.bucket import layout_of
+from ddp.log import log
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
 from ddp.models.resnet import resnet
 from ddp.optim import schedules
 from ddp.replica.data_parallel import DistributedDataParallel, NaiveDataParallel, Replica
-from ddp.replica.reducer import Reducer
 from ddp.tasks import ngram
 from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel
@@ -42,6 +41,7 @@ from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
 from ddp.train.checkpoint import (
     Checkpointer,
     check_fits,
+    check_optimizer,
     load_initial_weights,
     read_checkpoint,
     restore,
@@ -49,7 +49,7 @@ from ddp.train.checkpoint import (
 )
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
-from ddp.train.fit import fit, last_step
+from ddp.train.fit import continue_fit, last_step
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, print_summary
 from ddp.train.state import TrainState
@@ -74,6 +74,7 @@ def check(config: Config) -> None:
     if (which := resume_from(config, Path(config.run.dir))) is not None:
         checkpoint = CheckpointStore(which).load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
+        check_optimizer(checkpoint, make_optimizer(config, model))
     elif config.init_from.path:
         load_initial_weights(**_initial_weights(config), module=make_model(config, splits))
 
@@ -135,7 +136,6 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         seed=config.seed,
     )
     state = TrainState(comm, model, optimizer, sampler)
-    num_steps = last_step(sampler, epochs=config.epochs, max_steps=config.max_steps)
     run_identity = identity(config, comm, model)
     store = CheckpointStore(
         run_dir / "checkpoints",
@@ -144,25 +144,24 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     )
     if resumed is not None:
         restore(read_checkpoint(comm, store, resumed), state, identity=run_identity)
-        _let_settings_win(config, optimizer)
+    num_steps = last_step(state, epochs=config.epochs, max_steps=config.max_steps)
+    headline = _headline(config, comm, module, sampler, num_steps, state.step)
+    log.info("%s", headline)
     if comm.rank == 0:
-        print(_headline(config, comm, module, sampler, num_steps, state.step), flush=True)
+        print(headline, flush=True)
 
     meter = ThroughputMeter()
     score_metric = f"test_{task.main_metric}"
     start_s = now_s()
-    fit(
-        model,
+    continue_fit(
+        state,
         task,
         splits.train,
-        optimizer,
-        state=state,
         epochs=config.epochs,
         max_steps=config.max_steps,
         schedule=make_schedule(config, num_steps),
         clip_norm=config.clip_norm,
         precision=cast(Any, config.precision.value),
-        seed=config.seed,
         loader_workers=config.loader.num_workers,
         evaluation=lambda state: _evaluation(config, state, task, splits, stop),
         evaluate_every_epochs=config.evaluate.every_epochs,
@@ -188,11 +187,19 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
 class StepInErrors(Callback):
     """Notes on an error which step it happened in, for the block that the parent prints."""
 
+    def __init__(self) -> None:
+        self._step = 0
+
+    def step_start(self, state: TrainState) -> None:
+        self._step = state.step + 1
+
     def exception(self, state: TrainState, error: BaseException) -> None:
-        error.step = state.step + 1  # type: ignore[attr-defined]
+        error.step = self._step or None  # type: ignore[attr-defined]
 
 
-def _evaluation(config: Config, state: TrainState, task: Any, splits: Splits, stop: StopFlag) -> dict[str, float]:
+def _evaluation(
+    config: Config, state: TrainState, task: Any, splits: Splits, stop: StopFlag
+) -> dict[str, float] | None:
     means = evaluate(
         state.model,
         task,
@@ -203,6 +210,9 @@ def _evaluation(config: Config, state: TrainState, task: Any, splits: Splits, st
         precision=cast(Any, config.precision.value),
         stop=stop,
     )
+    if means is None:
+        return None
+    log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
     return {f"test_{name}": value for name, value in means.items()}
 
 
@@ -217,12 +227,12 @@ def _write_summary(run_dir: Path, config: Config, state: TrainState, meter: Thro
         "global_batch": config.batch.global_size,
         "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
         "steps": state.step,
-        "epochs": round(state.step / state.sampler.num_steps_per_epoch, 2),
+        "epochs": round(state.epochs_done, 2),
         "samples_per_s": round(whole.samples_per_s, 1),
         "compute_fraction": round(whole.compute_fraction, 4),
         "wait_fraction": round(whole.wait_fraction, 4),
         "data_fraction": round(whole.data_fraction, 4),
-        "train_loss": meter.last_loss if math.isfinite(meter.last_loss) else None,
+        "train_loss": state.train_loss,
         "seconds": round(seconds, 2),
         "stopped_by": state.stopped_by or None,
     }
@@ -308,8 +318,7 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
         )
     match model:
         case settings.Mlp(hidden=hidden):
-            hidden_layers = tuple(hidden) if isinstance(hidden, list) else (hidden, hidden)
-            return MLP(in_features=math.prod(shape), hidden=hidden_layers, num_classes=splits.num_classes)
+            return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=splits.num_classes)
         case settings.Cnn(width=width, dropout=dropout):
             return CNN(
                 in_channels=shape[0], image_size=shape[1], num_classes=splits.num_classes, width=width, dropout=dropout
@@ -382,14 +391,13 @@ def make_schedule(config: Config, num_steps: int) -> schedules.Schedule:
 def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, Any]:
     """What the bits of the result depend on, beside the code; kept in every checkpoint."""
     plain = to_plain(config)
-    reducer = model._reducer
     return {
         **software_identity(),
         "world_size": comm.world_size,
         "device": comm.device.type,
         "algorithm": comm.algorithm,
         "reduction": "transport",
-        "bucket_layout": layout_of(reducer.buckets) if isinstance(reducer, Reducer) else "one per parameter",
+        "bucket_layout": model.bucket_layout,
         **{key: plain[key] for key in ("seed", "batch", "precision", "clip_norm", "deterministic")},
         **{key: plain[key] for key in ("data", "model", "optim", "schedule", "epochs", "max_steps")},
     }
@@ -420,12 +428,6 @@ def _initial_weights(config: Config) -> dict[str, Any]:
     path = Path(cast(str, start.path))
     path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     return {"path": path, "strict": start.strict, "rename": start.rename, "skip": start.skip}
-
-
-def _let_settings_win(config: Config, optimizer: Optimizer) -> None:
-    """A resumed run takes its rate from the settings: `fit` multiplies `initial_lr`, not what a schedule left."""
-    for group in optimizer.param_groups:
-        group["initial_lr"] = learning_rate(config)
 
 
 # ------------------------------------------------------------------------------------------------------ at the end

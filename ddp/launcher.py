@@ -51,6 +51,7 @@ from ddp.errors import ConfigError, WorkersFailed
 from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
 
+CUBLAS_WORKSPACE = ":4096:8"  # what deterministic=true needs on a GPU, before its first matrix product
 SHUTDOWN_S = 60
 """How long workers may take to agree and save after a signal, before they are killed."""
 
@@ -76,7 +77,7 @@ def main(config_dir: Path | str, config_name: str = "train") -> NoReturn:
         run_dir = Path(settings.runtime.output_dir)
         jobs.append(_Job(list(settings.overrides.task), run_dir, status=2))
         with _bad_input_to(_print_error):
-            config = _to_config(composed)
+            config = _continued(_to_config(composed), jobs[-1].overrides, run_dir)
             prepare(config, run_dir)
             jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
         if jobs[-1].status == 2:
@@ -108,6 +109,7 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
     keeps, so all end at once and one message is seen.
     """
     os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see `_environment`
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     try:
         rank, world_size, local_workers = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     except KeyError as missing:
@@ -260,7 +262,7 @@ def _compose(config_dir: Path | str, config_name: str, *, world_size: int, local
         run_dir = Path(str(OmegaConf.select(composed, "hydra.run.dir"))).absolute()
         with open_dict(composed):
             del composed["hydra"]
-        config = _to_config(composed)
+        config = _continued(_to_config(composed), overrides, run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -279,6 +281,26 @@ def _to_config(composed: Any) -> Config:
         config = from_plain(plain)
     assert isinstance(config, Config)
     return config
+
+
+def _continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config:
+    """With resume=auto: the settings that the run in this folder began with, and this command line's on top."""
+    path = run_dir / "config.yaml"
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    if config.resume != "auto" or not path.is_file() or "recipe" in keys:
+        return config
+    plain, now = yaml.safe_load(path.read_text()), to_plain(config)
+    derived = {"cluster": ["local_workers"], "batch": ["num_shards"]}
+    if "cluster.workers" in keys:
+        derived["cluster"].append("threads_per_worker")
+    for group, names in derived.items():
+        plain[group].update({name: now[group][name] for name in names})
+    for *above, name in (key.split(".") for key in keys if not key.startswith("hydra.")):
+        source, target = now, plain
+        for group in above:
+            source, target = source[group], target[group]
+        target[name] = source[name]
+    return from_plain(plain)
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) -> None:
@@ -435,9 +457,15 @@ def train(config: Config, run_dir: Path) -> int:
     stopped_by = ended.signal or _agreed_stop(run_dir)
     if stopped_by is None:
         return 0
-    saved = _agreed_stop(run_dir) is not None
-    remedy = f"; continue with {_setting_for(run_dir, config)} resume=auto" if saved else ""
-    print(f"stopped by {stopped_by.name}{remedy}", file=sys.stderr, flush=True)
+    if _agreed_stop(run_dir) is not None:
+        outcome = f"continue with {_setting_for(run_dir, config)} resume=auto"
+    else:
+        outcome = "nothing was saved at the stop"
+        reports = [Report.read(run_dir / "logs", rank=rank) for rank in range(config.cluster.workers)]
+        failed = [report for report in reports if report is not None]
+        if failed:  # the stop itself went wrong
+            print(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), file=sys.stderr, flush=True)
+    print(f"stopped by {stopped_by.name}; {outcome}", file=sys.stderr, flush=True)
     return 128 + stopped_by
 
 
@@ -510,7 +538,14 @@ def _environment(threads: int) -> list[str]:
     Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits
     with the number of threads and with the alignment of their input.
     """
-    return [f"OMP_NUM_THREADS={threads}", f"MKL_NUM_THREADS={threads}", "MKL_CBWR=AUTO", "PYTHONUNBUFFERED=1"]
+    variables = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "MKL_CBWR": "AUTO",
+        "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
+        "PYTHONUNBUFFERED": 1,
+    }
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 @contextlib.contextmanager

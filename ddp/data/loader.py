@@ -16,6 +16,7 @@ Read before: streams.py, sampler.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 from typing import Any, NamedTuple
@@ -224,8 +225,14 @@ def _data_loader(
         pin_memory=pin_memory and torch.accelerator.is_available(),
         prefetch_factor=prefetch if num_workers else None,
         persistent_workers=persistent and num_workers > 0,
+        worker_init_fn=_leave_signals_to_the_trainer,
         generator=torch.Generator(),  # else each pass would draw its workers' seeds from the program's generator
     )
+
+
+def _leave_signals_to_the_trainer(_worker: int) -> None:
+    """Leaves the trainer's process group, which a launcher signals as a whole; the trainer ends its loaders itself."""
+    os.setpgid(0, 0)
 
 
 def _check_dataset(dataset: Any) -> None:

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object, broadcast_object
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CheckpointError
 from ddp.log import log
 from ddp.train.callbacks import Callback
@@ -49,20 +50,22 @@ def save_checkpoint(
     """
     state.model.sync_buffers()
     slots = {"random": all_gather_object(state.comm, _random_states(state.comm))}
-    problem = ""
-    if state.comm.rank == 0:
+    meta = {
+        "identity": dict(identity),
+        "slot_rules": SLOT_RULES,
+        "optimizer": type(state.optimizer).__name__,
+    }
+
+    def write() -> None:
         parts = {
             "model": state.model.module.state_dict(),
             "optimizer": state.optimizer.state_dict(),
             "position": state.position(),
             "slots": slots,
         }
-        try:
-            store.save(state.step, parts, meta={"identity": dict(identity), "slot_rules": SLOT_RULES}, score=score)
-        except CheckpointError as error:
-            problem = str(error)
-    if problem := broadcast_object(state.comm, problem):
-        raise CheckpointError(problem)
+        store.save(state.step, parts, meta=meta, score=score)
+
+    on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
 
 
 def read_checkpoint(comm: Communicator, store: CheckpointStore, which: Path | None) -> StoredCheckpoint:
@@ -71,29 +74,25 @@ def read_checkpoint(comm: Communicator, store: CheckpointStore, which: Path | No
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
     """
-    found: StoredCheckpoint | CheckpointError | None = None
-    if comm.rank == 0:
-        try:
-            found = store.load(which)
-        except CheckpointError as error:
-            found = error
-    found = broadcast_object(comm, found)
-    if isinstance(found, CheckpointError):
-        raise found
-    assert found is not None
-    return found
+    return on_rank_zero(comm, lambda: store.load(which), label="reading a checkpoint")
 
 
 def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mapping[str, Any]) -> None:
     """Puts the run where the checkpoint was taken, and says what has changed since.
 
+    The optimizer's state (momenta and the like) is the checkpoint's, its settings (rates, decay, …) are the run's own.
+
     Raises:
-        CheckpointError: it belongs to another model.
+        CheckpointError: it belongs to another model or another optimizer.
     """
     parts = checkpoint.parts
     check_fits(parts["model"], state.model.module, source=checkpoint.path)
+    check_optimizer(checkpoint, state.optimizer)
     state.model.module.load_state_dict(parts["model"])
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
     state.optimizer.load_state_dict(parts["optimizer"])
+    for group, own in zip(state.optimizer.param_groups, settings, strict=True):
+        group.update(own, initial_lr=own["lr"])
     state.load_position(parts["position"])
     changed = changes(checkpoint.meta["identity"], identity)
     if changed and state.comm.rank == 0:
@@ -115,6 +114,16 @@ def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | 
     for name in weights:
         if name not in own:
             raise CheckpointError(f"{source} is of another model: it has {name}, which this model has not")
+
+
+def check_optimizer(checkpoint: StoredCheckpoint, optimizer: Optimizer) -> None:
+    """Raises CheckpointError unless the checkpoint was taken with an optimizer of this class."""
+    then, now = checkpoint.meta["optimizer"], type(optimizer).__name__
+    if then != now:
+        raise CheckpointError(
+            f"{checkpoint.path} was taken with {then}, this run uses {now}, whose state it does not hold; "
+            "take the same optimizer, or start fresh from its weights with init_from.path"
+        )
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current
 from ddp.data.loader import EvaluationLoader
+from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.replica.data_parallel import Replica
 from ddp.tasks.task import Task
@@ -37,7 +38,7 @@ def evaluate(
     num_workers: int = 0,
     precision: Precision = "fp32",
     stop: StopFlag | None = None,
-) -> dict[str, float]:
+) -> dict[str, float] | None:
     """The task's metrics over all of `data`. Collective; the same numbers on every rank.
 
     Args:
@@ -47,9 +48,14 @@ def evaluate(
         stop: polled every few batches; if any rank wants to stop, the evaluation is given up.
 
     Returns:
-        Metric by name; empty if the evaluation was given up.
+        Metric by name; None if the evaluation was given up.
+
+    Raises:
+        ConfigError: there is nothing to evaluate on.
     """
     comm = comm or current()
+    if not len(data):
+        raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
     loader = EvaluationLoader(
         data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
     )
@@ -60,7 +66,7 @@ def evaluate(
         batches = iter(loader)
         for index in range(num_batches):
             if stop is not None and index % POLL_EVERY == POLL_EVERY - 1 and comm.agree_any(bool(stop)):
-                return {}
+                return None
             if (batch := next(batches, None)) is None:
                 continue
             with forward_precision(precision, comm.device):

@@ -1,7 +1,8 @@
-"""The training loop. The docstring of `fit` is its pseudocode; one step is in `step.py`."""
+"""The training loop. The docstring of `continue_fit` is its pseudocode; one step is in `step.py`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,25 +31,61 @@ def fit(
     train_data: Any,
     optimizer: Optimizer,
     *,
-    global_batch: int | None = None,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-    comm: Communicator | None = None,
-    state: TrainState | None = None,
+    global_batch: int,
     num_shards: int | None = None,
     micro_size: int | None = None,
+    seed: int = 0,
+    comm: Communicator | None = None,
+    **how: Any,
+) -> TrainState:
+    """Trains a model from its beginning. Collective.
+
+    Args:
+        model: a `Replica` (`DistributedDataParallel`), or a module, which is wrapped in one.
+        optimizer: of the module's parameters.
+        global_batch: samples per step of all ranks together; any number from the world size up.
+        num_shards, micro_size: parts that a batch is cut into, and most samples per forward (`TrainSampler`).
+        seed: of the order and of all random streams.
+        how: `epochs` or `max_steps`, and everything else that `continue_fit` takes.
+
+    Returns:
+        Where the run stands; `continue_fit` goes on from there.
+
+    Raises:
+        As `continue_fit`; ConfigError if the batch cannot be shared.
+    """
+    comm = comm or current()
+    sampler = TrainSampler(
+        len(train_data),
+        global_batch=global_batch,
+        rank=comm.rank,
+        world_size=comm.world_size,
+        num_shards=num_shards,
+        micro_size=micro_size,
+        seed=seed,
+    )
+    replica = model if isinstance(model, Replica) else DistributedDataParallel(model, comm=comm)
+    return continue_fit(TrainState(comm, replica, optimizer, sampler), task, train_data, **how)
+
+
+def continue_fit(
+    state: TrainState,
+    task: Task,
+    train_data: Any,
+    *,
+    epochs: int | None = None,
+    max_steps: int | None = None,
     schedule: Schedule | None = None,
     clip_norm: float | None = None,
     precision: Precision = "fp32",
-    seed: int = 0,
     loader_workers: int = 0,
-    evaluation: Callable[[TrainState], dict[str, float]] | None = None,
+    evaluation: Callable[[TrainState], dict[str, float] | None] | None = None,
     evaluate_every_epochs: int | None = 1,
     evaluate_every_steps: int | None = None,
     callbacks: Sequence[Callback] = (),
     stop: StopFlag | None = None,
 ) -> TrainState:
-    """Trains until `epochs` or `max_steps` are reached, or any rank wants to stop. Collective.
+    """Trains on from `state` until `epochs` or `max_steps` are reached, or any rank wants to stop. Collective.
 
         for each epoch:
             for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
@@ -56,53 +93,34 @@ def fit(
                 divide by the global count, clip, step, commit    (step.py)
                 evaluate, if it is time
                 leave, if any rank wants to stop
+        evaluate, unless that was done after the last step
 
     Args:
-        model: a `Replica` (`DistributedDataParallel`), or a module, which is wrapped in one.
+        state: model, optimizer, sampler and step; the sampler's seed is that of every random stream.
         task: turns a batch into (loss_sum, count).
         train_data: map-style data set.
-        optimizer: of the module's parameters; its present rates are what `schedule` multiplies.
-        global_batch: samples per step of all ranks together; any number from the world size up.
-        epochs, max_steps: whichever is reached first; one is needed.
-        state: to continue from, instead of a fresh one made of model, optimizer and batch settings.
-        num_shards, micro_size: parts that a batch is cut into, and most samples per forward (`TrainSampler`).
-        schedule: factor of the learning rate as a function of the step.
+        epochs, max_steps: of the whole run, whichever is reached first; one is needed.
+        schedule: factor of the learning rate as a function of the step; it multiplies the optimizer's first rates.
         clip_norm: largest norm of the global gradient.
-        seed: of the order and of all random streams.
         loader_workers: processes that prepare batches, per rank.
-        evaluation: computes metrics; collective, called on all ranks after the same step. An empty result means that
-            it was given up because a rank wants to stop.
+        evaluation: computes metrics; collective, called on all ranks after the same step. None from it means that it
+            was given up because a rank wants to stop.
         callbacks: called at the six moments of `callbacks.py`.
         stop: this rank's wish to stop.
 
-    Returns:
-        Where the run stands.
-
     Raises:
         ConfigError: settings that cannot work.
-        Diverged: the loss is not finite.
+        Diverged: loss or gradient is not finite.
+        UnusedParameters: some parameters got no gradient.
         PeerLost: a rank was lost.
     """
-    comm = comm or (state.comm if state else current())
-    if state is None:
-        if global_batch is None:
-            raise ConfigError("global_batch is missing: say how many samples a step takes, over all workers together")
-        sampler = TrainSampler(
-            len(train_data),
-            global_batch=global_batch,
-            rank=comm.rank,
-            world_size=comm.world_size,
-            num_shards=num_shards,
-            micro_size=micro_size,
-            seed=seed,
-        )
-        replica = model if isinstance(model, Replica) else DistributedDataParallel(model, comm=comm)
-        state = TrainState(comm, replica, optimizer, sampler)
-    num_steps = last_step(state.sampler, epochs=epochs, max_steps=max_steps)
-    rules = StepRules(task, schedule or constant(), base_rates(optimizer), clip_norm, precision, seed)
+    num_steps = last_step(state, epochs=epochs, max_steps=max_steps)
+    seed = state.sampler.state.seed
+    rules = StepRules(task, schedule or constant(), base_rates(state.optimizer), clip_norm, precision, seed)
     watching = Callbacks(callbacks)
     stop = StopFlag() if stop is None else stop  # a flag that is not raised counts as false
-    loader = TrainLoader(train_data, state.sampler, num_workers=loader_workers, pin_memory=comm.device.type == "cuda")
+    on_gpu = state.comm.device.type == "cuda"
+    loader = TrainLoader(train_data, state.sampler, num_workers=loader_workers, pin_memory=on_gpu)
     state.model.train()
     try:
         watching.fit_start(state)
@@ -113,10 +131,12 @@ def fit(
                 watching.step_end(state, report)
                 if someone_stops:
                     state.stopped_by = _agreed_reason(state, stop)
-                elif evaluation and _is_time(state, num_steps, evaluate_every_epochs, evaluate_every_steps):
+                elif evaluation and _is_time(state, evaluate_every_epochs, evaluate_every_steps):
                     _evaluate(state, evaluation, watching, stop)
                 if state.step >= num_steps or state.stopped_by:
                     break
+        if evaluation and not state.stopped_by and state.evaluated_at != state.step:
+            _evaluate(state, evaluation, watching, stop)
         watching.fit_end(state)
     except BaseException as error:
         watching.exception(state, error)
@@ -126,12 +146,17 @@ def fit(
     return state
 
 
-def last_step(sampler: TrainSampler, *, epochs: int | None, max_steps: int | None) -> int:
-    """The number of steps of the whole run, resumed parts included."""
+def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -> int:
+    """The number of steps of the whole run: those that were made, and those that are left at the present batch size."""
     if epochs is None and max_steps is None:
         raise ConfigError("neither epochs nor max_steps is given: the run would never end")
-    by_epochs = None if epochs is None else epochs * sampler.num_steps_per_epoch
-    return min(limit for limit in (by_epochs, max_steps) if limit is not None)
+    limits = [] if max_steps is None else [max_steps]
+    if epochs is not None:
+        sampler, (_, epoch, consumed) = state.sampler, state.sampler.state
+        left_in_epoch = math.ceil((sampler.length - consumed) / sampler.global_batch)
+        left = left_in_epoch + (epochs - epoch - 1) * sampler.num_steps_per_epoch if epoch < epochs else 0
+        limits.append(state.step + left)
+    return min(limits)
 
 
 def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
@@ -139,10 +164,8 @@ def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
     return tuple(float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups)
 
 
-def _is_time(state: TrainState, num_steps: int, every_epochs: int | None, every_steps: int | None) -> bool:
-    """At the end, every so many epochs, every so many steps."""
-    if state.step >= num_steps:
-        return True
+def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
+    """Every so many epochs, every so many steps."""
     position = state.sampler.state
     at_epoch_end = position.consumed == 0
     if every_epochs is not None and at_epoch_end and position.epoch % every_epochs == 0:
@@ -152,16 +175,16 @@ def _is_time(state: TrainState, num_steps: int, every_epochs: int | None, every_
 
 def _evaluate(
     state: TrainState,
-    evaluation: Callable[[TrainState], dict[str, float]],
+    evaluation: Callable[[TrainState], dict[str, float] | None],
     watching: Callback,
     stop: StopFlag,
 ) -> None:
     metrics = evaluation(state)
-    if metrics:
+    if metrics is None:
+        state.stopped_by = _agreed_reason(state, stop)
+    else:
         state.evaluation, state.evaluated_at = metrics, state.step
         watching.evaluated(state)
-    else:
-        state.stopped_by = _agreed_reason(state, stop)
 
 
 def _agreed_reason(state: TrainState, stop: StopFlag) -> str:

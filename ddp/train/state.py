@@ -20,7 +20,8 @@ class TrainState:
     Attributes:
         step: committed optimizer steps.
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
-        evaluation: the latest metrics by name, and the step that they belong to.
+        train_loss: of the last step; None before the first.
+        evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
     """
 
     comm: Communicator
@@ -29,8 +30,15 @@ class TrainState:
     sampler: TrainSampler
     step: int = 0
     stopped_by: str = ""
+    train_loss: float | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs trained so far, as a fraction."""
+        position = self.sampler.state
+        return position.epoch + position.consumed / self.sampler.length
 
     @property
     def epoch(self) -> int:
@@ -39,11 +47,11 @@ class TrainState:
 
     def position(self) -> dict[str, Any]:
         """Step and sampler position; valid at any world size."""
-        return {"step": self.step, "sampler": self.sampler.state_dict()}
+        return {"step": self.step, "sampler": self.sampler.state_dict(), "train_loss": self.train_loss}
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         """Continues from there."""
-        self.step = int(position["step"])
+        self.step, self.train_loss = int(position["step"]), position["train_loss"]
         self.sampler.load_state_dict(position["sampler"])
 
 
@@ -55,7 +63,7 @@ class StepReport:
         step: its number, from 1.
         loss: mean over all samples (or tokens) of the global batch.
         num_items: how many those were; num_samples: samples of the global batch.
-        gradient_norm: of the global mean gradient before clipping; None without clipping.
+        gradient_norm: of the global mean gradient, before clipping.
         rate: learning rate of the first parameter group.
         step_s: whole step; data_s: of it, waiting for data; wait_s: of it, waiting for other ranks.
     """
@@ -65,7 +73,7 @@ class StepReport:
     loss: float
     num_items: int
     num_samples: int
-    gradient_norm: float | None
+    gradient_norm: float
     rate: float
     step_s: float
     data_s: float

@@ -3,7 +3,8 @@
     for each micro-batch of mine:             its own dropout stream; forward, backward of the loss *sum*
                                               (gradients are sent during the last one only)
     all ranks' totals are known               loss, number of items, does anyone want to stop?
-    not a finite number?                      Diverged, on every rank alike; nothing was changed
+    a parameter without a gradient?           UnusedParameters, on every rank alike
+    loss or gradient not a finite number?     Diverged, on every rank alike; no parameter was changed
     clip, set the rate, optimizer step        the same on every rank
     commit                                    sampler and step counter move on
 
@@ -17,11 +18,11 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp.clock import Stopwatch, now_s
 from ddp.data.sampler import StepPlan
@@ -60,23 +61,23 @@ def train_step(
         Diverged: loss or gradient norm is not finite; parameters and sampler are as before the step.
     """
     start_s, fetching = now_s(), Stopwatch()
-    state.model.waited.take_s()
-    state.optimizer.zero_grad(set_to_none=True)
+    model, optimizer = state.model, state.optimizer
+    model.waited.take_s()
+    optimizer.zero_grad(set_to_none=True)
     _backward(state, rules, plan, batches, fetching, wants_stop)
 
-    totals = state.model.totals
+    model.raise_pending()
+    totals = model.totals
     loss = float(totals.loss_sum) / max(1, totals.num_items)
     if not math.isfinite(loss):
         raise Diverged(_diverged(state.step + 1, "loss", loss))
-    gradient_norm = None
-    if rules.clip_norm is not None:
-        gradient_norm = float(torch.nn.utils.clip_grad_norm_(state.model.parameters(), rules.clip_norm))
-        if not math.isfinite(gradient_norm):
-            raise Diverged(_diverged(state.step + 1, "gradient norm", gradient_norm))
-    set_rate(state.optimizer, rules.base_rates, rules.schedule(state.step))
-    state.optimizer.step()
+    gradient_norm = _clip(model, rules.clip_norm)
+    if not math.isfinite(gradient_norm):
+        raise Diverged(_diverged(state.step + 1, "gradient norm", gradient_norm))
+    set_rate(optimizer, rules.base_rates, rules.schedule(state.step))
+    optimizer.step()
     state.sampler.commit(plan)
-    state.step += 1
+    state.step, state.train_loss = state.step + 1, loss
 
     report = StepReport(
         step=state.step,
@@ -85,12 +86,21 @@ def train_step(
         num_items=totals.num_items,
         num_samples=plan.size,
         gradient_norm=gradient_norm,
-        rate=float(state.optimizer.param_groups[0]["lr"]),
+        rate=float(optimizer.param_groups[0]["lr"]),
         step_s=now_s() - start_s,
         data_s=fetching.total_s,
-        wait_s=state.model.waited.take_s(),
+        wait_s=model.waited.take_s(),
     )
     return report, totals.num_stopping > 0
+
+
+def _clip(model: nn.Module, clip_norm: float | None) -> float:
+    """Norm of the global gradient over whole tensors; scales the gradients down if it is above `clip_norm`."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+    if clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    return float(norm)
 
 
 def _backward(

@@ -2,8 +2,8 @@
 
 Both use a process group of their own, so that their messages never mix with those of the application.
 
-Gloo    Every transfer is an `isend` or `irecv` of its own; messages between two ranks match in order of posting. Gloo knows
-        no CUDA tensors: those are staged through pinned host memory.
+Gloo    Every transfer is an `isend` or `irecv` of its own; messages between two ranks match in order of posting. Gloo
+        knows no CUDA tensors: those are staged through pinned host memory.
 NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by one, "send, then receive" on both sides
         deadlocks, since NCCL runs the operations of a pair in launch order (NVIDIA/nccl#479). NCCL orders itself behind
         the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ddp
 from ddp.data.splits import TensorSet
-from ddp.errors import ConfigError, Diverged
+from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.tasks.classification import Classification
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
@@ -62,7 +62,7 @@ def test_equals_one_process_over_all_samples(world_size: int) -> None:
             torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
 
 
-def give_up() -> dict[str, float]:
+def give_up() -> dict[str, float] | None:
     ddp.init(abort_s=20)
     stop = StopFlag()
     if ddp.init().rank == 1:
@@ -73,7 +73,7 @@ def give_up() -> dict[str, float]:
 
 
 def test_evaluation_is_given_up_together_when_a_rank_wants_to_stop() -> None:
-    assert run_ranks(give_up, 2) == [{}, {}]
+    assert run_ranks(give_up, 2) == [None, None]
 
 
 class Watch(Callback):
@@ -99,6 +99,16 @@ class Watch(Callback):
 
     def fit_end(self, state: TrainState) -> None:
         self.moments.append("fit_end")
+
+
+class OneUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 4).double(), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.used(x)
+        return result
 
 
 def fit_in_one_process() -> None:
@@ -133,8 +143,21 @@ def fit_in_one_process() -> None:
 
     with pytest.raises(ConfigError, match="neither epochs nor max_steps"):
         ddp.fit(net, Classification(), data(6), torch.optim.SGD(net.parameters(), 0.1), global_batch=6)
-    with pytest.raises(ConfigError, match="global_batch is missing"):
-        ddp.fit(net, Classification(), data(6), torch.optim.SGD(net.parameters(), 0.1), epochs=1)
+    with pytest.raises(ConfigError, match="has 0 samples"):
+        ddp.evaluate(net, Classification(), data(0))
+    with pytest.raises(UnusedParameters, match=r"rank 0: 0\.unused"):
+        partly = nn.Sequential(OneUnused())
+        ddp.fit(
+            partly, Classification(), data(6), torch.optim.SGD(partly.parameters(), 0.1), global_batch=6, max_steps=1
+        )
+    exploding = data(6)
+    exploding.inputs[3] = 1e300  # a finite loss whose gradient is not
+    with pytest.raises(Diverged, match="the gradient norm of step 1 is"):
+        linear = nn.Sequential(nn.Linear(6, 4)).double()
+        nn.init.zeros_(linear[0].weight)
+        ddp.fit(
+            linear, Classification(), exploding, torch.optim.SGD(linear.parameters(), 0.1), global_batch=6, max_steps=1
+        )
     ddp.shutdown()
 
 

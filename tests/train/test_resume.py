@@ -16,10 +16,19 @@ from ddp.errors import CheckpointError
 from ddp.replica.verify import tensor_hash
 from ddp.tasks.classification import Classification
 from ddp.train.callbacks import Callback
-from ddp.train.checkpoint import Checkpointer, load_initial_weights, read_checkpoint, restore
+from ddp.train.checkpoint import (
+    Checkpointer,
+    changes,
+    load_initial_weights,
+    read_checkpoint,
+    restore,
+    save_checkpoint,
+)
 from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.fit import continue_fit, last_step
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
+from ddp.transport.simulated import SimulatedNetwork
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges
 
@@ -73,14 +82,11 @@ def part_of_a_run(
     callbacks: list[Callback] = [Checkpointer(store, identity={}, every_steps=4)]
     if stop_at is not None:
         callbacks.append(StopAt(stop_at, stop))
-    ddp.fit(
-        replica,
+    continue_fit(
+        state,
         Classification(),
         data,
-        optimizer,
-        state=state,
         max_steps=NUM_STEPS,
-        seed=7,
         callbacks=callbacks,
         stop=stop,
     )
@@ -117,6 +123,50 @@ def test_resumed_at_another_world_size_sees_every_sample_once_per_epoch(tmp_path
     counts = [seen.count(index) for index in range(47)]
     assert set(counts) == {2, 3}  # 13 steps of 5 per epoch: twice everything, and 30 samples a third time
     assert counts.count(3) == 30
+
+
+def state_of(sampler: TrainSampler, step: int, optimizer: torch.optim.Optimizer | None = None) -> TrainState:
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    module = nn.Linear(3, 1)
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
+    return TrainState(comm, ddp.DistributedDataParallel(module, comm=comm), optimizer, sampler, step)
+
+
+@pytest.mark.parametrize("global_batch", [5, 10, 47, 20])
+@pytest.mark.parametrize(("epoch", "consumed"), [(0, 0), (0, 10), (1, 0), (2, 40), (3, 0), (4, 0)])
+def test_epochs_are_counted_in_samples_whatever_the_batch_was(global_batch: int, epoch: int, consumed: int) -> None:
+    sampler = TrainSampler(47, global_batch=global_batch, rank=0, world_size=1)
+    sampler.load_state_dict({"seed": 0, "epoch": epoch, "consumed": consumed})
+    state = state_of(sampler, step=17)
+    left = 0
+    while sampler.state.epoch < 3:
+        for plan in list(sampler.plans()):
+            sampler.commit(plan)
+            left += 1
+    sampler.load_state_dict({"seed": 0, "epoch": epoch, "consumed": consumed})
+    assert last_step(state, epochs=3, max_steps=None) == 17 + left
+    assert last_step(state, epochs=3, max_steps=18) == min(18, 17 + left)
+
+
+def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_optimizer(tmp_path: Path) -> None:
+    def fresh(kind: type[torch.optim.Optimizer], **settings: float) -> TrainState:
+        sampler = TrainSampler(47, global_batch=10, rank=0, world_size=1)
+        state = state_of(sampler, step=0)
+        state.optimizer = kind(state.model.module.parameters(), **settings)  # type: ignore[call-arg]
+        state.model(torch.ones(2, 3)).sum().backward()
+        state.optimizer.step()
+        return state
+
+    store = CheckpointStore(tmp_path)
+    save_checkpoint(store, fresh(torch.optim.AdamW, lr=0.1, weight_decay=0.01), identity={"optim": 1, "threads": 1})
+    resumed = fresh(torch.optim.AdamW, lr=0.2, weight_decay=0.5)
+    checkpoint = store.load()
+    restore(checkpoint, resumed, identity={"optim": 2, "threads": 1})
+    group = resumed.optimizer.param_groups[0]
+    assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (0.2, 0.2, 0.5)
+    assert changes({"optim": 1, "threads": 1}, {"optim": 2, "threads": 1}) == ["optim was 1, is 2"]
+    with pytest.raises(CheckpointError, match="was taken with AdamW, this run uses SGD"):
+        restore(checkpoint, fresh(torch.optim.SGD, lr=0.1), identity={})
 
 
 def test_dropout_and_order_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
