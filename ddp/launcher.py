@@ -225,7 +225,11 @@ def launch(
             raise SystemExit(128 + ended.signal)
         if ended.failures:
             raise WorkersFailed(describe_failures(ended.failures, Path(folder) / "logs"))
-        return [pickle.loads((Path(folder) / f"result-rank-{rank}.pkl").read_bytes()) for rank in range(workers)]
+        results = [Path(folder) / f"result-rank-{rank}.pkl" for rank in range(workers)]
+        for rank, path in enumerate(results):
+            if not path.exists():
+                raise WorkersFailed(f"rank {rank} ended without a result: does the function call sys.exit?")
+        return [pickle.loads(path.read_bytes()) for path in results]
 
 
 # --------------------------------------------------------------------------------------------- compose and prepare

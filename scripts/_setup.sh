@@ -17,7 +17,10 @@ make_venv() {
         fail "$(python3 --version) is too old; this needs Python 3.11 or newer as python3"
     [[ -x $python ]] && "$python" -c 'import pip' 2>/dev/null && return
     say "making .venv with $(python3 --version)"
-    python3 -m venv --clear .venv ||
+    python3 -m venv --clear .venv 2>/dev/null && return
+    # Some distributions ship venv without ensurepip; python3's own pip can fill the new environment.
+    { python3 -m venv --clear --without-pip .venv &&
+        python3 -m pip --python "$python" install --quiet --disable-pip-version-check pip; } ||
         fail "python3 cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
 }
 

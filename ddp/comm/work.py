@@ -36,7 +36,10 @@ class Work:
         """
         result = self._future.result(timeout_s)
         if self._finished is not None:
-            torch.cuda.current_stream().wait_event(self._finished)
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._finished)
+            for tensor in result if isinstance(result, list) else [result]:
+                tensor.record_stream(stream)  # it may come from the other stream's pool: not free while this one reads
         return result
 
     def is_completed(self) -> bool:

@@ -213,6 +213,8 @@ def _check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> No
 
 def _accept_plain_keys(replica: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Lets a checkpoint of the bare module load into its replica."""
-    whole = prefix + PREFIX
-    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(whole)]:
-        state_dict[whole + key.removeprefix(prefix)] = state_dict.pop(key)
+    wanted = {prefix + key for key in replica.state_dict()}
+    for key in [key for key in state_dict if key.startswith(prefix) and key not in wanted]:
+        wrapped = prefix + PREFIX + key.removeprefix(prefix)
+        if wrapped in wanted and wrapped not in state_dict:
+            state_dict[wrapped] = state_dict.pop(key)

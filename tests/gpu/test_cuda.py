@@ -1,4 +1,4 @@
-"""On a GPU: NCCL with one rank, Gloo with two ranks that share the device; equal to the CPU to tolerance."""
+"""On a GPU: set-up with NCCL (one rank, which sends nothing), and Gloo with two ranks that share the device."""
 
 from __future__ import annotations
 

@@ -257,6 +257,13 @@ def state_dicts_of_both_forms(comm: ddp.Communicator) -> None:
     replica.load_state_dict({"weight": torch.ones(1, 3), "bias": torch.ones(1)})
     assert replica.module.weight.sum() == 3
     replica.load_state_dict(nn.parallel.DistributedDataParallel(nn.Linear(3, 1)).state_dict())
+    inner = nn.ModuleDict({"module_": nn.Linear(1, 1)})
+    inner.module = nn.Linear(3, 1)  # a child of the same name as the wrapper's
+    replica = ddp.DistributedDataParallel(inner)
+    for state in (inner.state_dict(), replica.state_dict()):
+        replica.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        replica.load_state_dict({"weight": torch.ones(1, 3)})
 
 
 def no_sync_covers_the_forward(comm: ddp.Communicator) -> None:

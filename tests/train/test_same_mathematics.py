@@ -103,6 +103,9 @@ class Recorder(Callback):
         self.hashes.append(tensor_hash(torch.cat([self.parameters[-1], *momenta])))
 
 
+COLLECTIVES = ("all_", "allreduce", "allgather", "alltoall", "reduce", "broadcast", "gather", "scatter", "barrier")
+
+
 def forbid_torch_collectives() -> None:
     """torch.distributed's own collectives raise: what is reduced is reduced by us."""
     import torch.distributed as dist
@@ -110,9 +113,14 @@ def forbid_torch_collectives() -> None:
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("torch.distributed's own collective was called")
 
-    for name in vars(dist):
-        if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier", "monitored_barrier")):
-            setattr(dist, name, forbidden)
+    backend = type(dist.group.WORLD._get_backend(torch.device("cpu")))
+    for home in (dist, dist.distributed_c10d, dist.ProcessGroup, *backend.__mro__[:-2]):
+        for name in list(vars(home)):
+            if name.lstrip("_").startswith(COLLECTIVES) and callable(getattr(home, name)):
+                setattr(home, name, forbidden)
+    for call in (dist.all_reduce, dist.distributed_c10d.all_reduce, dist.group.WORLD.allreduce, dist.broadcast):
+        with pytest.raises(AssertionError, match="own collective was called"):
+            call(torch.zeros(1))
 
 
 def train(cases: list[str], kind_of_replica: str) -> dict[str, tuple[Tensor, list[str]]]:
