@@ -40,7 +40,7 @@ TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
 NUM_STEPS = 75  # of 29 per epoch (1,438 samples): two epochs' edges, and partial last batches
 JOB = [f"max_steps={NUM_STEPS}", "batch.global_size=50", "cluster.threads_per_worker=1", "log_every=1"]
 JOB = [*JOB, "checkpoint.every_steps=4"]
-ENDLESS = ["run.name=mine", *JOB, "max_steps=100000", "epochs=null"]
+LONG_JOB = ["run.name=mine", *JOB, "max_steps=1500", "epochs=null"]  # it has an end, should nothing happen to it
 
 LIMIT_S = 60.0  # of any one command
 
@@ -70,9 +70,11 @@ class Command:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.chdir(self.folder))
             if meanwhile is not None:
-                result = stack.enter_context(ThreadPoolExecutor(1)).submit(meanwhile)
+                pool = stack.enter_context(ThreadPoolExecutor(1))
             self._is_running.set()
-            stack.callback(self._is_running.clear)
+            stack.callback(self._is_running.clear)  # so that the thread can end before the pool waits for it
+            if meanwhile is not None:
+                result = pool.submit(meanwhile)
             with pytest.raises(SystemExit) as exit:
                 main(ROOT / "conf")
         ended = Ended(exit.value.code, *self._capfd.readouterr())
@@ -346,7 +348,7 @@ def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) 
         os.kill(workers(run_dir)[1], signal.SIGKILL)
         killed_at_s.append(time.monotonic())
 
-    ended = command(*ENDLESS, meanwhile=kill_one_worker)
+    ended = command(*LONG_JOB, meanwhile=kill_one_worker)
     assert time.monotonic() - killed_at_s[0] < 15
     assert ended.status == 1
     assert "\nrank 1 was killed by SIGKILL" in f"\n{ended.err}"
@@ -366,7 +368,7 @@ def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypa
         wait_for((run_dir / "logs" / "error-rank-0.json").exists, while_=command.is_running)
         assert time.monotonic() - stopped_at_s < 4 + 5  # the deadline, and what the records take to tell
 
-    ended = command(*ENDLESS, "comm.warn_s=2", "comm.abort_s=4", meanwhile=stop_one_worker)
+    ended = command(*LONG_JOB, "comm.warn_s=2", "comm.abort_s=4", meanwhile=stop_one_worker)
     assert ended.status == 1
     assert "rank 1" in ended.err.splitlines()[-1] and "no sign of life" in ended.err
     assert "has waited 2 s for rank 1" in ended.err
