@@ -56,6 +56,10 @@ def test_python_example(tmp_path: Path) -> None:
     assert run("python example.py", tmp_path).strip() == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
 
 
+def test_every_figure_is_in() -> None:
+    assert "BENCH_" not in README and "TODO" not in README
+
+
 def test_every_file_that_is_named_exists() -> None:
     for name in re.findall(r"`((?:ddp|tests|scripts|recipes|docs)/[\w/.]+)", README):
         assert (ROOT / name).exists(), name
