@@ -9,10 +9,7 @@
          ▼                                     ▼                                      ▼
     torchrun's engine ── python -m ddp.worker  ddp.worker.train in this process  torchrun's engine ── ddp.worker --call
 
-Three facts shape it. With a *function* as its entry point the engine's workers would import the parent's main module,
-and Hydra with it; so it starts a *command*. The engine passes on no environment of ours; so the command is `env
-NAME=VALUE … python`, which changes nothing in this process. A worker that fails takes its neighbours with it; so the
-parent reads all their reports and prints the root cause last.
+A worker that fails takes its neighbours with it; so the parent reads all their reports and prints the root cause last.
 
 | how a run ends                         | status | where it is decided                    |
 |----------------------------------------|--------|----------------------------------------|
@@ -23,23 +20,20 @@ parent reads all their reports and prints the root cause last.
 | SIGTERM, to the parent or any worker   | 143    | the parent says so with its own status |
 
 This module alone imports Hydra and OmegaConf, and inside functions: importing it stays light, and workers stay free of
-them. Read next: ddp/worker.py.
+them. Read next: ddp/engine.py, ddp/failures.py, ddp/worker.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_type_hints
@@ -47,13 +41,11 @@ from typing import Any, NamedTuple, NoReturn, get_type_hints
 import yaml
 
 from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain, unknown_key, wrong_type
+from ddp.engine import CUBLAS_WORKSPACE, run_workers
 from ddp.errors import ConfigError, WorkersFailed
+from ddp.failures import describe_failures
 from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
-
-CUBLAS_WORKSPACE = ":4096:8"  # what deterministic=true needs on a GPU, before its first matrix product
-SHUTDOWN_S = 60
-"""How long workers may take to agree and save after a signal, before they are killed."""
 
 # ------------------------------------------------------------------------------------------------ the three ways in
 
@@ -108,7 +100,7 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
     `cluster.workers` is torchrun's world size. An error at rank 0 reaches the others through the store that torchrun
     keeps, so all end at once and one message is seen.
     """
-    os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see `_environment`
+    os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/engine.py
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     try:
         rank, world_size, local_workers = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -218,7 +210,7 @@ def launch(
             pickle.dump((workers, sys.path), stream)
             cloudpickle.dump((function, args, kwargs), stream)
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
-        ended = _run_workers(["--call", str(call), *limit], workers=workers, threads=threads)
+        ended = run_workers(["--call", str(call), *limit], workers=workers, threads=threads)
         if ended.signal is signal.SIGINT:
             raise KeyboardInterrupt
         if ended.signal is not None:
@@ -450,7 +442,7 @@ def train(config: Config, run_dir: Path) -> int:
     from ddp.build import finish
 
     threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
-    ended = _run_workers([str(run_dir.resolve())], workers=config.cluster.workers, threads=threads)
+    ended = run_workers([str(run_dir.resolve())], workers=config.cluster.workers, threads=threads)
 
     if ended.failures:
         _restore_terminal()
@@ -487,152 +479,11 @@ def _restore_terminal() -> None:
         sys.stderr.write("\x1b[?25h\n")
 
 
-class Failure(NamedTuple):
-    """How one worker ended, as the engine saw it: negative statuses are signals; seconds since 1970, rounded down."""
-
-    status: int
-    time_s: float
-
-
-class _Ended(NamedTuple):
-    """How all workers ended. `signal`: what the parent itself got; `failures`: rank → how, in order of discovery."""
-
-    signal: signal.Signals | None
-    failures: Mapping[int, Failure]
-
-
-def _run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> _Ended:
-    """Runs `python -m ddp.worker` on `workers` processes through torchrun's engine, on a free port, and waits."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
-    command = [*_environment(threads), sys.executable, "-m", "ddp.worker", "--parent", str(os.getpid()), *arguments]
-    command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
-    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process():
-        engine = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # port 0: any free one, so two launches at once do not meet
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            shutdown_timeout=SHUTDOWN_S,
-        )
-        try:
-            elastic_launch(engine, "env")(*command)
-        except SignalException as caught:
-            return _Ended(signal.Signals(caught.sigval), {})
-        except KeyboardInterrupt:  # before the engine has installed its handlers
-            return _Ended(signal.SIGINT, {})
-        except ChildFailedError as failed:
-            failures = {rank: Failure(each.exitcode, each.timestamp) for rank, each in failed.failures.items()}
-            return _Ended(None, failures)
-    return _Ended(None, {})
-
-
-def _environment(threads: int) -> list[str]:
-    """What must stand in a worker's environment before it starts, as NAME=VALUE.
-
-    Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits
-    with the number of threads and with the alignment of their input.
-    """
-    variables = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "MKL_CBWR": "AUTO",
-        "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
-        "PYTHONUNBUFFERED": 1,
-    }
-    return [f"{name}={value}" for name, value in variables.items()]
-
-
-@contextlib.contextmanager
-def _unchanged_process() -> Iterator[None]:
-    """Takes back what the engine does to its own process, a variable and signal handlers, and keeps it from logging."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main_thread else ()
-    handlers = {number: signal.getsignal(number) for number in signals}
-    variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
-    for name in ("elastic", "launcher"):
-        logging.getLogger(f"torch.distributed.{name}").propagate = False  # for good: another thread may launch too
-        logging.getLogger(f"torch.distributed.{name}").addHandler(_SILENCE)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if variable is None:
-            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-
-
-_SILENCE = logging.NullHandler()
-
-
 def _wait_for_readers(store: Any, *, num_readers: int, limit_s: float = 10.0) -> None:
     """Keeps rank 0, which may host the store, until the others have read from it."""
     deadline_s = time.monotonic() + limit_s
     while store.add("ddp.launcher/readers", 0) < num_readers and time.monotonic() < deadline_s:
         time.sleep(0.05)
-
-
-# ------------------------------------------------------------------------------------------------------- explain
-
-
-def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
-    """One line for each rank that failed as a consequence, and last the block of the one that failed first.
-
-    Args:
-        failures: rank → how it ended, in the order of discovery; not empty.
-        logs: where the reports and logs of the workers lie.
-    """
-    reports = {rank: report for rank in failures if (report := Report.read(logs, rank=rank)) is not None}
-    root = _root_cause(failures, reports)
-    lines = [_aside(rank, reports.get(rank), root, reports.get(root)) for rank in sorted(failures) if rank != root]
-    block = reports[root].block() if root in reports else _death(root, failures[root].status, logs)
-    return "\n".join([*lines, block])
-
-
-def _aside(rank: int, report: Report | None, root: int, root_report: Report | None) -> str:
-    """One line for a rank that is not the root cause."""
-    if report is not None and not report.is_secondary:
-        return f"rank {rank} failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
-    if root_report is None or not root_report.is_secondary:
-        return f"rank {rank} stopped because rank {root} failed"
-    return f"rank {rank} {'was ended by the launcher' if report is None else 'stopped for the same reason'}"
-
-
-def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
-    """The rank that failed of itself.
-
-    Note "who killed whom": once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
-    So a death by signal is a cause only if it was seen about when the first failure was, and not by SIGTERM.
-    """
-    first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
-    for rank, (status, time_s) in failures.items():
-        if status < 0 and status != -signal.SIGTERM and rank not in reports and time_s < first_s + 10:
-            return rank
-    own = [report for report in reports.values() if not report.is_secondary]
-    if own:
-        return min(own, key=lambda report: report.time_s).rank
-    return next(iter(failures))
-
-
-def _death(rank: int, status: int, logs: Path) -> str:
-    """The block of a worker that could not report: its signal or status, and the end of its log."""
-    if status < 0:
-        name = signal.Signals(-status).name
-        how = f"was killed by {name}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
-    else:
-        how = f"exited with status {status} and left no report"
-    path = logs / f"rank-{rank}.log"
-    tail = path.read_text(errors="replace").splitlines()[-15:] if path.is_file() else []
-    return "\n".join([f"rank {rank} {how}", *([f"the end of {path}:", *tail] if tail else [])])
 
 
 class _Job(NamedTuple):

@@ -15,7 +15,7 @@ FLOORS = [
     ["strategies", "elastic"],
     ["train"],
     ["bench"],
-    ["launcher", "worker", "build", "config", "__main__", "__init__"],
+    ["launcher", "engine", "failures", "worker", "build", "config", "__main__", "__init__"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TOP = len(FLOORS) - 1  # the composition root is one unit; it must still be free of cycles
@@ -77,8 +77,8 @@ def test_every_module_says_what_it_is() -> None:
     assert [name for name, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
-def test_only_the_launcher_imports_hydra_and_only_two_modules_read_the_environment() -> None:
+def test_only_the_launcher_imports_hydra_and_few_modules_touch_the_environment() -> None:
     text = {module: path.read_text() for module, path in MODULES.items()}
     assert [m for m, code in text.items() if "import hydra" in code or "from hydra" in code] == ["ddp.launcher"]
     readers = {module for module, code in text.items() if "os.environ" in code or "os.getenv" in code}
-    assert readers <= {"ddp.launcher", "ddp.comm.setup"}
+    assert readers <= {"ddp.launcher", "ddp.engine", "ddp.comm.setup"}

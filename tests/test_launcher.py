@@ -21,7 +21,8 @@ import yaml
 
 from ddp.config import Config, from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
-from ddp.launcher import Failure, _compose, describe_failures, launch, prepare, translated
+from ddp.failures import Failure, describe_failures
+from ddp.launcher import _compose, launch, prepare, translated
 from ddp.worker import Report
 
 ROOT = Path(__file__).parent.parent

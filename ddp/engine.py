@@ -1,0 +1,105 @@
+"""Torchrun's engine, run as a part of this process: starts `python -m ddp.worker`, waits, says how the workers ended.
+
+With a *function* as its entry point the engine's workers would import the parent's main module, and Hydra with it;
+so it starts a *command*. The engine passes on no environment of ours; so the command is `env NAME=VALUE … python`,
+which changes nothing in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ddp.failures import Failure
+
+CUBLAS_WORKSPACE = ":4096:8"  # what deterministic=true needs on a GPU, before its first matrix product
+SHUTDOWN_S = 60
+"""How long workers may take to agree and save after a signal, before they are killed."""
+
+
+class Ended(NamedTuple):
+    """How all workers ended. `signal`: what the parent itself got; `failures`: rank → how, in order of discovery."""
+
+    signal: signal.Signals | None
+    failures: Mapping[int, Failure]
+
+
+def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ended:
+    """Runs `python -m ddp.worker` on `workers` processes through torchrun's engine, on a free port, and waits."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
+    command = [*_environment(threads), sys.executable, "-m", "ddp.worker", "--parent", str(os.getpid()), *arguments]
+    command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
+    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process():
+        engine = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # port 0: any free one, so two launches at once do not meet
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        try:
+            elastic_launch(engine, "env")(*command)
+        except SignalException as caught:
+            return Ended(signal.Signals(caught.sigval), {})
+        except KeyboardInterrupt:  # before the engine has installed its handlers
+            return Ended(signal.SIGINT, {})
+        except ChildFailedError as failed:
+            failures = {rank: Failure(each.exitcode, each.timestamp) for rank, each in failed.failures.items()}
+            return Ended(None, failures)
+    return Ended(None, {})
+
+
+def _environment(threads: int) -> list[str]:
+    """What must stand in a worker's environment before it starts, as NAME=VALUE.
+
+    Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits
+    with the number of threads and with the alignment of their input.
+    """
+    variables = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "MKL_CBWR": "AUTO",
+        "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
+        "PYTHONUNBUFFERED": 1,
+    }
+    return [f"{name}={value}" for name, value in variables.items()]
+
+
+@contextlib.contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Takes back what the engine does to its own process, a variable and signal handlers, and keeps it from logging."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main_thread else ()
+    handlers = {number: signal.getsignal(number) for number in signals}
+    variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    for name in ("elastic", "launcher"):
+        logging.getLogger(f"torch.distributed.{name}").propagate = False  # for good: another thread may launch too
+        logging.getLogger(f"torch.distributed.{name}").addHandler(_SILENCE)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if variable is None:
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+
+
+_SILENCE = logging.NullHandler()
