@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ddp.replica.data_parallel import NaiveDataParallel as NaiveDataParallel
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
+    from ddp.train.fit import continue_fit as continue_fit
     from ddp.train.fit import fit as fit
 
 _HOMES = {
@@ -40,6 +41,7 @@ _HOMES = {
     "NaiveDataParallel": "ddp.replica.data_parallel",
     "PeerLost": "ddp.errors",
     "TrainSampler": "ddp.data.sampler",
+    "continue_fit": "ddp.train.fit",
     "evaluate": "ddp.train.evaluate",
     "fit": "ddp.train.fit",
     "init": "ddp.comm.setup",

@@ -311,7 +311,7 @@ def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
     wait_for(lambda: not workers(run_dir))
     assert second < steps_done(run_dir) < NUM_STEPS
 
-    ended = command(*job, "resume=auto")
+    ended = command("run.name=mine", "resume=auto")  # the settings are those that it began with
     assert (ended.status, ended.err) == (0, "")
     assert summary_of(run_dir)["steps"] == NUM_STEPS
     assert_same_bits(final_model(finished.run_dirs[2]), final_model(run_dir))

@@ -146,8 +146,9 @@ def test_wrong_arguments() -> None:
     comm = Communicator(SimulatedNetwork(1).transport(0))
     with pytest.raises(ConfigError, match="algorithm='star' is unknown; choose one of auto, ring"):
         comm.all_reduce(torch.zeros(1), algorithm="star")
-    with pytest.raises(ConfigError, match="op='avg' is unknown"):
-        comm.all_reduce(torch.zeros(1), "avg")  # type: ignore[arg-type]
+    for verb in (comm.all_reduce, comm.reduce_scatter):
+        with pytest.raises(ConfigError, match="op='avg' is unknown"):
+            verb(torch.zeros(1), "avg")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"op='mean' on torch\.int64"):
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
     with pytest.raises(ConfigError, match="root=1 is no rank of a world of 1"):

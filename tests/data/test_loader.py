@@ -213,3 +213,19 @@ def test_nothing_is_left_of_an_abandoned_iteration():
     for pid in pids:  # workers that were alive when the program ended have ended with it
         with pytest.raises(OSError, match="No such process"):
             os.kill(pid, 0)
+
+
+class ProcessGroups(Dataset[int]):
+    """Samples are the process group of whoever fetches them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpgid(0)
+
+
+def test_a_signal_to_the_trainer_s_process_group_does_not_reach_its_loaders() -> None:
+    """Launchers signal whole groups; a loader that dies of it would take the agreed stop with it."""
+    loader = EvaluationLoader(ProcessGroups(), batch_size=2, rank=0, world_size=1, num_workers=1)
+    assert all(group != os.getpgid(0) for batch in loader for group in batch.tolist())
