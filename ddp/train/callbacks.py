@@ -74,12 +74,10 @@ class ThroughputMeter(Callback):
 
     def __init__(self) -> None:
         self.whole, self.recent = Throughput(), Throughput()
-        self.last_loss = float("nan")
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         for meter in (self.whole, self.recent):
             meter.add(report.num_samples, step_s=report.step_s, data_s=report.data_s, wait_s=report.wait_s)
-        self.last_loss = report.loss
 
 
 class MetricsFile(Callback):

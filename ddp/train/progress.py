@@ -51,7 +51,7 @@ class ProgressBar(Callback):
         else:
             rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
             where = f"step {state.step}/{self._num_steps}"
-            print(f"{where}  loss {self._meter.last_loss:.4f}  {rate}  {metrics}", flush=True)
+            print(f"{where}  loss {state.train_loss or 0.0:.4f}  {rate}  {metrics}", flush=True)
 
     def exception(self, state: TrainState, error: BaseException) -> None:
         self.fit_end(state)
