@@ -10,7 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ddp.collectives.draw import SCHEDULES, draw
+from ddp.collectives.catalog import SCHEDULES
+from ddp.collectives.draw import draw
 from ddp.collectives.schedule import check
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if options.question == "draw":
         print(draw(schedule.algorithm, options.num_ranks))
         return 0
-    num_chunks = 1 if schedule.whole else options.num_ranks
+    num_chunks = schedule.num_chunks(options.num_ranks)
     proof = check(schedule.algorithm, options.num_ranks, goal=schedule.goal, num_chunks=num_chunks)
     print(
         f"{options.schedule} with {options.num_ranks} ranks: proven, {proof.num_rounds} rounds ({schedule.goal.value})"

@@ -11,26 +11,8 @@ round 1
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import NamedTuple
 
-from ddp.collectives import ring, tree
-from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, Send
-
-
-class Named(NamedTuple):
-    """A schedule that can be asked for by name, and what it promises."""
-
-    algorithm: Algorithm
-    goal: Goal
-    whole: bool = False  # the buffer is one chunk
-
-
-SCHEDULES = {
-    "ring": Named(ring.all_reduce, Goal.ALL_REDUCE),
-    "ring_reduce_scatter": Named(ring.reduce_scatter, Goal.REDUCE_SCATTER),
-    "ring_all_gather": Named(ring.all_gather, Goal.ALL_GATHER),
-    "tree_broadcast": Named(tree.broadcast, Goal.BROADCAST, whole=True),
-}
+from ddp.collectives.schedule import Algorithm, Recv, Round, Send
 
 
 def draw(algorithm: Algorithm, num_ranks: int) -> str:

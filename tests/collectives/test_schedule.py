@@ -10,8 +10,9 @@ from itertools import pairwise
 import pytest
 
 from ddp.collectives import ring, tree
+from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
-from ddp.collectives.draw import SCHEDULES, draw
+from ddp.collectives.draw import draw
 from ddp.collectives.schedule import Algorithm, Expression, Goal, Recv, Round, ScheduleError, Send, check, leaves
 
 SIZES = range(1, 18)
@@ -21,7 +22,7 @@ SIZES = range(1, 18)
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_every_schedule_is_proven(name: str, num_ranks: int) -> None:
     schedule = SCHEDULES[name]
-    proof = check(schedule.algorithm, num_ranks, goal=schedule.goal, num_chunks=1 if schedule.whole else num_ranks)
+    proof = check(schedule.algorithm, num_ranks, goal=schedule.goal, num_chunks=schedule.num_chunks(num_ranks))
     assert (
         proof.num_rounds
         == {
