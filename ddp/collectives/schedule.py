@@ -10,13 +10,24 @@ tensor. It speaks of *chunks* 0 … n−1 of a buffer, and of *slots* when a ran
                              …
 
 Receives that add are applied in the order in which they are *listed*, never in the order in which they arrive: the
-order of additions is part of the schedule, and with it every bit of the result.
+order of additions is part of the schedule, and with it every bit of the result. A round may send a chunk and add to
+it: what leaves is what stood there before.
 
 `check` runs a schedule for all ranks at once on symbols instead of numbers. Every chunk becomes an expression, a
 nested pair of ranks, e.g. ((0, 1), (2, 3)): the sum with its order of additions (a pair has none: a + b is b + a,
-bit by bit). Proven are: no deadlock even if a send only completes once its receive is posted (the strictest
-transport, NCCL), sender and receiver name the same chunks, no transfer reads what another one of the same round
-overwrites, nothing is left in flight, and each contribution arrives exactly once.
+bit by bit). Proven are:
+
+    no deadlock        what is sent in a round is received in the same round, and nothing else is. So every round ends
+                       once its ranks have reached it, even if a send only completes when its receive is posted (the
+                       strictest transport, NCCL): by induction the last one ends too.
+    no race            no transfer of a round overwrites what another one reads or writes
+    no waste           nothing is sent to where it is already
+    exactly once       no contribution is added twice, none is missing at the end
+    one result         all ranks end with the same expression, so with the same bits
+
+Note "canonical". A schedule is canonical when every chunk is added up as the same binary tree over the ranks, that
+of `canonical`: nearest neighbours first, split at the largest power of two. Its bits then do not depend on where
+chunk borders lie, nor on which canonical schedule ran: binomial tree, butterfly, or a host's shared memory.
 """
 
 from __future__ import annotations
@@ -24,6 +35,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
+from itertools import zip_longest
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +69,34 @@ class Goal(Enum):
 
     ALL_REDUCE = "every rank ends with the sum of every chunk"
     REDUCE_SCATTER = "rank r ends with the sum of chunk r"
+    REDUCE = "rank 0 ends with the sum of every chunk; the others with parts of it"
     ALL_GATHER = "rank r starts with chunk r, every rank ends with all chunks"
+    GATHER = "rank r starts with chunk r, rank 0 ends with all chunks"
     BROADCAST = "rank 0 starts with every chunk, every rank ends with them"
+    SCATTER = "rank 0 starts with every chunk, rank r ends with chunk r"
+    ALL_TO_ALL = "chunk d of rank s ends as chunk s of rank d in slot 1, where every rank's own chunk stands already"
+
+    @property
+    def adds(self) -> bool:
+        """Whether contributions are summed; else they only move."""
+        return self in (Goal.ALL_REDUCE, Goal.REDUCE_SCATTER, Goal.REDUCE)
+
+    @property
+    def chunk_per_rank(self) -> bool:
+        """Whether chunks belong to ranks; else the buffer may be cut as the schedule likes."""
+        return self not in (Goal.ALL_REDUCE, Goal.REDUCE, Goal.BROADCAST)
+
+
+class Schedule(NamedTuple):
+    """An algorithm, what it promises, and into how many chunks it cuts the buffer."""
+
+    algorithm: Algorithm
+    goal: Goal
+    num_chunks: Callable[[int], int]  # by number of ranks
+
+    def check(self, num_ranks: int, *, root: int = 0) -> Proof:
+        """Proves that this schedule reaches its goal; see `check` below."""
+        return check(self.algorithm, num_ranks, goal=self.goal, num_chunks=self.num_chunks(num_ranks), root=root)
 
 
 class ScheduleError(AssertionError):
@@ -65,116 +105,65 @@ class ScheduleError(AssertionError):
 
 @dataclass(frozen=True)
 class Proof:
-    """What `check` found out: per chunk its expression, and the rounds that the busiest rank needs."""
+    """What `check` found out, and counted on the way."""
 
-    expressions: tuple[Expression, ...]
+    expressions: tuple[Expression, ...]  # what each chunk becomes
+    canonical: bool  # every chunk is added up in the order of `canonical`; true, too, where nothing is added
     num_rounds: int
+    num_chunks: int
+    messages_sent: tuple[int, ...]  # by each rank
+    chunks_sent: tuple[int, ...]  # by each rank
+
+    @property
+    def busiest(self) -> Fraction:
+        """What the rank that sends most sends, in buffers: 3/2 for a ring of 4."""
+        return Fraction(max(self.chunks_sent), self.num_chunks)
 
 
 def check(
-    algorithm: Algorithm, num_ranks: int, *, goal: Goal = Goal.ALL_REDUCE, num_chunks: int | None = None
+    algorithm: Algorithm,
+    num_ranks: int,
+    *,
+    goal: Goal = Goal.ALL_REDUCE,
+    num_chunks: int | None = None,
+    root: int = 0,
 ) -> Proof:
     """Proves that `algorithm` reaches `goal` for `num_ranks` ranks.
 
     Args:
         num_chunks: chunks that the buffer is cut into; one per rank unless given.
-
-    Returns:
-        The expression that each chunk becomes, and the number of rounds.
+        root: the rank that takes the part of rank 0 in the goal.
 
     Raises:
         ScheduleError: it does not; says where.
     """
     num_chunks = num_ranks if num_chunks is None else num_chunks
-    ranks = [_Rank(algorithm, rank, num_ranks, goal, num_chunks) for rank in range(num_ranks)]
-    while any(not rank.finished for rank in ranks):
-        moved = [_match(ranks[op.peer], rank, op) for rank in ranks for op in rank.waiting_receives()]
-        moved += [rank.finish_round() for rank in ranks if not rank.finished]
-        if not any(moved):
-            stuck = "; ".join(f"rank {r.rank} in round {r.round_number}: {r.open}" for r in ranks if not r.finished)
-            raise ScheduleError(f"deadlock with {num_ranks} ranks: {stuck}")
-    return Proof(_prove(ranks, goal, num_chunks), max(rank.round_number for rank in ranks))
+    if goal.chunk_per_rank and num_chunks != num_ranks:
+        raise ScheduleError(f"{num_ranks} ranks, {num_chunks} chunks: this goal has a chunk per rank ({goal.value})")
+    run = SymbolicRun(num_ranks, goal, num_chunks, root)
+    for rounds in zip_longest(*(algorithm(rank, num_ranks) for rank in range(num_ranks))):
+        run.play(rounds)
+    expressions = run.prove()
+    return Proof(
+        expressions,
+        canonical=not goal.adds or set(expressions) == {canonical(num_ranks)},
+        num_rounds=run.round_number,
+        num_chunks=num_chunks,
+        messages_sent=tuple(run.messages_sent),
+        chunks_sent=tuple(run.chunks_sent),
+    )
 
 
-Chunks = dict[tuple[int, int], Expression | None]  # (slot, chunk) -> what stands there; None: nothing of use
+def canonical(num_ranks: int) -> Expression:
+    """The binary tree over the ranks that splits at the largest power of two: 5 → (((0, 1), (2, 3)), 4)."""
+    return _canonical(0, num_ranks)
 
 
-class _Rank:
-    """One rank of the symbolic run: its buffer, and the round that it has in flight."""
-
-    def __init__(self, algorithm: Algorithm, rank: int, num_ranks: int, goal: Goal, num_chunks: int) -> None:
-        self.rank, self.round_number = rank, 0
-        self.buffer: Chunks = {(0, chunk): self._start(goal, chunk) for chunk in range(num_chunks)}
-        self.rounds = algorithm(rank, num_ranks)
-        self.finished = False
-        self._next_round()
-
-    def _start(self, goal: Goal, chunk: int) -> int | None:
-        if goal is Goal.ALL_GATHER:
-            return self.rank if chunk == self.rank else None
-        if goal is Goal.BROADCAST:
-            return 0 if self.rank == 0 else None
-        return self.rank
-
-    def _next_round(self) -> None:
-        ops = next(self.rounds, None)
-        self.finished = ops is None
-        self.ops: Round = ops or ()
-        self.open = list(self.ops)  # not yet matched by the other side
-        self.arrived: dict[Recv, list[Expression | None]] = {}
-        self._forbid_races()
-
-    def _forbid_races(self) -> None:
-        read = {(op.slot, chunk) for op in self.ops if isinstance(op, Send) for chunk in op.chunks}
-        written = [(op.slot, c) for op in self.ops if isinstance(op, Recv) and not op.add for c in op.chunks]
-        added = {(op.slot, c) for op in self.ops if isinstance(op, Recv) and op.add for c in op.chunks}
-        if (set(written) & (read | added)) or len(set(written)) < len(written):
-            raise ScheduleError(f"rank {self.rank} round {self.round_number}: a chunk is overwritten while in use")
-
-    def waiting_receives(self) -> list[Recv]:
-        return [op for op in self.open if isinstance(op, Recv)]
-
-    def first_open_send_to(self, peer: int) -> Send | None:
-        return next((op for op in self.open if isinstance(op, Send) and op.peer == peer), None)
-
-    def finish_round(self) -> bool:
-        """Once everything in flight has met its other side: apply what arrived, in the order listed."""
-        if self.open:
-            return False
-        for op in self.ops:
-            if isinstance(op, Recv):
-                for chunk, value in zip(op.chunks, self.arrived[op], strict=True):
-                    here = self.buffer.get((op.slot, chunk))
-                    if value is None or value == here:
-                        what = "nothing of use" if value is None else "what it has already"
-                        raise ScheduleError(f"rank {self.rank} round {self.round_number}: chunk {chunk} brings {what}")
-                    self.buffer[op.slot, chunk] = self._sum(here, value, chunk) if op.add else value
-        self.round_number += 1
-        self._next_round()
-        return True
-
-    def _sum(self, here: Expression | None, value: Expression, chunk: int) -> Expression:
-        if here is None:
-            raise ScheduleError(f"rank {self.rank} round {self.round_number}: adds to chunk {chunk}, which it has not")
-        if not set(leaves(here)).isdisjoint(leaves(value)):
-            raise ScheduleError(f"rank {self.rank} round {self.round_number}: a contribution to chunk {chunk} twice")
-        return (here, value) if min(leaves(here)) < min(leaves(value)) else (value, here)
-
-
-def _match(sender: _Rank, receiver: _Rank, op: Recv) -> bool:
-    """Delivers the sender's oldest open message to this receiver, if it has one."""
-    send = sender.first_open_send_to(receiver.rank)
-    first = next(r for r in receiver.waiting_receives() if r.peer == op.peer)
-    if send is None or first is not op:
-        return False
-    if send.chunks != op.chunks:
-        raise ScheduleError(f"rank {sender.rank} sends {send.chunks}, rank {receiver.rank} expects {op.chunks}")
-    if any((send.slot, chunk) not in sender.buffer for chunk in send.chunks):
-        raise ScheduleError(f"rank {sender.rank} round {sender.round_number}: sends {send.chunks}, which it has not")
-    receiver.arrived[op] = [sender.buffer[send.slot, chunk] for chunk in send.chunks]
-    sender.open.remove(send)
-    receiver.open.remove(op)
-    return True
+def _canonical(first: int, stop: int) -> Expression:
+    if stop - first == 1:
+        return first
+    middle = first + (1 << (stop - first - 1).bit_length() - 1)
+    return _canonical(first, middle), _canonical(middle, stop)
 
 
 def leaves(expression: Expression) -> list[int]:
@@ -184,19 +173,161 @@ def leaves(expression: Expression) -> list[int]:
     return leaves(expression[0]) + leaves(expression[1])
 
 
-def _prove(ranks: list[_Rank], goal: Goal, num_chunks: int) -> tuple[Expression, ...]:
-    """Compares what every rank ends with to the goal, and all ranks with each other."""
-    everyone = list(range(len(ranks)))
-    found: list[Expression] = []
-    for chunk in range(num_chunks):
-        owner = chunk if goal is Goal.REDUCE_SCATTER else 0
-        value = ranks[owner].buffer[0, chunk]
-        want = {Goal.ALL_GATHER: [chunk], Goal.BROADCAST: [0]}.get(goal, everyone)
-        if value is None or sorted(leaves(value)) != want:
-            raise ScheduleError(f"chunk {chunk} ends as {value} on rank {owner}: not each of {want} exactly once")
-        if goal is not Goal.REDUCE_SCATTER:
-            for rank in ranks:
-                if rank.buffer[0, chunk] != value:
-                    raise ScheduleError(f"chunk {chunk}: rank {rank.rank} has {rank.buffer[0, chunk]}, not {value}")
-        found.append(value)
-    return tuple(found)
+# --- the symbolic run --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """What a chunk holds. Equal values are one object, so that comparing them costs nothing; never changed."""
+
+    expression: Expression
+    contributors: int  # bit r: the contribution of rank r is in it
+
+
+class SymbolicRun:
+    """The buffers of all ranks, and what one round after the other does to them."""
+
+    def __init__(self, num_ranks: int, goal: Goal, num_chunks: int, root: int) -> None:
+        self.num_ranks, self.goal, self.num_chunks, self.root = num_ranks, goal, num_chunks, root
+        self.round_number = 0
+        self.messages_sent, self.chunks_sent = [0] * num_ranks, [0] * num_ranks
+        self._sums: dict[tuple[Value, Value], Value] = {}
+        everyone, chunks = range(num_ranks), range(num_chunks)
+        self._own = [[Value(rank, 1 << rank) for _ in chunks] for rank in everyone]  # what each rank contributes
+        # of every rank: (slot, chunk) -> what stands there; None: nothing of use
+        self.buffers: list[dict[tuple[int, int], Value | None]] = [
+            {(0, chunk): self._own[rank][chunk] if self._has_at_first(rank, chunk) else None for chunk in chunks}
+            for rank in everyone
+        ]
+        if goal is Goal.ALL_TO_ALL:
+            for rank in everyone:
+                self.buffers[rank].update({(1, c): self._own[rank][rank] if c == rank else None for c in chunks})
+
+    def _has_at_first(self, rank: int, chunk: int) -> bool:
+        if self.goal in (Goal.ALL_GATHER, Goal.GATHER):
+            return chunk == rank
+        if self.goal in (Goal.BROADCAST, Goal.SCATTER):
+            return rank == self.root
+        return True
+
+    def play(self, rounds: tuple[Round | None, ...]) -> None:
+        """One round of all ranks: first everything leaves, then it is written or added, in the order listed."""
+        on_the_way: dict[tuple[int, int], list[Send]] = {}  # between two ranks, in the order listed
+        receives: list[tuple[int, Recv]] = []
+        for rank, ops in enumerate(rounds):
+            if ops is None:
+                raise self._error(rank, "its schedule has ended, while that of another rank goes on")
+            for op in ops:
+                self._forbid_nonsense(rank, op)
+                if isinstance(op, Send):
+                    on_the_way.setdefault((rank, op.peer), []).append(op)
+                    self.messages_sent[rank] += 1
+                    self.chunks_sent[rank] += len(op.chunks)
+                else:
+                    receives.append((rank, op))
+            self._forbid_races(rank, ops)
+        arrived = [(rank, op, self._delivered(rank, op, on_the_way.get((op.peer, rank)))) for rank, op in receives]
+        for (rank, peer), sends in on_the_way.items():
+            if sends:
+                raise self._error(rank, f"deadlock: rank {peer} takes no {_named(sends[0].chunks)} in this round")
+        for rank, op, values in arrived:
+            self._write(rank, op, values)
+        self.round_number += 1
+
+    def _forbid_nonsense(self, rank: int, op: Send | Recv) -> None:
+        if op.peer == rank or not 0 <= op.peer < self.num_ranks:
+            raise self._error(rank, f"names rank {op.peer} as its peer")
+        if not op.chunks or op.chunks.step != 1 or op.chunks.start < 0 or op.chunks.stop > self.num_chunks:
+            raise self._error(rank, f"{op.chunks} is not a run of the chunks 0 to {self.num_chunks - 1}")
+
+    def _forbid_races(self, rank: int, ops: Round) -> None:
+        overwritten = [(op.slot, c) for op in ops if isinstance(op, Recv) and not op.add for c in op.chunks]
+        if overwritten:
+            used = {(op.slot, c) for op in ops if isinstance(op, Send) or op.add for c in op.chunks}
+            if len(set(overwritten)) < len(overwritten) or not used.isdisjoint(overwritten):
+                raise self._error(rank, "a chunk is overwritten while in use")
+
+    def _delivered(self, rank: int, op: Recv, sends: list[Send] | None) -> list[Value]:
+        """What the peer's oldest message of this round brings."""
+        if not sends:
+            raise self._error(rank, f"deadlock: rank {op.peer} sends no {_named(op.chunks)} in this round")
+        send = sends.pop(0)
+        # Chunks differ in length by one element, so they keep their place. Those of an all-to-all are equally long.
+        fits = len(send.chunks) == len(op.chunks) if self.goal is Goal.ALL_TO_ALL else send.chunks == op.chunks
+        if not fits:
+            raise self._error(rank, f"expects {_named(op.chunks)}, rank {op.peer} sends {_named(send.chunks)}")
+        values = []
+        for chunk in send.chunks:
+            value = self.buffers[op.peer].get((send.slot, chunk))
+            if value is None:
+                raise self._error(op.peer, f"sends chunk {chunk}, where it has nothing of use")
+            values.append(value)
+        return values
+
+    def _write(self, rank: int, op: Recv, values: list[Value]) -> None:
+        buffer = self.buffers[rank]
+        for chunk, value in zip(op.chunks, values, strict=True):
+            here = buffer.get((op.slot, chunk))
+            if value is here:
+                raise self._error(rank, f"chunk {chunk} brings what is there already")
+            buffer[op.slot, chunk] = self._sum(rank, chunk, here, value) if op.add else value
+
+    def _sum(self, rank: int, chunk: int, here: Value | None, value: Value) -> Value:
+        if here is None:
+            raise self._error(rank, f"adds to chunk {chunk}, where it has nothing of use")
+        if here.contributors & value.contributors:
+            raise self._error(rank, f"adds a contribution to chunk {chunk} twice")
+        # A pair has no order (a + b is b + a): whoever holds the smallest rank is written first.
+        smallest = [part.contributors & -part.contributors for part in (here, value)]
+        first, second = (here, value) if smallest[0] < smallest[1] else (value, here)
+        found = self._sums.get((first, second))
+        if found is None:
+            expression = first.expression, second.expression
+            found = self._sums[first, second] = Value(expression, first.contributors | second.contributors)
+        return found
+
+    def prove(self) -> tuple[Expression, ...]:
+        """Compares what every rank ends with to the goal; returns what each chunk has become."""
+        return tuple(self._proven(chunk) for chunk in range(self.num_chunks))
+
+    def _proven(self, chunk: int) -> Expression:
+        if self.goal is Goal.ALL_TO_ALL:
+            for rank, buffer in enumerate(self.buffers):
+                if buffer[1, chunk] is not self._own[chunk][rank]:
+                    raise self._error(rank, f"chunk {chunk} of slot 1 is not what rank {chunk} had for rank {rank}")
+            return chunk
+        holders = self._holders(chunk)
+        value = self.buffers[holders[0]][0, chunk]
+        if value is None or value.contributors != self._wanted(chunk):
+            raise self._error(holders[0], f"chunk {chunk} ends as {_shown(value)}: not each contribution once")
+        for rank in holders:
+            other = self.buffers[rank][0, chunk]
+            if other is not value:
+                there = f"as {_shown(value)} on rank {holders[0]}"
+                raise self._error(rank, f"chunk {chunk} ends as {_shown(other)}, but {there}")
+        return value.expression
+
+    def _holders(self, chunk: int) -> list[int]:
+        """The ranks that must have this chunk at the end."""
+        if self.goal in (Goal.REDUCE_SCATTER, Goal.SCATTER):
+            return [chunk]
+        if self.goal in (Goal.REDUCE, Goal.GATHER):
+            return [self.root]
+        return list(range(self.num_ranks))
+
+    def _wanted(self, chunk: int) -> int:
+        """Whose contributions must be in it, as a bit mask."""
+        if self.goal.adds:
+            return (1 << self.num_ranks) - 1
+        return 1 << (chunk if self.goal in (Goal.ALL_GATHER, Goal.GATHER) else self.root)
+
+    def _error(self, rank: int, what: str) -> ScheduleError:
+        return ScheduleError(f"{self.num_ranks} ranks, rank {rank} in round {self.round_number}: {what}")
+
+
+def _shown(value: Value | None) -> str:
+    return "nothing of use" if value is None else str(value.expression)
+
+
+def _named(chunks: range) -> str:
+    return f"chunk {chunks.start}" if len(chunks) == 1 else f"chunks {chunks.start}-{chunks.stop - 1}"

@@ -1,0 +1,277 @@
+"""What a schedule costs: the textbook's formulas, and the price that `auto` compares.
+
+p ranks, a buffer of N bytes, links of latency α and β seconds per byte, γ seconds per byte added. Every message of a
+round is in flight at the same time; those that share a way follow each other at a distance of the gap g (the docstrings
+of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2^⌊log₂ p⌋:
+
+    algorithm            seconds                                                       the simulator says
+    ring                 2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ; p = 2: α + N(β + γ)       the same
+    tree                 2L(α + Nβ) + L·Nγ                                             the same if p = 2^k, else less
+    double_tree          2L(α + g + Nβ) + L·Nγ                                         less, by up to one half
+    butterfly            2L·α + 2(p−1)/p·Nβ + (p−1)/p·Nγ, p = 2^k                      the same
+    recursive_doubling   L(α + Nβ + Nγ), p = 2^k                                       the same
+       … any other p     that for p', and 2(α + Nβ) + Nγ for folding                   the same
+    circulant            2L(α + g) + 2(p−1)/p·Nβ + (p−1)/p·Nγ                          the same if g = 0, else less
+    all_to_all           2(α + (p−2)g) + 2(p−1)/p·Nβ + (p−1)/p·Nγ                      the same
+    master_worker        2(α + (p−2)g) + 2(p−1)Nβ + (p−1)Nγ                            the same
+    round_robin          p times all_to_all's: one master's share after another        less, by up to one half
+    two_dimensional      rows of C, columns of R: a ring's 2(C−1)α + 2(C−1)/C·Nβ +     the same
+                         (C−1)/C·Nγ, and `ring` of R ranks with N/C
+    hierarchical         hosts of l ranks, h hosts: `tree` of l inside, then h ranks   at most that
+                         between by the named algorithm
+
+"The same" is for one message per transfer, on links without a host's shared way, and is tested. Longer buffers are cut
+into segments which overlap, so they cost less; `simulate` knows, the formulas do not.
+
+A price is what the simulator says, and is remembered, since a training job reduces the same few sizes again and again.
+Up to 16 ranks it takes milliseconds, up to 64 some tens; where every host does the same (ring, all-to-all) so does any
+number. A schedule of more than `SIMULATED_MESSAGES` messages (a butterfly of 1024 ranks, a round-robin of 128) is
+priced by its formula, on the worst link, shared by as many ranks of a host as may use it at once: an upper bound.
+
+Bandwidths are those of nccl-tests (its PERFORMANCE.md): *algorithm bandwidth* is bytes of the buffer per second. *Bus
+bandwidth* is that times the share of the buffer that must leave and enter each rank whatever the algorithm, 2(p−1)/p
+for an all-reduce; it compares to the speed of the link, at any number of ranks.
+
+Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3
+(the model) and 4 (tree, butterfly, recursive doubling, ring); the others in the docstrings of the algorithms. Read
+before: `simulate.py`. Read next: `ddp/comm/select.py`, `ddp/comm/calibrate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ddp.collectives.grid import rows_of
+from ddp.collectives.schedule import Goal, Schedule, Send
+from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network, repeats, simulate
+
+ELEMENT_BYTES = 4
+SIMULATED_MESSAGES = 20_000
+
+# --- the formulas ----------------------------------------------------------------------------------------------------
+
+
+class Terms(NamedTuple):
+    """What the formulas are made of."""
+
+    num_ranks: int
+    nbytes: float
+    alpha_s: float
+    beta_s: float
+    gamma_s: float
+    gap_s: float = 0.0
+
+    @property
+    def log2(self) -> int:
+        """⌈log₂ p⌉"""
+        return (self.num_ranks - 1).bit_length()
+
+    @property
+    def bandwidth_optimal_s(self) -> float:
+        """2(p−1)/p·Nβ + (p−1)/p·Nγ: the bytes of a ring, less than which no all-reduce moves."""
+        return (self.num_ranks - 1) / self.num_ranks * self.nbytes * (2 * self.beta_s + self.gamma_s)
+
+
+def ring(t: Terms) -> float:
+    if t.num_ranks == 2:
+        return t.alpha_s + t.nbytes * (t.beta_s + t.gamma_s)
+    return 2 * (t.num_ranks - 1) * t.alpha_s + t.bandwidth_optimal_s
+
+
+def tree(t: Terms) -> float:
+    return 2 * t.log2 * (t.alpha_s + t.nbytes * t.beta_s) + t.log2 * t.nbytes * t.gamma_s
+
+
+def double_tree(t: Terms) -> float:
+    return 2 * t.log2 * t.gap_s + tree(t)
+
+
+def butterfly(t: Terms) -> float:
+    return _folded(t, lambda t: 2 * t.log2 * t.alpha_s + t.bandwidth_optimal_s)
+
+
+def recursive_doubling(t: Terms) -> float:
+    return _folded(t, lambda t: t.log2 * (t.alpha_s + t.nbytes * (t.beta_s + t.gamma_s)))
+
+
+def circulant(t: Terms) -> float:
+    return 2 * t.log2 * (t.alpha_s + t.gap_s) + t.bandwidth_optimal_s
+
+
+def all_to_all(t: Terms) -> float:
+    return 2 * _at_once(t) + t.bandwidth_optimal_s
+
+
+def master_worker(t: Terms) -> float:
+    return 2 * _at_once(t) + (t.num_ranks - 1) * t.nbytes * (2 * t.beta_s + t.gamma_s)
+
+
+def round_robin(t: Terms) -> float:
+    return t.num_ranks * (2 * _at_once(t) + t.bandwidth_optimal_s)
+
+
+def two_dimensional(t: Terms, num_rows: int) -> float:
+    length = t.num_ranks // num_rows
+    row, column = t._replace(num_ranks=length), t._replace(num_ranks=num_rows, nbytes=t.nbytes / length)
+    return 2 * (length - 1) * row.alpha_s + row.bandwidth_optimal_s + (ring(column) if num_rows > 1 else 0.0)
+
+
+def hierarchical(inside: Terms, between: Terms, algorithm: Callable[[Terms], float]) -> float:
+    return tree(inside) + algorithm(between)
+
+
+def _folded(t: Terms, seconds: Callable[[Terms], float]) -> float:
+    """Ranks beyond a power of two hand over what they have first, and get the result last."""
+    power = 1 << (t.num_ranks.bit_length() - 1)
+    fold_s = 2 * (t.alpha_s + t.nbytes * t.beta_s) + t.nbytes * t.gamma_s if power < t.num_ranks else 0.0
+    return seconds(t._replace(num_ranks=power)) + fold_s
+
+
+def _at_once(t: Terms) -> float:
+    """The latency of p−1 messages of one rank, all of one round."""
+    return t.alpha_s + max(0, t.num_ranks - 2) * t.gap_s if t.num_ranks > 1 else 0.0
+
+
+FLAT: dict[str, Callable[[Terms], float]] = {
+    "ring": ring,
+    "tree": tree,
+    "double_tree": double_tree,
+    "butterfly": butterfly,
+    "recursive_doubling": recursive_doubling,
+    "circulant": circulant,
+    "all_to_all": all_to_all,
+    "master_worker": master_worker,
+    "round_robin": round_robin,
+}
+ONE_OF_A_HOST_CROSSES = {"ring", "tree"}  # with hosts of neighbouring ranks; else any number of them may at once
+HIERARCHICAL = {"hierarchical": ring} | {
+    f"hierarchical+{name}": FLAT[name] for name in ("butterfly", "recursive_doubling", "tree")
+}
+
+
+def textbook(name: str, nbytes: int, network: Network) -> float | None:
+    """Seconds of an all-reduce by its formula, on the worst link of the network; None if there is no formula."""
+    hosts, num_ranks = network.hosts, network.num_ranks
+    largest = max(map(len, hosts))
+    if name in HIERARCHICAL:
+        inside = _terms(largest, nbytes, network.inside, network)
+        return hierarchical(inside, _terms(len(hosts), nbytes, network.between, network), HIERARCHICAL[name])
+    link = network.inside
+    if len(hosts) > 1:
+        sharing = 1 if name in ONE_OF_A_HOST_CROSSES else largest
+        link = _worst(replace(network.between, beta_s=network.between.beta_s * sharing), network.inside)
+    terms = _terms(num_ranks, nbytes, link, network)
+    if name == "two_dimensional":
+        return two_dimensional(terms, len(rows_of(hosts)))
+    return FLAT[name](terms) if name in FLAT else None
+
+
+def _terms(num_ranks: int, nbytes: float, link: Link, network: Network) -> Terms:
+    return Terms(num_ranks, nbytes, link.alpha_s + link.announce_s, link.beta_s, network.gamma_s, link.gap_s)
+
+
+def _worst(one: Link, other: Link) -> Link:
+    return Link(
+        max(one.alpha_s, other.alpha_s),
+        max(one.beta_s, other.beta_s),
+        max(one.announce_s, other.announce_s),
+        max(one.gap_s, other.gap_s),
+    )
+
+
+# --- the price -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def price(name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES) -> float:
+    """Predicted seconds of an all-reduce of `nbytes`. A pure function of its arguments; remembered.
+
+    Args:
+        name: the schedule's in the catalog; its formula is the price where simulating would take too long.
+    """
+    num_ranks = network.num_ranks
+    if num_ranks == 1:
+        return 0.0
+    if _about_messages(schedule, num_ranks) > SIMULATED_MESSAGES and not repeats(schedule, network.hosts):
+        seconds = textbook(name, nbytes, network)
+        if seconds is not None:
+            return seconds
+    numel = _whole_chunks(-(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks))
+    timeline = simulate(schedule, network, numel, element_bytes=ELEMENT_BYTES, segment_bytes=segment_bytes)
+    return timeline.makespan_s
+
+
+def _about_messages(schedule: Schedule, num_ranks: int) -> int:
+    """As if every rank sent as many as the last one: a leaf of trees, a worker of masters."""
+    rounds = schedule.algorithm(num_ranks - 1, num_ranks)
+    return num_ranks * sum(isinstance(op, Send) for ops in rounds for op in ops)
+
+
+def _whole_chunks(numel: int, num_chunks: int) -> int:
+    """Rounded up to chunks of one length: then hosts that do the same are simulated once. Not where most are empty."""
+    return numel if numel < num_chunks else -(-numel // num_chunks) * num_chunks
+
+
+class Anatomy(NamedTuple):
+    """Where the time of a collective goes. The three add up to its price."""
+
+    latency_s: float  # what empty messages would take
+    bytes_s: float  # what the bytes on the way add to that
+    additions_s: float  # what the additions add to that
+
+
+def anatomy(
+    name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
+) -> Anatomy:
+    """Takes the price apart, by pricing the same schedule without additions, and without bytes."""
+    inside, between = replace(network.inside, beta_s=0.0), replace(network.between, beta_s=0.0)
+    networks = (
+        replace(network, inside=inside, between=between, gamma_s=0.0),
+        replace(network, gamma_s=0.0),
+        network,
+    )
+    empty, moved, added = (price(name, schedule, nbytes, each, segment_bytes=segment_bytes) for each in networks)
+    return Anatomy(empty, moved - empty, added - moved)
+
+
+class Volume(NamedTuple):
+    """What a schedule makes a rank do."""
+
+    num_rounds: int
+    bytes_sent: float  # by the busiest rank; beyond `SIMULATED_MESSAGES` messages, by rank 0
+
+
+def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
+    """Counted from the schedule."""
+    ranks = range(num_ranks) if _about_messages(schedule, num_ranks) <= SIMULATED_MESSAGES else range(1)
+    chunks, rounds = [0] * len(ranks), [0] * len(ranks)
+    for rank in ranks:
+        for ops in schedule.algorithm(rank, num_ranks):
+            rounds[rank] += 1
+            chunks[rank] += sum(len(op.chunks) for op in ops if isinstance(op, Send))
+    return Volume(max(rounds), nbytes * max(chunks) / schedule.num_chunks(num_ranks))
+
+
+# --- bandwidth -------------------------------------------------------------------------------------------------------
+
+
+def bus_factor(goal: Goal, num_ranks: int) -> float:
+    """Share of the buffer that must leave (or enter) the busiest rank's link, whatever the algorithm (nccl-tests)."""
+    if goal is Goal.ALL_REDUCE:
+        return 2 * (num_ranks - 1) / num_ranks
+    if goal in (Goal.BROADCAST, Goal.REDUCE):
+        return 1.0
+    return (num_ranks - 1) / num_ranks
+
+
+def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
+    """Bytes of the buffer per second."""
+    return nbytes / seconds
+
+
+def bus_bandwidth(goal: Goal, num_ranks: int, nbytes: int, seconds: float) -> float:
+    """Bytes per second that the links must have carried."""
+    return algorithm_bandwidth(nbytes, seconds) * bus_factor(goal, num_ranks)

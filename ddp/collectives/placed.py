@@ -1,0 +1,72 @@
+"""Schedules inside schedules: one that was written for ranks 0 … k−1 is played by other ranks, on a part of the buffer.
+
+A schedule knows its ranks and chunks by number only. So "a ring among the leaders of the hosts", "a tree from root
+3", "a column of the grid, on its own block of the buffer" need no new algorithm, only other names:
+
+    written for        ring of 3       rank 0 → 1 → 2      chunk 0        chunk 1        chunk 2
+    played by          ranks 1, 4, 7   rank 1 → 4 → 7      chunks 6-7     chunks 8-9     chunks 10-11
+
+Ranks that do not play yield as many empty rounds, so that round k stays the same moment on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from ddp.collectives.chunks import around
+from ddp.collectives.schedule import Recv, Round, Schedule, Send
+
+Hosts = tuple[tuple[int, ...], ...]  # the ranks of every host; hosts may differ in size
+
+
+def placed(schedule: Schedule, rank: int, *, ranks: Sequence[int], chunks: range) -> Iterator[Round]:
+    """The rounds of `rank` while `ranks` play `schedule` on the part `chunks` of the buffer.
+
+    Args:
+        ranks: who plays rank 0, 1, … of the schedule.
+        chunks: as many as the schedule has, or a multiple: then each of its chunks stands for several of these.
+    """
+    if rank not in ranks:
+        yield from (() for _ in schedule.algorithm(0, len(ranks)))
+        return
+    each, rest = divmod(len(chunks), schedule.num_chunks(len(ranks)))
+    assert rest == 0, f"{len(chunks)} chunks cannot stand for the {schedule.num_chunks(len(ranks))} of the schedule"
+    for ops in schedule.algorithm(ranks.index(rank), len(ranks)):
+        yield tuple(_renamed(op, ranks[op.peer], _part(chunks, op.chunks, each)) for op in ops)
+
+
+def side_by_side(schedule: Schedule, rank: int, *, groups: Hosts, chunks: range) -> Iterator[Round]:
+    """The rounds of `rank` while every group plays `schedule` by itself: short ones wait for the longest."""
+    longest = max(num_rounds(schedule, size) for size in {len(group) for group in groups})
+    mine = next(group for group in groups if rank in group)
+    yield from placed(schedule, rank, ranks=mine, chunks=chunks)
+    yield from [()] * (longest - num_rounds(schedule, len(mine)))
+
+
+def rooted(schedule: Schedule, root: int) -> Schedule:
+    """The same schedule with `root` in the place of rank 0: ranks, and chunks that belong to ranks, move on by it."""
+    return schedule._replace(algorithm=partial(_rotated, schedule, root))
+
+
+def num_rounds(schedule: Schedule, num_ranks: int) -> int:
+    """Rounds of a schedule: equally many on every rank, so rank 0 is asked."""
+    return sum(1 for _ in schedule.algorithm(0, num_ranks))
+
+
+def _rotated(schedule: Schedule, root: int, rank: int, num_ranks: int) -> Iterator[Round]:
+    num_chunks = schedule.num_chunks(num_ranks)
+    for ops in schedule.algorithm((rank - root) % num_ranks, num_ranks):
+        yield tuple(
+            _renamed(op, (op.peer + root) % num_ranks, run)
+            for op in ops
+            for run in around(op.chunks.start + root, len(op.chunks), num_chunks)
+        )
+
+
+def _part(chunks: range, of: range, each: int) -> range:
+    return range(chunks.start + of.start * each, chunks.start + of.stop * each)
+
+
+def _renamed(op: Send | Recv, peer: int, chunks: range) -> Send | Recv:
+    return Send(peer, chunks, op.slot) if isinstance(op, Send) else Recv(peer, chunks, op.add, op.slot)
