@@ -86,7 +86,10 @@ def run(config: Config, run_dir: Path) -> None:
     comm = init(
         device=config.device.value,
         backend=config.backend.value,
-        algorithm=config.comm.algorithm.value,
+        algorithm=config.comm.algorithm,
+        order=config.comm.order.value,
+        shared_memory=config.comm.shared_memory,
+        debug=config.comm.debug,
         segment_bytes=config.comm.segment_bytes,
         warn_s=config.comm.warn_s,
         abort_s=config.comm.abort_s,
@@ -223,7 +226,8 @@ def _write_summary(run_dir: Path, config: Config, state: TrainState, meter: Thro
         "world_size": state.comm.world_size,
         "threads_per_worker": torch.get_num_threads(),
         "device": str(state.comm.device),
-        "algorithm": state.comm.algorithm,
+        "all_reduce": state.comm.auto.describe(),
+        "choices": {str(nbytes): way for nbytes, way in sorted(state.comm.auto.choices.items())},
         "global_batch": config.batch.global_size,
         "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
         "steps": state.step,
@@ -253,7 +257,7 @@ def _headline(
     start = f", continuing after step {first:,}" if first else ""
     lines = [
         f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name.value} "
-        f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, {comm.algorithm} all-reduce",
+        f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, all-reduce: {comm.auto.describe()}",
         f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
         f"to {largest} samples a step; learning rate {rate:g}{scaled}",
         f"{sampler.length:,} training samples, {sampler.num_steps_per_epoch:,} steps per epoch, "
@@ -395,8 +399,7 @@ def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, An
         **software_identity(),
         "world_size": comm.world_size,
         "device": comm.device.type,
-        "algorithm": comm.algorithm,
-        "reduction": "transport",
+        "all_reduce": comm.auto.describe(),
         "bucket_layout": model.bucket_layout,
         **{key: plain[key] for key in ("seed", "batch", "precision", "clip_norm", "deterministic")},
         **{key: plain[key] for key in ("data", "model", "optim", "schedule", "epochs", "max_steps")},

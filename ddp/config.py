@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
 from ddp.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------------- the words
@@ -43,8 +44,9 @@ class Backend(Enum):
     nccl = "nccl"  # one worker per GPU
 
 
-class Algorithm(Enum):
-    ring = "ring"
+class Order(Enum):
+    any = "any"  # every way of an all-reduce may be taken
+    canonical = "canonical"  # only those that add along the canonical binary tree over the ranks
 
 
 class ReplicaKind(Enum):
@@ -286,7 +288,10 @@ class Batch:
 
 @dataclass(kw_only=True, slots=True)
 class Comm:
-    algorithm: Algorithm = Algorithm.ring
+    algorithm: str = "auto"  # auto (least predicted time) | shared_memory | ring, tree, … | hierarchical, …
+    order: Order = Order.any
+    shared_memory: bool = True  # False: also between workers of one host everything goes over the transport
+    debug: bool = False  # compare what the workers call before every collective
     segment_bytes: int = 4 << 20  # a chunk travels in pieces of this size
     warn_s: float = 10.0  # a collective that waits this long says for whom
     abort_s: float = 60.0  # and this long ends the run
@@ -384,6 +389,7 @@ def _problems(config: Config) -> Iterator[str]:
     """One sentence per problem: key=value, what is wrong with it, the remedy."""
     yield from _bound_problems(config)
     yield from _choice_problems(config)
+    yield from _algorithm_problems(config)
     yield from _cluster_problems(config)
     yield from _device_problems(config)
     yield from _start_problems(config)
@@ -461,6 +467,21 @@ def _lookup(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part, None)
     return value
+
+
+WAYS = (
+    *("auto", "shared_memory", *ALL_REDUCE, "two_dimensional", *BETWEEN_HOSTS),
+    *(f"shared_memory+{between}" for between in ALL_REDUCE),
+)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    """Names that no layout of workers knows; whether this layout does is seen when they have met."""
+    name = config.comm.algorithm
+    if name not in WAYS:
+        yield f"comm.algorithm={name}: unknown; choose one of {', '.join(WAYS)}"
+    elif name.startswith("shared_memory") and not config.comm.shared_memory:
+        yield f"comm.algorithm={name} with comm.shared_memory=false: leave one of them out"
 
 
 def _choice_problems(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@
     ├── ReplicaMismatch   models differ ├── CommunicatorBroken  a call after such an error
     └── CheckpointError   cannot load   ├── Diverged            the loss is not a number
                                         ├── UnusedParameters    a gradient never came
+                                        ├── CollectiveMismatch  ranks called different collectives
                                         └── WorkersFailed       what the parent reports
 
 Every message carries the offending value and a remedy. `assert` is for invariants of this package alone.
@@ -29,6 +30,10 @@ class CheckpointError(ValueError):
 
 class CommunicatorBroken(RuntimeError):
     """A collective was called after an earlier one had failed; the first error is the `__cause__`."""
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks met in different collectives: another operation, size, dtype or number; the message describes both calls."""
 
 
 class Diverged(RuntimeError):

@@ -1,59 +1,87 @@
 """The communicator: collectives for users, each with a number, a label and a deadline.
 
-    comm.all_reduce(t)                    in place, sum; op="mean" | "min" | "max"
-    comm.all_reduce(t, async_op=True)     returns a Work at once
+    comm.all_reduce(t)                    in place, sum; op="mean" | "product" | "min" | "max"; one tensor or a list
+    comm.all_reduce(t, async_op=True)     returns a Work at once; any number may be in flight
+    comm.all_reduce(t, algorithm="ring")  by that schedule; "auto" takes what is predicted to be fastest here
     comm.reduce_scatter(t)                rank r's share of the sum
-    comm.all_gather(t)                    everyone's tensor, by rank; first dimensions may differ
-    comm.broadcast(t, root=0)             in place
+    comm.all_gather(t), comm.gather(t)    everyone's tensor, by rank; first dimensions may differ
+    comm.broadcast(t), comm.reduce(t)     in place, from or to a root
+    comm.scatter(list), comm.all_to_all(list)
     comm.barrier(), comm.agree_any(flag)
+    comm.allocate(numel, dtype)           memory that collectives reach without a copy
+    comm.subgroup(ranks)                  a communicator of some of the ranks
+    comm.explain(nbytes)                  what "auto" thinks of every way
 
-Each verb is a schedule from `ddp/collectives`, run by `execute`. One larger class rather than functions over a smaller
-one: every verb needs the same four things (numbering, order, deadline, blame), and they are the class.
+Each verb shapes its tensors into flat ones and hands them to the `Carrier` (`carrier.py`), which knows schedules,
+transport and shared memory. One larger class rather than functions over a smaller one: every verb needs the same four
+things (numbering, order, deadline, blame), and they are the class. How bytes move is the other class.
 
 All ranks must call the same collectives in the same order. A call is numbered when it is made; the number, its
 label and whom it waits for are what the watchdog publishes, and what a `PeerLost` carries. After an error the
-communicator refuses further calls: the ranks no longer agree on what came last.
+communicator refuses further calls: the ranks no longer agree on what came last. With `debug=True` the ranks compare
+what they call before every collective, so that a wrong operation, shape or dtype is reported instead of undefined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, overload
+from itertools import accumulate
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from ddp.collectives import ring, tree
 from ddp.collectives.chunks import offsets
-from ddp.collectives.schedule import Round
-from ddp.comm.execute import Combine, Scratch, execute
+from ddp.collectives.placed import Hosts
+from ddp.comm import call as calls
+from ddp.comm.auto import Auto, Order
+from ddp.comm.call import Call
+from ddp.comm.carrier import IN_MEMORY, Carrier
+from ddp.comm.execute import Slot
+from ddp.comm.flat import bounds_of, by_rank, check_op, check_pieces, check_wire, in_place, together, with_rows
+from ddp.comm.host_reduce import NoSharedMemory, meet
+from ddp.comm.select import Choice, explain
 from ddp.comm.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
-from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
+from ddp.log import log
 from ddp.transport.edge import Transport, TransportError
 
-Op = Literal["sum", "mean", "min", "max"]
-
-COMBINE: dict[str, Combine] = {
-    "sum": Tensor.add_,
-    "mean": Tensor.add_,  # the division comes at the end, once
-    "min": lambda here, arrived: torch.minimum(here, arrived, out=here),
-    "max": lambda here, arrived: torch.maximum(here, arrived, out=here),
-}
-ALL_REDUCE = {"ring": ring.all_reduce}
+Op = Literal["sum", "mean", "product", "min", "max"]
+Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 SEGMENT_BYTES = 4 << 20
 
 
+@dataclass
+class _Channels:
+    """The highest channel of the transport that any group of this process has; its groups share one of these."""
+
+    last: int = 0
+
+
 class Communicator:
-    """The ranks of one membership and what they can do together. Made by `ddp.init`.
+    """The ranks of one membership and what they can do together. Made by `ddp.init`, or by `subgroup`.
+
+    Args:
+        transport: the edges between the ranks.
+        watchdog: says who is missing.
+        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the way with the least predicted time.
+        order: "canonical" lets "auto" take only ways whose additions follow the canonical binary tree over the ranks.
+        segment_bytes: size of a pipelining piece of a chunk.
+        abort_s: longest silence of a neighbour, in seconds.
+        debug: compare what the ranks call before every collective.
 
     Attributes:
         rank, world_size: this process's number, and how many there are.
         local_rank: this process's number on its host.
         device: where this rank's tensors live.
         generation: version of the membership.
+        auto: which way "auto" takes, and what it has chosen so far.
+        world_ranks: what its ranks are called in the communicator that `ddp.init` made.
     """
 
     def __init__(
@@ -65,56 +93,102 @@ class Communicator:
         local_rank: int = 0,
         generation: int = 0,
         algorithm: str = "ring",
+        order: Order = "any",
         segment_bytes: int = SEGMENT_BYTES,
         abort_s: float = 60.0,
+        debug: bool = False,
+        hosts: Hosts | None = None,
     ) -> None:
-        if algorithm not in ALL_REDUCE:
-            raise ConfigError(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALL_REDUCE)}")
         self.rank, self.world_size, self.local_rank = transport.rank, transport.world_size, local_rank
-        self.device, self.generation, self.algorithm = torch.device(device), generation, algorithm
-        self.abort_s = abort_s
+        self.device, self.generation = torch.device(device), generation
+        self.abort_s, self.debug = abort_s, debug
         self._transport, self._watchdog, self._segment_bytes = transport, watchdog, segment_bytes
+        self._carrier = Carrier(
+            transport, device=self.device, segment_bytes=segment_bytes, timeout_s=abort_s, hosts=hosts
+        )
+        if watchdog is not None:
+            self._carrier.waiting_for = watchdog.waits_for
+        self.auto = Auto(
+            self._carrier, algorithm=algorithm, order=order, segment_bytes=segment_bytes, timeout_s=abort_s
+        )
         self._runner = Runner(f"ddp-collectives-{self.rank}", self.device)
-        self._scratch = Scratch()
         self._sequence = 0
-        self._broken: PeerLost | None = None
+        self._channels = _Channels()
+        self._groups: list[Communicator] = []
+        self._shares_memory = False
+        self._broken: Exception | None = None
+        self.world_ranks: Sequence[int] = range(self.world_size)
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
     @overload
     def all_reduce(
-        self, tensor: Tensor, op: Op = ..., *, algorithm: str = ..., async_op: Literal[False] = ..., label: str = ...
-    ) -> Tensor: ...
+        self,
+        tensor: Tensors,
+        op: Op = ...,
+        *,
+        algorithm: str = ...,
+        wire_dtype: torch.dtype | None = ...,
+        async_op: Literal[False] = ...,
+        label: str = ...,
+    ) -> Tensors: ...
     @overload
     def all_reduce(
-        self, tensor: Tensor, op: Op = ..., *, algorithm: str = ..., async_op: Literal[True], label: str = ...
+        self,
+        tensor: Tensor | list[Tensor],
+        op: Op = ...,
+        *,
+        algorithm: str = ...,
+        wire_dtype: torch.dtype | None = ...,
+        async_op: Literal[True],
+        label: str = ...,
     ) -> Work: ...
     def all_reduce(
-        self, tensor: Tensor, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False, label: str = ""
+        self,
+        tensor: Tensor | list[Tensor],
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        wire_dtype: torch.dtype | None = None,
+        async_op: bool = False,
+        label: str = "",
     ) -> Any:
         """Combines `tensor` over all ranks, in place; bitwise the same everywhere afterwards.
 
         Args:
-            tensor: any shape, the same on every rank.
-            op: "sum", "mean" (floating point only), "min" or "max".
-            algorithm: "ring", or "auto" for the communicator's default.
+            tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
+            op: "sum", "mean" (floating point only), "product", "min" or "max". Of bools, sum means any, product all.
+            algorithm: a way from `ways()`, or "auto".
+            wire_dtype: torch.bfloat16 or torch.float16: what travels between hosts is cast to it, sums are kept in the
+                tensor's own type. What goes through a host's memory is not cast.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
             label: what this is, for messages.
 
         Raises:
+            ConfigError: an operation or way that is not there, or does not go with the tensor.
             PeerLost: a rank did not take part within the deadline.
+            CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
         """
-        schedule = ALL_REDUCE[self.algorithm if algorithm == "auto" else _known(algorithm)]
-        combine = _combine(op, tensor)
+        for one in (tensor,) if isinstance(tensor, Tensor) else tensor:
+            check_op(op, one)
+            check_wire(wire_dtype, one)
+        self.auto.check(algorithm)
+        call = self._call("all_reduce", op, tensor, label)
 
-        def run(flat: Tensor) -> None:
-            self._run(schedule, flat, offsets(flat.numel(), self.world_size), sequence, label, combine)
-            if op == "mean":
-                flat.div_(self.world_size)
+        def reduce(flat: Tensor) -> None:
+            self._carrier.all_reduce(
+                flat,
+                "sum" if op == "mean" else op,
+                self.auto.way(flat, algorithm),
+                sequence=call.sequence,
+                divide_by=self.world_size if op == "mean" else 1,
+                wire_dtype=wire_dtype,
+            )
 
-        sequence, label = self._number("all_reduce", label, tensor)
-        return self._start(partial(_in_place, run, tensor), async_op)
+        if isinstance(tensor, Tensor):
+            return self._start(call, partial(in_place, reduce, tensor), async_op)
+        return self._start(call, partial(together, reduce, tensor), async_op)
 
     @overload
     def reduce_scatter(self, tensor: Tensor, op: Op = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
@@ -126,17 +200,17 @@ class Communicator:
         Returns:
             [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
         """
-        sequence, label = self._number("reduce_scatter", "", tensor)
-        combine = _combine(op, tensor)
+        check_op(op, tensor)
+        call = self._call("reduce_scatter", op, tensor)
 
         def run() -> Tensor:
             flat = tensor.detach().reshape(-1).clone()
             bounds = offsets(flat.numel(), self.world_size)
-            self._run(ring.reduce_scatter, flat, bounds, sequence, label, combine)
+            self._carrier.reduce_scatter(flat, bounds, "sum" if op == "mean" else op, sequence=call.sequence)
             mine = flat[bounds[self.rank] : bounds[self.rank + 1]].clone()
             return mine.div_(self.world_size) if op == "mean" else mine
 
-        return self._start(run, async_op)
+        return self._start(call, run, async_op)
 
     @overload
     def all_gather(self, tensor: Tensor, *, async_op: Literal[False] = ...) -> list[Tensor]: ...
@@ -148,21 +222,15 @@ class Communicator:
         Args:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
-        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
-        sequence, label = self._number("all_gather", "")  # shapes may differ by rank
+        mine = with_rows(tensor)
+        call = self._call("all_gather")  # shapes may differ by rank
 
         def run() -> list[Tensor]:
-            rows = torch.zeros(self.world_size, dtype=torch.int64, device=tensor.device)
-            rows[self.rank] = len(tensor)
-            self._run(ring.all_gather, rows, range(self.world_size + 1), sequence, label)
-            row_numel = tensor[:1].numel() if len(tensor) else tensor.new_empty(1, *tensor.shape[1:]).numel()
-            bounds = [0, *torch.cumsum(rows * row_numel, 0).tolist()]
-            flat = tensor.new_empty(bounds[-1])
-            flat[bounds[self.rank] : bounds[self.rank + 1]] = tensor.reshape(-1)
-            self._run(ring.all_gather, flat, bounds, sequence, label)
-            return [flat[start:stop].view(-1, *tensor.shape[1:]) for start, stop in pairwise(bounds)]
+            flat, rows = self._laid_out(mine, call)
+            self._carrier.all_gather(flat, bounds_of(rows, mine), sequence=call.sequence)
+            return by_rank(flat, rows, mine)
 
-        return self._start(run, async_op)
+        return self._start(call, run, async_op)
 
     @overload
     def broadcast(
@@ -172,23 +240,120 @@ class Communicator:
     def broadcast(self, tensor: Tensor, root: int = ..., *, async_op: Literal[True], label: str = ...) -> Work: ...
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Any:
         """Gives every rank the root's values, in place."""
-        if not 0 <= root < self.world_size:
-            raise ConfigError(f"root={root} is no rank of a world of {self.world_size}")
-        sequence, label = self._number("broadcast", label, tensor)
+        self._check_root(root)
+        call = self._call("broadcast", f"from {root}", tensor, label)
+        run = partial(self._carrier.broadcast, root=root, sequence=call.sequence)
+        return self._start(call, partial(in_place, run, tensor), async_op)
 
-        def run(flat: Tensor) -> None:
-            self._run(partial(tree.rotated, root=root), flat, [0, flat.numel()], sequence, label)
+    @overload
+    def reduce(self, tensor: Tensor, root: int = ..., op: Op = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+    @overload
+    def reduce(self, tensor: Tensor, root: int = ..., op: Op = ..., *, async_op: Literal[True]) -> Work: ...
+    def reduce(self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
+        """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
+        self._check_root(root)
+        check_op(op, tensor)
+        call = self._call("reduce", f"{op} to {root}", tensor)
 
-        return self._start(partial(_in_place, run, tensor), async_op)
+        def run() -> Tensor:
+            partial_sum = tensor.detach().clone()
+            flat = partial_sum.view(-1) if partial_sum.is_contiguous() else partial_sum.reshape(-1)
+            self._carrier.reduce(flat, root, "sum" if op == "mean" else op)
+            if self.rank == root:
+                tensor.detach().copy_(flat.view(tensor.shape))
+                if op == "mean":
+                    tensor.detach().div_(self.world_size)
+            return tensor
+
+        return self._start(call, run, async_op)
+
+    @overload
+    def gather(self, tensor: Tensor, root: int = ..., *, async_op: Literal[False] = ...) -> list[Tensor]: ...
+    @overload
+    def gather(self, tensor: Tensor, root: int = ..., *, async_op: Literal[True]) -> Work: ...
+    def gather(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Any:
+        """Every rank's tensor, by rank, on the root; an empty list elsewhere. First dimensions may differ by rank."""
+        self._check_root(root)
+        mine = with_rows(tensor)
+        call = self._call("gather", f"to {root}")
+
+        def run() -> list[Tensor]:
+            flat, rows = self._laid_out(mine, call)
+            self._carrier.gather(flat, bounds_of(rows, mine), root)
+            return by_rank(flat, rows, mine) if self.rank == root else []
+
+        return self._start(call, run, async_op)
+
+    @overload
+    def scatter(
+        self, tensors: Sequence[Tensor] | None = ..., root: int = ..., *, async_op: Literal[False] = ...
+    ) -> Tensor: ...
+    @overload
+    def scatter(self, tensors: Sequence[Tensor] | None = ..., root: int = ..., *, async_op: Literal[True]) -> Work: ...
+    def scatter(self, tensors: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False) -> Any:
+        """Rank r's tensor out of the root's list; shapes may differ. The other ranks pass nothing.
+
+        Raises:
+            ConfigError: the root has not one tensor per rank, or they differ in dtype.
+        """
+        self._check_root(root)
+        if self.rank == root:
+            check_pieces(tensors, self.world_size)
+        call = self._call("scatter", f"from {root}")
+
+        def run() -> Tensor:
+            pieces = [] if tensors is None or self.rank != root else list(tensors)
+            shapes, dtype = self._told_by(root, [list(piece.shape) for piece in pieces], pieces[:1])
+            bounds = [0, *accumulate(math.prod(shape) for shape in shapes)]
+            flat = torch.empty(bounds[-1], dtype=dtype, device=self.device)
+            if pieces:
+                torch.cat([piece.detach().reshape(-1) for piece in pieces], out=flat)
+            self._carrier.scatter(flat, bounds, root)
+            return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
+
+        return self._start(call, run, async_op)
+
+    @overload
+    def all_to_all(self, tensors: Sequence[Tensor], *, async_op: Literal[False] = ...) -> list[Tensor]: ...
+    @overload
+    def all_to_all(self, tensors: Sequence[Tensor], *, async_op: Literal[True]) -> Work: ...
+    def all_to_all(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Any:
+        """Sends tensors[r] to rank r; returns what rank 0, 1, … sent here.
+
+        Args:
+            tensors: one per rank, [n, ...]; n may differ and may be 0, all else must agree between all ranks.
+        """
+        check_pieces(tensors, self.world_size)
+        pieces = [with_rows(piece) for piece in tensors]
+        call = self._call("all_to_all")
+
+        def run() -> list[Tensor]:
+            ranks = self.world_size
+            counts = torch.zeros(ranks, ranks, dtype=torch.int64, device=self.device)  # [from, to]
+            counts[self.rank] = torch.tensor([len(piece) for piece in pieces])
+            self._carrier.all_gather(counts.view(-1), range(0, ranks**2 + 1, ranks), sequence=call.sequence)
+            going, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+            outgoing = Slot(torch.cat([piece.reshape(-1) for piece in pieces]), bounds_of(going, pieces[0]))
+            bounds = bounds_of(coming, pieces[0])
+            incoming = Slot(outgoing.flat.new_empty(bounds[-1]), bounds)
+            longest = int(counts.max()) * pieces[0].shape[1:].numel()
+            self._carrier.all_to_all(outgoing, incoming, longest=longest)
+            return by_rank(incoming.flat, coming, pieces[0])
+
+        return self._start(call, run, async_op)
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
-        self.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self.device), label="barrier")
+        call = self._call("barrier")
+        self._start(call, partial(self._carrier.barrier, sequence=call.sequence), False)
 
     def agree_any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on any."""
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
-        return bool(self.all_reduce(votes, "max", label="agree_any").item())
+        way = (
+            IN_MEMORY if IN_MEMORY in self._carrier.all_reduces and self.device.type == "cpu" else "recursive_doubling"
+        )
+        return bool(self.all_reduce(votes, "max", algorithm=way, label="agree_any").item())
 
     def wait_for_rank_zero(self, label: str) -> None:
         """Returns once rank 0 has called it too, however long that takes while rank 0 lives.
@@ -196,17 +361,124 @@ class Communicator:
         Raises:
             PeerLost: rank 0 failed, left, or shows no sign of life.
         """
-        sequence, label = self._number("wait_for_rank_zero", label)
+        call = self._call("wait_for_rank_zero", label=label)
         if self._watchdog is not None:
             try:
-                self._watchdog.wait_for_rank_zero(sequence, label, silence_s=self.abort_s)
+                self._watchdog.wait_for_rank_zero(call, silence_s=self.abort_s)
             except PeerLost as lost:
                 self._broken = lost
                 raise
 
+    # --- which way an all-reduce goes --------------------------------------------------------------------------------
+
+    @property
+    def hosts(self) -> Hosts:
+        """The ranks of every host."""
+        return self._carrier.hosts
+
+    def ways(self) -> list[str]:
+        """Every way that an all-reduce can go here: what `algorithm=` accepts besides "auto"."""
+        return list(self._carrier.all_reduces)
+
+    def explain(self, nbytes: int) -> str:
+        """Every way of an all-reduce of so many bytes, by predicted time. Collective: the first call measures."""
+        return explain(nbytes, self._ask("explain", partial(self.auto.ranking, nbytes)))
+
+    def predict(self, nbytes: int, algorithm: str = "auto", *, allocated: bool = False) -> float:
+        """Predicted seconds of an all-reduce. Collective: the first call measures."""
+        ranking: list[Choice] = self._ask("predict", partial(self.auto.ranking, nbytes, allocated=allocated))
+        return next(choice.predicted_s for choice in ranking if algorithm in ("auto", choice.name))
+
+    def choose(self, nbytes: int) -> str:
+        """The way that "auto" takes for an all-reduce of so many bytes. Collective: the first call may measure."""
+        way: str = self._ask("choose", partial(self.auto.choose, nbytes, device=self.device.type))
+        return way
+
+    def _ask(self, operation: str, question: Callable[[], Any]) -> Any:
+        return self._start(self._call(operation), question, False)
+
+    # --- memory, neighbours, groups ----------------------------------------------------------------------------------
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] zeros, in the memory that this communicator's collectives reach best."""
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        """[numel] zeros, in the memory that this communicator's collectives reach without a copy. Collective.
+
+        It belongs to the communicator, and goes when every rank has called `free`, or with the communicator.
+        """
+        group = self._carrier.group
+        if group is None or self.device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        call = self._call("allocate", f"{numel} {dtype}")
+        try:
+            tensor: Tensor = self._start(call, partial(group.allocate, numel, dtype, timeout_s=self.abort_s), False)
+        except NoSharedMemory as error:  # on all ranks of the host alike
+            log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
+            return torch.zeros(numel, dtype=dtype)
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        """Gives memory from `allocate` back. Every rank calls it; no collective may still use the tensor."""
+        if self._carrier.group is not None and self.device.type == "cpu":
+            self._carrier.group.free(tensor)
+
+    def meet_neighbours(self, *, shared_memory: bool = True) -> None:
+        """Finds out which ranks share a host and, if asked to, meets them in its memory. Collective."""
+        call = self._call("meet_neighbours")
+        self._start(call, partial(self._meet, shared_memory), False)
+
+    def _meet(self, shared_memory: bool) -> None:
+        carrier = self._carrier
+        hosts, group, reason = meet(self.rank, carrier.gather_bytes, timeout_s=self.abort_s)
+        carrier.know_hosts(hosts)
+        obstacles = [answer.decode() for answer in carrier.gather_bytes(reason.encode()) if answer]
+        self._shares_memory = shared_memory
+        if shared_memory and not obstacles and len(hosts) < self.world_size:
+            carrier.share_memory(group, channel=self._new_channel())
+        elif group is not None:
+            group.close()
+        if shared_memory and obstacles and self.rank == 0:
+            log.warning("collectives inside a host go over the network's transport: %s", obstacles[0])
+        self.auto.check(self.auto.algorithm)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of some of the ranks, numbered in the order given; None on the others. Collective over all.
+
+        Its collectives are numbered and watched by themselves and may run beside this one's.
+        """
+        if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.world_size)) or not ranks:
+            raise ConfigError(f"ranks={list(ranks)}: a subgroup needs distinct ranks from 0 to {self.world_size - 1}")
+        call = self._call("subgroup", f"of {list(ranks)}")
+        group: Communicator | None = self._start(call, partial(self._subgroup, list(ranks)), False)
+        return group
+
+    def _subgroup(self, ranks: list[int]) -> Communicator | None:
+        channel = self._new_channel()
+        transport = self._transport.among(ranks, channel)
+        if transport is None:
+            return None
+        watchdog = self._watchdog and self._watchdog.among(ranks, channel)
+        group = Communicator(
+            transport,
+            watchdog=watchdog,
+            device=self.device,
+            local_rank=self.local_rank,
+            generation=self.generation,
+            algorithm=self.auto.algorithm,
+            order=self.auto.order,
+            segment_bytes=self._segment_bytes,
+            abort_s=self.abort_s,
+            debug=self.debug,
+        )
+        group._channels = self._channels
+        group.world_ranks = [self.world_ranks[rank] for rank in ranks]
+        group.meet_neighbours(shared_memory=self._shares_memory)
+        self._groups.append(group)
+        return group
+
+    def _new_channel(self) -> int:
+        """A channel of the transport that no group with any of these ranks has."""
+        counts = self._carrier.gather_bytes(str(self._channels.last).encode())
+        self._channels.last = max(int(count) for count in counts) + 1
+        return self._channels.last
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -221,87 +493,93 @@ class Communicator:
 
     def close(self) -> None:
         """Ends the background threads and says goodbye. The communicator cannot be used afterwards."""
+        for group in self._groups:
+            group.close()
         self._runner.close()
+        self._carrier.close()
         if self._watchdog is not None:
             self._watchdog.leave()
         self._transport.close()
 
     # --- how a collective runs ---------------------------------------------------------------------------------------
 
-    def _number(self, operation: str, label: str, tensor: Tensor | None = None) -> tuple[int, str]:
-        """Refuses calls after an error; else this call's number, and its label: the same on every rank."""
+    def _call(
+        self, operation: str, op: str = "", tensors: Tensor | Sequence[Tensor] | None = None, label: str = ""
+    ) -> Call:
+        """Refuses calls after an error; else this call's number, and what it says of itself: the same on every rank."""
         if self._broken is not None:
             raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
         self._sequence += 1
-        return self._sequence, label or (operation if tensor is None else f"{operation} of {list(tensor.shape)}")
+        if tensors is None:
+            return Call(self._sequence, operation, op, name=label)
+        if isinstance(tensors, Tensor):
+            return Call(self._sequence, operation, op, tensors.shape, tensors.dtype, label)
+        total = sum(tensor.numel() for tensor in tensors)
+        return Call(self._sequence, f"{operation} of {len(tensors)} tensors", op, (total,), name=label)
 
-    def _start(self, collective: Callable[[], Any], async_op: bool) -> Any:
-        return self._runner.submit(collective) if async_op else self._runner.run(collective)
+    def _start(self, call: Call, collective: Callable[[], Any], async_op: bool) -> Any:
+        work = partial(self._perform, call, collective)
+        return self._runner.submit(work) if async_op else self._runner.run(work)
 
-    def _run(
-        self,
-        algorithm: Callable[[int, int], Iterator[Round]],
-        flat: Tensor,
-        bounds: Sequence[int],
-        sequence: int,
-        label: str,
-        combine: Combine = Tensor.add_,
-    ) -> None:
-        """Executes one schedule over one flat buffer; a failure becomes a PeerLost with the culprit's name."""
+    def _perform(self, call: Call, collective: Callable[[], Any]) -> Any:
+        """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
         if self._broken is not None:
             raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
-        if self.world_size == 1:
-            return
         watchdog = self._watchdog
-        if watchdog:
-            watchdog.begin(sequence, label, (self.rank + 1) % self.world_size)  # posting may fail already
+        if watchdog is None or self.world_size == 1:
+            return self._attempt(call, collective)
+        watchdog.begin(call, (self.rank + 1) % self.world_size)
         try:
-            execute(
-                partial(algorithm, self.rank, self.world_size),
-                [flat],
-                bounds,
-                self._transport,
-                scratch=self._scratch,
-                combine=combine,
-                segment_bytes=self._segment_bytes,
-                timeout_s=self.abort_s,
-                waiting_for=partial(watchdog.begin, sequence, label) if watchdog else _nobody,
-            )
-        except TransportError as error:
-            if watchdog:
-                self._broken = watchdog.find_culprit(error.peer)
-            else:
-                self._broken = PeerLost(error.peer, "unknown", self.generation, sequence, label, str(error))
-            raise self._broken from error
-        if watchdog:
+            return self._attempt(call, collective)
+        finally:
             watchdog.end()
 
+    def _attempt(self, call: Call, collective: Callable[[], Any]) -> Any:
+        try:
+            if self.debug:
+                self._compare(call)
+            return collective()
+        except TransportError as error:
+            self._broken = lost = self._lost(call, error)
+            raise lost from error
+        except CollectiveMismatch as error:
+            self._broken = error
+            raise
 
-def _in_place(run: Callable[[Tensor], None], tensor: Tensor) -> Tensor:
-    """Runs over the tensor's memory, or over a flat copy that is written back if it is not contiguous."""
-    data = tensor.detach()
-    if data.is_contiguous():
-        run(data.view(-1))
-    else:
-        flat = data.reshape(-1)
-        run(flat)
-        data.copy_(flat.view(data.shape))
-    return tensor
+    def _lost(self, call: Call, error: TransportError) -> PeerLost:
+        """Who is to blame, by what the ranks say of themselves; without a watchdog, by what the transport saw."""
+        if self._watchdog is not None:
+            lost = self._watchdog.find_culprit(error.peer)
+        else:
+            lost = PeerLost(error.peer, "unknown", self.generation, call.sequence, call.label, str(error))
+        if self.world_ranks[lost.rank] != lost.rank:
+            lost.reason += f" (of this group; it is rank {self.world_ranks[lost.rank]} of all)"
+        return lost
 
+    def _compare(self, call: Call) -> None:
+        difference = calls.disagreement(self._carrier.gather_bytes(call.describe().encode()))
+        if difference:
+            raise CollectiveMismatch(difference)
 
-def _nobody(peer: int) -> None:
-    """Stands in for a watchdog."""
+    def _told_by(
+        self, root: int, shapes: list[list[int]], example: list[Tensor]
+    ) -> tuple[list[list[int]], torch.dtype]:
+        """The root's shapes, by rank, and its dtype."""
+        words = json.dumps([shapes, str(example[0].dtype).removeprefix("torch.")]) if example else ""
+        shapes, dtype = json.loads(self._carrier.gather_bytes(words.encode())[root])
+        return shapes, getattr(torch, dtype)
 
+    def _laid_out(self, mine: Tensor, call: Call) -> tuple[Tensor, list[int]]:
+        """A flat buffer with room for every rank's tensor and this one's in its place, and how many rows each has."""
+        counts = torch.zeros(self.world_size, dtype=torch.int64, device=mine.device)
+        counts[self.rank] = len(mine)
+        self._carrier.all_gather(counts, range(self.world_size + 1), sequence=call.sequence)
+        rows = counts.tolist()
+        bounds = bounds_of(rows, mine)
+        flat = mine.new_empty(bounds[-1])
+        flat[bounds[self.rank] : bounds[self.rank + 1]] = mine.reshape(-1)
+        return flat, rows
 
-def _combine(op: str, tensor: Tensor) -> Combine:
-    if op not in COMBINE:
-        raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(COMBINE)}")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(f"op='mean' on {tensor.dtype}: use op='sum' and divide, or a floating point tensor")
-    return COMBINE[op]
-
-
-def _known(algorithm: str) -> str:
-    if algorithm not in ALL_REDUCE:
-        raise ConfigError(f"algorithm={algorithm!r} is unknown; choose one of auto, {', '.join(ALL_REDUCE)}")
-    return algorithm
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise ConfigError(f"root={root} is no rank of a world of {self.world_size}")

@@ -9,6 +9,11 @@ one segment is being added, the others are on the wire: that is the pipelining.
     lane 1     ▓ post ─── wire ─── ▓ add, post ─── wire ─── ▓ …
 
 Every rank takes its lanes in the same order, so that messages between two ranks match in order of posting.
+
+Note "narrow wire". With a `wire_dtype` every message is cast to it, and what arrives is added to the wide value that is
+there: the sums are accumulated in the tensor's own type. A sender rounds its own copy too: then two ranks that exchange
+their parts and both add them (recursive doubling) get the same bits, and so does whoever keeps what it passed on.
+What never travelled is rounded at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,37 +34,48 @@ Combine = Callable[[Tensor, Tensor], object]  # combine(here, arrived) updates `
 
 def execute(
     rounds: Callable[[], Iterable[Round]],
-    slots: Sequence[Tensor],
-    offsets: Sequence[int],
+    slots: Sequence[Slot],
     transport: Transport,
     *,
     scratch: Scratch,
     combine: Combine,
     segment_bytes: int,
     timeout_s: float,
+    wire_dtype: torch.dtype | None = None,
+    longest: int | None = None,
     waiting_for: Callable[[int], object] = lambda peer: None,
 ) -> None:
     """Runs one collective on this rank, in place.
 
     Args:
         rounds: makes this rank's schedule anew; called once per lane.
-        slots: the buffers, each [numel], contiguous; almost always one.
-        offsets: where chunks begin, in elements; the last entry is numel.
+        slots: the buffers; almost always one.
         scratch: where incoming parts land before they are added; kept by the caller from one collective to the next.
         combine: adds (or takes the maximum of, …) what arrived into what is there.
         segment_bytes: size of a pipelining piece of a chunk. The same on all ranks.
         timeout_s: longest silence of a neighbour, in seconds.
+        wire_dtype: what travels, if not the buffers' own type (note "narrow wire").
+        longest: elements of the longest chunk on any rank, where this rank's offsets do not tell.
         waiting_for: told, before each wait, which peer a round's first transfer is with.
 
     Raises:
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.
     """
-    segment_numel = max(1, segment_bytes // slots[0].element_size())
-    longest = max((stop - start for start, stop in pairwise(offsets)), default=0)
+    segment_numel = max(1, segment_bytes // slots[0].flat.element_size())
+    if longest is None:
+        longest = max((stop - start for slot in slots for start, stop in pairwise(slot.offsets)), default=0)
     num_lanes = max(1, -(-longest // segment_numel))
     scratch.reset()
     lanes = [
-        _Lane(iter(rounds()), slots, _Pieces(offsets, segment_numel, lane, num_lanes), transport, scratch, combine)
+        _Lane(
+            iter(rounds()),
+            [slot.flat for slot in slots],
+            [_Pieces(slot.offsets, segment_numel, lane, num_lanes) for slot in slots],
+            transport,
+            scratch,
+            combine,
+            wire_dtype,
+        )
         for lane in range(num_lanes)
     ]
     active = deque(lane for lane in lanes if lane.post_next())
@@ -68,6 +85,16 @@ def execute(
         lane.finish(timeout_s)
         if lane.post_next():
             active.append(lane)
+    if wire_dtype is not None:
+        for slot in slots:
+            slot.flat.copy_(slot.flat.to(wire_dtype))
+
+
+class Slot(NamedTuple):
+    """One buffer of a collective, and where its chunks begin."""
+
+    flat: Tensor  # [numel], contiguous
+    offsets: Sequence[int]  # in elements; the last entry is numel
 
 
 class Scratch:
@@ -84,13 +111,13 @@ class Scratch:
         """Takes back everything handed out."""
         self._used = 0
 
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """[numel], of the dtype and device of `like`, shared with no one until `reset`."""
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel], shared with no one until `reset`."""
         start, self._used = self._used, self._used + numel
-        key = (like.dtype, like.device)
-        block = self._blocks.get(key)
+        block = self._blocks.get((dtype, device))
         if block is None or block.numel() < self._used:
-            block = self._blocks[key] = like.new_empty(2 * self._used)  # lanes ask one after another: grow ahead
+            block = torch.empty(2 * self._used, dtype=dtype, device=device)  # lanes ask one after another: grow ahead
+            self._blocks[dtype, device] = block
         return block[start : self._used]
 
 
@@ -119,17 +146,20 @@ class _Lane:
     def __init__(
         self,
         rounds: Iterator[Round],
-        slots: Sequence[Tensor],
-        pieces: _Pieces,
+        slots: list[Tensor],
+        pieces: list[_Pieces],
         transport: Transport,
         scratch: Scratch,
         combine: Combine,
+        wire_dtype: torch.dtype | None,
     ) -> None:
         self._rounds, self._slots, self._pieces = rounds, slots, pieces
         self._transport, self._scratch, self._combine = transport, scratch, combine
+        self._wire_dtype = wire_dtype
         self._pending: Pending | None = None
-        self._arriving: list[tuple[Tensor, Tensor]] = []  # (where it is added, scratch it lands in), as listed
-        self._landing = slots[0][:0]
+        self._arriving: list[_Arriving] = []
+        wide = slots[0]
+        self._departure = self._landing = torch.empty(0, dtype=wire_dtype or wide.dtype, device=wide.device)
         self.first_peer = transport.rank
 
     def post_next(self) -> bool:
@@ -141,8 +171,7 @@ class _Lane:
         ops = next(self._rounds, None)
         if ops is None:
             return False
-        sends = [transfer for op in ops if isinstance(op, Send) for transfer in self._outgoing(op)]
-        self._arriving = []
+        sends = self._outgoing([op for op in ops if isinstance(op, Send)])
         receives = self._incoming([op for op in ops if isinstance(op, Recv)])
         self._pending = self._transport.post(sends, receives) if sends or receives else None
         if self._pending is not None:
@@ -156,26 +185,53 @@ class _Lane:
         """
         if self._pending is not None:
             self._pending.wait(timeout_s)
-        for here, arrived in self._arriving:
-            self._combine(here, arrived)
+        for here, arrived, add in self._arriving:
+            if add:
+                self._combine(here, arrived)
+            else:
+                here.copy_(arrived)
 
-    def _outgoing(self, op: Send) -> Iterator[Transfer]:
-        for start, stop in self._pieces.of(op.chunks):
-            yield Transfer(op.peer, self._slots[op.slot][start:stop])
+    def _outgoing(self, ops: list[Send]) -> list[Transfer]:
+        parts = [(op.peer, part) for op in ops for part in self._parts(op)]
+        if self._wire_dtype is None:
+            return [Transfer(peer, part) for peer, part in parts]
+        self._departure = self._enough(self._departure, sum(part.numel() for _, part in parts))
+        transfers, used = [], 0
+        for peer, part in parts:
+            narrow = self._departure[used : used + part.numel()].copy_(part)
+            part.copy_(narrow)  # note "narrow wire"
+            used += part.numel()
+            transfers.append(Transfer(peer, narrow))
+        return transfers
 
     def _incoming(self, ops: list[Recv]) -> list[Transfer]:
-        targets = [(op, self._slots[op.slot][start:stop]) for op in ops for start, stop in self._pieces.of(op.chunks)]
-        self._reserve(sum(target.numel() for op, target in targets if op.add))
+        """Straight to where it belongs, or by way of scratch if it is to be added or widened."""
+        parts = [(op, part) for op in ops for part in self._parts(op)]
+        by_scratch = [op.add or self._wire_dtype is not None for op, _ in parts]
+        needed = sum(part.numel() for (_, part), by in zip(parts, by_scratch, strict=True) if by)
+        self._landing = self._enough(self._landing, needed)
+        self._arriving = []
         transfers, used = [], 0
-        for op, target in targets:
-            landing = target
-            if op.add:
-                landing = self._landing[used : used + target.numel()]
-                used += target.numel()
-                self._arriving.append((target, landing))
+        for (op, part), by in zip(parts, by_scratch, strict=True):
+            landing = part
+            if by:
+                landing = self._landing[used : used + part.numel()]
+                used += part.numel()
+                self._arriving.append(_Arriving(part, landing, op.add))
             transfers.append(Transfer(op.peer, landing))
         return transfers
 
-    def _reserve(self, numel: int) -> None:
-        if self._landing.numel() < numel:
-            self._landing = self._scratch.take(numel, self._slots[0])
+    def _parts(self, op: Send | Recv) -> list[Tensor]:
+        """This lane's pieces of the chunks of a transfer."""
+        return [self._slots[op.slot][start:stop] for start, stop in self._pieces[op.slot].of(op.chunks)]
+
+    def _enough(self, block: Tensor, numel: int) -> Tensor:
+        return block if block.numel() >= numel else self._scratch.take(numel, block.dtype, block.device)
+
+
+class _Arriving(NamedTuple):
+    """Something on its way in by way of scratch."""
+
+    here: Tensor
+    arrived: Tensor
+    add: bool

@@ -20,6 +20,7 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: 
 from torch.distributed.rendezvous import rendezvous
 
 from ddp.clock import now_s
+from ddp.comm.auto import Order
 from ddp.comm.communicator import SEGMENT_BYTES, Communicator
 from ddp.comm.watchdog import Watchdog
 from ddp.errors import ConfigError, PeerLost
@@ -41,20 +42,26 @@ def init(
     *,
     device: str | torch.device = "auto",
     backend: str = "auto",
-    algorithm: str = "ring",
+    algorithm: str = "auto",
+    order: Order = "any",
+    shared_memory: bool = True,
     segment_bytes: int = SEGMENT_BYTES,
     warn_s: float = 10.0,
     abort_s: float = 60.0,
+    debug: bool = False,
 ) -> Communicator:
     """Joins the other ranks. Collective; a second call returns the same communicator.
 
     Args:
         device: "auto", "cpu", "cuda" or a torch.device.
         backend: "auto", "gloo" or "nccl".
-        algorithm: the all-reduce that algorithm="auto" stands for.
+        algorithm: what algorithm="auto" in a call stands for; "auto": the way with the least predicted time.
+        order: "canonical": "auto" takes only ways that add in the order of the canonical binary tree over the ranks.
+        shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
         segment_bytes: size of a pipelining piece.
         warn_s: after so many seconds in one wait, say who is missing.
         abort_s: after so many seconds of silence, raise PeerLost.
+        debug: compare what the ranks call before every collective.
 
     Raises:
         ConfigError: a device or backend that is not there, or does not go with the other.
@@ -79,18 +86,26 @@ def init(
         generation=_Session.generation,
         warn_s=warn_s,
     )
-    _Session.comm = Communicator(
+    comm = Communicator(
         process_group_transport(chosen_device, chosen_backend, timeout_s=abort_s),
         watchdog=watchdog,
         device=chosen_device,
         local_rank=local_rank,
         generation=_Session.generation,
         algorithm=algorithm,
+        order=order,
         segment_bytes=segment_bytes,
         abort_s=abort_s,
+        debug=debug,
     )
-    _Session.comm.barrier()  # everyone is here; and on NCCL the first round of a group must be one of all ranks
-    return _Session.comm
+    try:
+        # Everyone is here then; and on NCCL the first round of a group must be one of all ranks.
+        comm.meet_neighbours(shared_memory=shared_memory and chosen_device.type == "cpu")
+    except BaseException as error:
+        comm.abandon(f"{type(error).__name__}: {error}")
+        raise
+    _Session.comm = comm
+    return comm
 
 
 def current() -> Communicator:

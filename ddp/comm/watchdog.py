@@ -23,12 +23,14 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.clock import now_s
+from ddp.comm.call import Call
 from ddp.errors import PeerLost
 from ddp.log import log
 
@@ -41,8 +43,7 @@ STACK_FRAMES = 6
 class Note(NamedTuple):
     """What this rank is waiting for."""
 
-    sequence: int
-    label: str
+    call: Call
     peer: int
     since_s: float
 
@@ -80,7 +81,7 @@ class Watchdog:
         self._world_size, self._generation, self._warn_s = world_size, generation, warn_s
         self.record = Record(rank, socket.gethostname(), os.getpid())
         self._note: Note | None = None
-        self._last_note = Note(0, "start-up", rank, now_s())
+        self._last_note = Note(Call(0, "start-up"), rank, now_s())
         self._warned = -1
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
         self._observed_since_s = now_s()
@@ -91,9 +92,23 @@ class Watchdog:
         self._thread = threading.Thread(target=self._loop, name="ddp-watchdog", daemon=True)
         self._thread.start()
 
-    def begin(self, sequence: int, label: str, peer: int) -> None:
-        """Notes a wait that begins now."""
-        self._note = self._last_note = Note(sequence, label, peer, now_s())
+    def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
+        """One for a group of some of the ranks, which has numbers of its own."""
+        return Watchdog(
+            PrefixStore(f"channel/{channel}", self._store),
+            list(ranks).index(self.record.rank),
+            len(ranks),
+            generation=self._generation,
+            warn_s=self._warn_s,
+        )
+
+    def begin(self, call: Call, peer: int) -> None:
+        """Notes that a call begins, and whom it waits for first."""
+        self._note = self._last_note = Note(call, peer, now_s())
+
+    def waits_for(self, peer: int) -> None:
+        """Notes a wait that begins now, in the call that has begun."""
+        self._note = self._last_note = Note(self._last_note.call, peer, now_s())
 
     def end(self) -> None:
         """Notes that the wait is over."""
@@ -135,19 +150,19 @@ class Watchdog:
         culprit, reason = verdict
         host = records[culprit].host if culprit in records else "unknown"
         self.fail(f"lost rank {culprit}", blames=culprit)
-        return PeerLost(culprit, host, self._generation, note.sequence, note.label, reason)
+        return PeerLost(culprit, host, self._generation, note.call.sequence, note.call.label, reason)
 
-    def wait_for_rank_zero(self, sequence: int, label: str, *, silence_s: float) -> None:
+    def wait_for_rank_zero(self, call: Call, *, silence_s: float) -> None:
         """Waits at the store, not in the transport: no deadline runs while rank 0's tick does.
 
         Raises:
             PeerLost: rank 0 failed or left, or its tick has stood still for `silence_s`.
         """
-        key = f"{self._key(0)}/passed/{sequence}"
+        key = f"{self._key(0)}/passed/{call.sequence}"
         if self.record.rank == 0:
             self._store.set(key, "")
             return
-        self.begin(sequence, label, 0)
+        self.begin(call, 0)
         while not self._store.check([key]):
             rank_zero = self._observe()[0]
             if rank_zero.state in ("failed", "left") or now_s() - self._last_change[0][1] > max(silence_s, STALE_S):
@@ -159,6 +174,7 @@ class Watchdog:
 
     def _judge(self, records: dict[int, Record]) -> tuple[int, str] | None:
         """What is certain: ranks that said they failed or left, and ranks whose tick stands still."""
+        call = self._last_note.call
         for rank, record in records.items():
             if record.state == "failed" and record.blames is None:
                 return rank, f"it failed: {record.reason}. Its own log has the traceback"
@@ -169,7 +185,7 @@ class Watchdog:
             if record.state == "left":
                 return rank, "it has left already; every rank must call the same collectives equally often"
         for rank, record in records.items():
-            if record.sequence == self._last_note.sequence and record.label != self._last_note.label:
+            if record.sequence == call.sequence and record.label != call.label:
                 return rank, f"it is in another collective of that number: [{record.label}]; all must call the same"
         for rank in records:
             silent_s = now_s() - self._last_change[rank][1]
@@ -179,7 +195,7 @@ class Watchdog:
 
     def _judge_living(self, records: dict[int, Record], suspect: int) -> tuple[int, str]:
         """Everyone is alive: someone is somewhere else, or a link is cut."""
-        behind = [r for r in records.values() if r.sequence < self._last_note.sequence]
+        behind = [r for r in records.values() if r.sequence < self._last_note.call.sequence]
         if behind:
             record = min(behind, key=lambda r: r.sequence)
             return record.rank, f"it is alive, but has not come to this collective: {record.describe()}"
@@ -204,7 +220,7 @@ class Watchdog:
             record.tick += 1
             if record.state in ("running", "waiting"):
                 record.state = "waiting" if note else "running"
-                record.sequence, record.label = self._last_note.sequence, self._last_note.label
+                record.sequence, record.label = self._last_note.call.sequence, self._last_note.call.label
                 record.waiting_for = note.peer if note else None
                 record.stack = self._stack()
             self._store.set(self._key(record.rank), json.dumps(asdict(record)))
@@ -231,13 +247,13 @@ class Watchdog:
 
     def _warn_if_late(self, records: dict[int, Record]) -> None:
         note = self._note
-        if note is None or note.sequence == self._warned or now_s() - note.since_s < self._warn_s:
+        if note is None or note.call.sequence == self._warned or now_s() - note.since_s < self._warn_s:
             return
-        self._warned = note.sequence
+        self._warned = note.call.sequence
         lines = [record.describe() for record in records.values()]
         log.warning(
             "collective #%d [%s] has waited %.0f s for rank %d. The others:\n  %s",
-            *(note.sequence, note.label, now_s() - note.since_s, note.peer, "\n  ".join(lines)),
+            *(note.call.sequence, note.call.label, now_s() - note.since_s, note.peer, "\n  ".join(lines)),
         )
 
     def _stack(self) -> list[str]:

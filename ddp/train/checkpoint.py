@@ -54,6 +54,7 @@ def save_checkpoint(
         "identity": dict(identity),
         "slot_rules": SLOT_RULES,
         "optimizer": type(state.optimizer).__name__,
+        "all_reduce_choices": {str(nbytes): way for nbytes, way in state.comm.auto.choices.items()},
     }
 
     def write() -> None:
@@ -97,6 +98,9 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     changed = changes(checkpoint.meta["identity"], identity)
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result will differ from an uninterrupted run: %s", "; ".join(changed))
+    choices = {int(nbytes): way for nbytes, way in checkpoint.meta.get("all_reduce_choices", {}).items()}
+    if set(choices.values()) <= set(state.comm.ways()):
+        state.comm.auto.pin(choices)  # what "auto" took then; on another layout it chooses anew
     random_states = parts["slots"]["random"]
     if len(random_states) == state.comm.world_size:
         _load_random_states(random_states[state.comm.rank], state.comm)

@@ -50,5 +50,14 @@ class Transport(Protocol):
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Starts every transfer of one round."""
 
+    def among(self, ranks: Sequence[int], channel: int) -> Transport | None:
+        """The edges between some of the ranks, renumbered from 0 in the order given; None on a rank outside.
+
+        Every rank of the transport calls it with the same `ranks`.
+
+        Args:
+            channel: a number that no other group with a rank in common has: messages of two groups never mix.
+        """
+
     def close(self) -> None:
         """Gives up what it holds; no transfer may be in flight."""

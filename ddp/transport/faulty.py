@@ -32,6 +32,10 @@ class Faulty:
             raise TransportError(peer, f"scripted to fail in round {this_round}")
         return _Silence(peer)
 
+    def among(self, ranks: Sequence[int], channel: int) -> Transport | None:
+        """The inner transport's: faults are scripted by round of the whole group."""
+        return self._inner.among(ranks, channel)
+
     def close(self) -> None:
         """Closes the inner transport."""
         self._inner.close()

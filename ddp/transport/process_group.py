@@ -27,29 +27,41 @@ POLL_S = 0.0002
 
 
 class GlooTransport:
-    """Point-to-point over Gloo, on CPU tensors."""
+    """Point-to-point over Gloo, on CPU tensors.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.world_size = group.rank(), group.size()
-        backend: Any = group._get_backend(torch.device("cpu"))  # past the dispatcher: half the cost of dist.isend
-        self._backend = backend
+    Args:
+        backend: Gloo's own object: past torch's dispatcher, which costs half of a `dist.isend`.
+        ranks: the group's ranks, in the backend's numbers.
+        rank: this one's place among them.
+        channel: tag of this group's messages; those of other groups over the same connections have others.
+    """
+
+    def __init__(self, backend: Any, ranks: Sequence[int], rank: int, *, channel: int = 0) -> None:
+        self.rank, self.world_size = rank, len(ranks)
+        self._backend, self._ranks, self._channel = backend, ranks, channel
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
-        works = [(peer, _posted(self._backend.recv, data, peer)) for peer, data in receives]
-        works += [(peer, _posted(self._backend.send, data, peer)) for peer, data in sends]
+        works = [(peer, self._posted(self._backend.recv, data, peer)) for peer, data in receives]
+        works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
         return _GlooRound(works)
+
+    def among(self, ranks: Sequence[int], channel: int) -> GlooTransport | None:
+        """The same connections under another tag."""
+        if self.rank not in ranks:
+            return None
+        names = [self._ranks[rank] for rank in ranks]
+        return type(self)(self._backend, names, list(ranks).index(self.rank), channel=channel)
 
     def close(self) -> None:
         """The group ends with torch.distributed."""
 
-
-def _posted(operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
-    """Posting fails too, where the peer's connection has broken since the last round."""
-    try:
-        return operation([data], peer, 0)
-    except RuntimeError as error:
-        raise TransportError(peer, str(error).splitlines()[0]) from error
+    def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
+        """Posting fails too, where the peer's connection has broken since the last round."""
+        try:
+            return operation([data], self._ranks[peer], self._channel)
+        except RuntimeError as error:
+            raise TransportError(peer, str(error).splitlines()[0]) from error
 
 
 class _GlooRound:
@@ -106,6 +118,15 @@ class NcclTransport:
         peer = (sends or receives)[0].peer
         return _NcclRound(peer, dist.batch_isend_irecv(ops))
 
+    def among(self, ranks: Sequence[int], channel: int) -> NcclTransport | None:
+        """NCCL knows no tags: a process group of its own."""
+        names = [dist.get_global_rank(self._group, rank) for rank in ranks]
+        if self.rank not in ranks:
+            return None
+        group = dist.new_group(names, backend="nccl", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return NcclTransport(group)
+
     def close(self) -> None:
         """The group ends with torch.distributed."""
 
@@ -134,4 +155,5 @@ def process_group_transport(device: torch.device, backend: str, *, timeout_s: fl
     assert isinstance(group, dist.ProcessGroup)
     if backend == "nccl":
         return NcclTransport(group)
-    return StagedGlooTransport(group) if device.type == "cuda" else GlooTransport(group)
+    kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
+    return kind(group._get_backend(torch.device("cpu")), range(group.size()), group.rank())

@@ -27,12 +27,17 @@ class SimulatedNetwork:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        pairs = [(source, target) for source in range(world_size) for target in range(world_size)]
-        self.edges: dict[tuple[int, int], queue.SimpleQueue[_Message]] = {p: queue.SimpleQueue() for p in pairs}
+        self._edges: dict[tuple[int, int, int], queue.SimpleQueue[_Message]] = {}
+        self._lock = threading.Lock()
 
     def transport(self, rank: int) -> SimulatedTransport:
         """This rank's end of every edge."""
-        return SimulatedTransport(self, rank)
+        return SimulatedTransport(self, range(self.world_size), rank, channel=0)
+
+    def edge(self, source: int, target: int, channel: int) -> queue.SimpleQueue[_Message]:
+        """What is on its way from one rank to another."""
+        with self._lock:
+            return self._edges.setdefault((source, target, channel), queue.SimpleQueue())
 
     def run(self, program: Callable[[SimulatedTransport], Result]) -> list[Result]:
         """Runs `program` on all ranks at once; its results by rank. The first rank's error is raised."""
@@ -47,17 +52,29 @@ class _Message:
 
 
 class SimulatedTransport:
-    """One rank of a `SimulatedNetwork`."""
+    """One rank of a `SimulatedNetwork`, or of some of its ranks.
 
-    def __init__(self, network: SimulatedNetwork, rank: int) -> None:
-        self.rank, self.world_size = rank, network.world_size
-        self._network = network
+    Args:
+        ranks: the group's ranks, in the network's numbers.
+        rank: this one's place among them.
+    """
+
+    def __init__(self, network: SimulatedNetwork, ranks: Sequence[int], rank: int, *, channel: int) -> None:
+        self.rank, self.world_size = rank, len(ranks)
+        self._network, self._ranks, self._channel = network, ranks, channel
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         messages = [(peer, _Message(data)) for peer, data in sends]
         for peer, message in messages:
-            self._network.edges[self.rank, peer].put(message)
+            self._edge(self.rank, peer).put(message)
         return _SimulatedRound(self, messages, receives)
+
+    def among(self, ranks: Sequence[int], channel: int) -> SimulatedTransport | None:
+        """The edges between some of the ranks."""
+        if self.rank not in ranks:
+            return None
+        names = [self._ranks[rank] for rank in ranks]
+        return SimulatedTransport(self._network, names, list(ranks).index(self.rank), channel=channel)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -65,9 +82,12 @@ class SimulatedTransport:
     def take(self, peer: int, timeout_s: float) -> _Message:
         """The oldest message from `peer`."""
         try:
-            return self._network.edges[peer, self.rank].get(timeout=timeout_s)
+            return self._edge(peer, self.rank).get(timeout=timeout_s)
         except queue.Empty:
             raise TransportError(peer, f"nothing arrived within {timeout_s:g} s", timed_out=True) from None
+
+    def _edge(self, source: int, target: int) -> queue.SimpleQueue[_Message]:
+        return self._network.edge(self._ranks[source], self._ranks[target], self._channel)
 
 
 class _SimulatedRound:

@@ -1,17 +1,47 @@
-"""The executor on ranks that are threads: right for every world size, length, dtype, operation and segment size."""
+"""Every way of every collective, on ranks that are threads: right for each world size, length, dtype and operation.
+
+One table: members (the algorithms) × properties × world sizes 1 to 8. The oracle is a formula over all ranks' values.
+"""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.comm.communicator import Communicator
-from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.transport.faulty import Faulty
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
-LENGTHS = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 1000]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+ALGORITHMS = sorted(all_reduce_schedules(((0, 1), (2, 3))))
+WORLD_SIZES = range(1, 9)
+
+
+def hosts_of(world_size: int) -> Hosts:
+    """Hosts of three ranks, the last one of fewer: uneven wherever they can be."""
+    return tuple(tuple(range(first, min(first + 3, world_size))) for first in range(0, world_size, 3))
+
+
+def each_rank(world_size: int, program: Callable[[Communicator], Any], **settings: Any) -> list[Any]:
+    """What `program` returns on each rank, each with a communicator of its own."""
+
+    def run(transport: SimulatedTransport) -> Any:
+        return program(Communicator(transport, **{"hosts": hosts_of(world_size), "abort_s": 20, **settings}))
+
+    return SimulatedNetwork(world_size).run(run)
+
+
+def lengths(world_size: int) -> list[int]:
+    return sorted({0, 1, 2, world_size - 1, world_size, world_size + 1, 97})
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -20,51 +50,140 @@ def values(rank: int, numel: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randint(-8, 8, (numel,), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_all_reduce_equals_the_sum(world_size: int) -> None:
-    def program(transport: SimulatedTransport) -> list[Tensor]:
-        comm = Communicator(transport, segment_bytes=64, abort_s=10)
-        return [comm.all_reduce(values(comm.rank, numel)) for numel in LENGTHS]
+def normal(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
-    results = SimulatedNetwork(world_size).run(program)
-    for index, numel in enumerate(LENGTHS):
-        expected = torch.stack([values(rank, numel) for rank in range(world_size)]).sum(0)
-        for rank in range(world_size):
-            assert torch.equal(results[rank][index], expected)
+
+def ways(world_size: int) -> list[str]:
+    return [name for name in ALGORITHMS if name in all_reduce_schedules(hosts_of(world_size))]
+
+
+# --- all-reduce: members × properties × world sizes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_integers_and_bools_are_exact(world_size: int) -> None:
+    cases = [(name, numel, dtype) for name in ways(world_size) for numel in lengths(world_size) for dtype in INTEGERS]
+
+    def program(comm: Communicator) -> list[Tensor]:
+        exact = [comm.all_reduce(values(comm.rank, n, dtype), algorithm=name) for name, n, dtype in cases]
+        flags = [comm.all_reduce(values(comm.rank, 9) > 3, algorithm=name) for name in ways(world_size)]
+        return exact + flags
+
+    results = each_rank(world_size, program, segment_bytes=64)
+    for index, (_, numel, dtype) in enumerate(cases):
+        expected = torch.stack([values(rank, numel, dtype) for rank in range(world_size)]).sum(0).to(dtype)
+        for result in results:
+            assert result[index].dtype == dtype
+            assert torch.equal(result[index], expected), cases[index]
+    anyone = torch.stack([values(rank, 9) > 3 for rank in range(world_size)]).any(0)
+    for result in results:
+        assert all(torch.equal(flags, anyone) for flags in result[len(cases) :])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_floats_are_within_the_bound_and_bitwise_equal_on_all_ranks(world_size: int) -> None:
+    """|error| ≤ 2(W−1)·eps·Σ|x| for any order of additions; and whatever the order is, it is one."""
+    cases = [(name, dtype) for name in ways(world_size) for dtype in FLOATS]
+
+    def program(comm: Communicator) -> list[Tensor]:
+        return [comm.all_reduce(normal(comm.rank, 61, dtype), algorithm=name) for name, dtype in cases]
+
+    first, *others = each_rank(world_size, program, segment_bytes=64)
+    again = each_rank(world_size, program, segment_bytes=64)[0]
+    for index, (name, dtype) in enumerate(cases):
+        terms = torch.stack([normal(rank, 61, dtype).double() for rank in range(world_size)])
+        bound = 2 * (world_size - 1) * torch.finfo(dtype).eps * terms.abs().sum(0)
+        assert ((first[index].double() - terms.sum(0)).abs() <= bound).all(), (name, dtype)
+        assert all(torch.equal(first[index], other[index]) for other in others), (name, dtype)
+        assert torch.equal(first[index], again[index]), (name, dtype)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_operation(world_size: int) -> None:
+    reference: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda x: x.sum(0),
+        "mean": lambda x: x.mean(0),
+        "product": lambda x: x.prod(0),
+        "min": lambda x: x.amin(0),
+        "max": lambda x: x.amax(0),
+    }
+
+    def program(comm: Communicator) -> list[Tensor]:
+        tensors = [normal(comm.rank, 33, torch.float64) for _ in reference for _ in ways(world_size)]
+        names = [(op, name) for op in reference for name in ways(world_size)]
+        return [comm.all_reduce(x, op, algorithm=name) for x, (op, name) in zip(tensors, names, strict=True)]  # type: ignore[call-overload]
+
+    terms = torch.stack([normal(rank, 33, torch.float64) for rank in range(world_size)])
+    for results in each_rank(world_size, program):
+        for index, result in enumerate(results):
+            expected = list(reference.values())[index // len(ways(world_size))](terms)
+            torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int, wire_dtype: torch.dtype) -> None:
+    """Rounded once per hop, not added in the narrow type: within one rounding per contribution and one of the sum."""
+
+    def program(comm: Communicator) -> list[Tensor]:
+        return [
+            comm.all_reduce(normal(comm.rank, 61, torch.float32), algorithm=name, wire_dtype=wire_dtype)
+            for name in ways(world_size)
+        ]
+
+    first, *others = each_rank(world_size, program, segment_bytes=64)
+    terms = torch.stack([normal(rank, 61, torch.float32).double() for rank in range(world_size)])
+    hops = world_size + 1
+    for index, name in enumerate(ways(world_size)):
+        assert first[index].dtype == torch.float32
+        error = (first[index].double() - terms.sum(0)).abs()
+        assert (error <= hops * torch.finfo(wire_dtype).eps * terms.abs().sum(0)).all(), name
+        assert all(torch.equal(first[index], other[index]) for other in others), name
+
+
+def test_a_narrow_wire_moves_fewer_bytes_and_is_better_than_adding_narrow() -> None:
+    """Eight ranks add 1 and 2⁻⁹: in bfloat16 every small addend would be lost, in float32 none of those that are
+    added before the sum travels on is."""
+
+    def program(comm: Communicator) -> Tensor:
+        tensor = torch.full((64,), 1.0 if comm.rank == 0 else 2.0**-9)
+        return comm.all_reduce(tensor, algorithm="master_worker", wire_dtype=torch.bfloat16)
+
+    for result in each_rank(8, program):
+        assert torch.equal(result, torch.full((64,), 1.015625))  # 1 + 7·2⁻⁹ = 1.01367…, rounded once at the end
+
+
+def test_lists_travel_together() -> None:
+    def program(comm: Communicator) -> tuple[list[Tensor], int]:
+        tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.int64), torch.full((2, 3), 2.0).t(), torch.ones(0)]
+        returned = comm.all_reduce(tensors)
+        assert all(a is b for a, b in zip(returned, tensors, strict=True))
+        works = [comm.all_reduce([torch.ones(2), torch.ones(3)], async_op=True) for _ in range(3)]
+        return returned, sum(int(tensor.sum()) for work in works for tensor in work.wait())
+
+    for tensors, total in each_rank(3, program):
+        assert torch.equal(tensors[0], torch.full((3,), 3.0))
+        assert torch.equal(tensors[1], torch.full((2, 2), 3))
+        assert torch.equal(tensors[2], torch.full((3, 2), 6.0))
+        assert total == 3 * 5 * 3
 
 
 @pytest.mark.parametrize("segment_bytes", [1, 8, 100, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
-def test_any_dtype_and_segment_size(dtype: torch.dtype, segment_bytes: int) -> None:
-    def program(transport: SimulatedTransport) -> Tensor:
-        comm = Communicator(transport, segment_bytes=segment_bytes, abort_s=10)
-        return comm.all_reduce(values(comm.rank, 50).abs().to(dtype))
+def test_any_segment_size(dtype: torch.dtype, segment_bytes: int) -> None:
+    def program(comm: Communicator) -> list[Tensor]:
+        tensors = [values(comm.rank, 50).abs().to(dtype) for _ in ways(3)]
+        return [comm.all_reduce(x, algorithm=name) for x, name in zip(tensors, ways(3), strict=True)]
 
     expected = sum(values(rank, 50).abs() for rank in range(3))
-    for result in SimulatedNetwork(3).run(program):
-        assert result.dtype == dtype
-        assert torch.equal(result.double(), expected)
+    for results in each_rank(3, program, segment_bytes=segment_bytes):
+        for result in results:
+            assert result.dtype == dtype
+            assert torch.equal(result.double(), expected)
 
 
-@pytest.mark.parametrize(("op", "reference"), [("min", torch.amin), ("max", torch.amax), ("mean", torch.mean)])
-def test_other_operations(op: str, reference: object) -> None:
-    def program(transport: SimulatedTransport) -> Tensor:
-        return Communicator(transport, abort_s=10).all_reduce(values(transport.rank, 33), op)  # type: ignore[arg-type]
-
-    expected = reference(torch.stack([values(rank, 33) for rank in range(4)]), 0)  # type: ignore[operator]
-    for result in SimulatedNetwork(4).run(program):
-        torch.testing.assert_close(result, expected, rtol=1e-15, atol=0)
-
-
-def test_result_is_bitwise_equal_on_all_ranks_and_in_place() -> None:
-    def program(transport: SimulatedTransport) -> Tensor:
-        comm = Communicator(transport, segment_bytes=256, abort_s=10)
-        tensor = torch.randn(999, generator=torch.Generator().manual_seed(comm.rank))
-        assert comm.all_reduce(tensor) is tensor
-        return tensor
-
-    first, *others = SimulatedNetwork(5).run(program)
-    assert all(torch.equal(first.view(torch.int32), other.view(torch.int32)) for other in others)
+# --- the other verbs -------------------------------------------------------------------------------------------------
 
 
 def test_non_contiguous_tensors() -> None:
@@ -77,79 +196,244 @@ def test_non_contiguous_tensors() -> None:
         assert torch.equal(result, 3 * torch.arange(12.0).view(3, 4).t())
 
 
-@pytest.mark.parametrize("world_size", range(1, 7))
-def test_reduce_scatter_all_gather_and_broadcast(world_size: int) -> None:
-    def program(transport: SimulatedTransport) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        comm = Communicator(transport, segment_bytes=16, abort_s=10)
-        mine = comm.reduce_scatter(values(comm.rank, 37))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_reduce_scatter_and_all_gather(world_size: int) -> None:
+    def program(comm: Communicator) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        mine = [comm.reduce_scatter(values(comm.rank, numel)) for numel in lengths(world_size)]
         gathered = comm.all_gather(torch.full((comm.rank % 3, 2), float(comm.rank)))
-        from_each = [comm.broadcast(torch.full((5,), float(comm.rank)), root) for root in range(world_size)]
-        return mine, gathered, from_each
+        scalars = comm.all_gather(torch.tensor(comm.rank))
+        return mine, gathered, scalars
 
-    results = SimulatedNetwork(world_size).run(program)
-    total = torch.stack([values(rank, 37) for rank in range(world_size)]).sum(0)
-    assert torch.equal(torch.cat([mine for mine, _, _ in results]), total)
-    for _, gathered, from_each in results:
+    results = each_rank(world_size, program, segment_bytes=16)
+    for index, numel in enumerate(lengths(world_size)):
+        total = torch.stack([values(rank, numel) for rank in range(world_size)]).sum(0)
+        assert torch.equal(torch.cat([mine[index] for mine, _, _ in results]), total)
+    for _, gathered, scalars in results:
         for rank in range(world_size):
             assert torch.equal(gathered[rank], torch.full((rank % 3, 2), float(rank)))
-            assert torch.equal(from_each[rank], torch.full((5,), float(rank)))
+        assert torch.cat(scalars).tolist() == list(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_rooted_collectives_from_every_root(world_size: int) -> None:
+    def program(comm: Communicator) -> list[tuple[Tensor, Tensor, list[Tensor], Tensor]]:
+        found = []
+        for root in range(world_size):
+            spread = comm.broadcast(torch.full((5,), float(comm.rank)), root)
+            reduced = comm.reduce(values(comm.rank, 13), root)
+            gathered = comm.gather(torch.full((comm.rank % 3, 2), float(comm.rank)), root)
+            pieces = [torch.full((rank, 2), float(rank + root)) for rank in range(world_size)]
+            found.append((spread, reduced, gathered, comm.scatter(pieces if comm.rank == root else None, root)))
+        return found
+
+    total = torch.stack([values(rank, 13) for rank in range(world_size)]).sum(0)
+    for rank, found in enumerate(each_rank(world_size, program, segment_bytes=16)):
+        for root, (spread, reduced, gathered, piece) in enumerate(found):
+            assert torch.equal(spread, torch.full((5,), float(root)))
+            assert torch.equal(reduced, total if rank == root else values(rank, 13))  # the others' is left alone
+            assert len(gathered) == (world_size if rank == root else 0)
+            assert all(torch.equal(x, torch.full((r % 3, 2), float(r))) for r, x in enumerate(gathered))
+            assert torch.equal(piece, torch.full((rank, 2), float(rank + root)))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_to_all_with_uneven_pieces(world_size: int) -> None:
+    """Rank s sends rank d (s + 2d) % 4 rows."""
+
+    def program(comm: Communicator) -> list[Tensor]:
+        rows = [(comm.rank + 2 * peer) % 4 for peer in range(world_size)]
+        return comm.all_to_all([torch.full((n, 3), 10.0 * comm.rank + peer) for peer, n in enumerate(rows)])
+
+    for rank, received in enumerate(each_rank(world_size, program, segment_bytes=16)):
+        for peer, tensor in enumerate(received):
+            assert torch.equal(tensor, torch.full(((peer + 2 * rank) % 4, 3), 10.0 * peer + rank))
+
+
+def test_means_of_the_other_verbs() -> None:
+    def program(comm: Communicator) -> tuple[Tensor, Tensor]:
+        mine = torch.full((4,), float(comm.rank))
+        return comm.reduce_scatter(mine, "mean"), comm.reduce(mine.clone(), 1, "mean")
+
+    results = each_rank(4, program)
+    assert torch.equal(torch.cat([mine for mine, _ in results]), torch.full((4,), 1.5))
+    assert torch.equal(results[1][1], torch.full((4,), 1.5))
+
+
+# --- groups, order, several in flight --------------------------------------------------------------------------------
+
+
+def test_subgroups_count_and_number_for_themselves() -> None:
+    def program(comm: Communicator) -> tuple[float, float, list[int]]:
+        evens, odds = comm.subgroup([0, 2, 4]), comm.subgroup([3, 1])
+        mine = evens if evens is not None else odds
+        assert mine is not None
+        assert (evens is None) == (comm.rank % 2 == 1)
+        work = mine.all_reduce(torch.tensor([10.0**comm.rank]), async_op=True)
+        everyone = comm.all_reduce(torch.ones(1)).item()  # beside the group's, over the same edges
+        pair = evens.subgroup([2, 0]) if evens is not None else None
+        order = [int(x) for x in torch.cat(pair.all_gather(torch.tensor([comm.rank])))] if pair is not None else []
+        return work.wait().item(), everyone, order
+
+    results = each_rank(5, program)
+    assert [total for total, _, _ in results] == [10101.0, 1010.0, 10101.0, 1010.0, 10101.0]
+    assert all(everyone == 5 for _, everyone, _ in results)
+    assert [order for _, _, order in results] == [[4, 0], [], [], [], [4, 0]]
 
 
 def test_many_in_flight_end_in_order_and_sync_calls_queue_behind() -> None:
-    def program(transport: SimulatedTransport) -> list[float]:
-        comm = Communicator(transport, abort_s=10)
+    def program(comm: Communicator) -> list[float]:
         tensors = [torch.full((100,), float(k)) for k in range(20)]
         works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
-        agreed = comm.agree_any(comm.rank == 1)
-        assert agreed
+        assert comm.agree_any(comm.rank == 1)
         assert all(work.is_completed() for work in works)
         for work in works:
             work.wait()
         comm.close()
         return [tensor[0].item() for tensor in tensors]
 
-    for result in SimulatedNetwork(3).run(program):
+    for result in each_rank(3, program):
         assert result == [3.0 * k for k in range(20)]
 
 
+def test_every_verb_asynchronously() -> None:
+    def program(comm: Communicator) -> list[Any]:
+        works = [
+            comm.reduce_scatter(torch.ones(3), async_op=True),
+            comm.all_gather(torch.ones(1), async_op=True),
+            comm.broadcast(torch.full((1,), float(comm.rank)), 2, async_op=True),
+            comm.reduce(torch.ones(2), 1, async_op=True),
+            comm.gather(torch.ones(1), 0, async_op=True),
+            comm.scatter([torch.ones(1)] * 3 if comm.rank == 1 else None, 1, async_op=True),
+            comm.all_to_all([torch.ones(1)] * 3, async_op=True),
+        ]
+        results = [work.wait(timeout_s=10) for work in works]
+        comm.close()
+        return results
+
+    mine, gathered, spread, reduced, collected, piece, exchanged = each_rank(3, program)[1]
+    assert (mine.tolist(), spread.tolist(), reduced.tolist(), piece.tolist()) == ([3.0], [2.0], [3.0, 3.0], [1.0])
+    assert (len(gathered), len(collected), len(exchanged)) == (3, 0, 3)
+
+
+def test_a_wait_has_a_deadline_of_its_own() -> None:
+    def program(comm: Communicator) -> float:
+        if comm.rank == 0:
+            work = comm.all_reduce(torch.ones(1), async_op=True)
+            with pytest.raises(TimeoutError):
+                work.wait(timeout_s=0.01)  # rank 1 comes after this
+            comm_0_gave_up.set()
+            return float(work.wait())
+        assert comm_0_gave_up.wait(20)
+        return comm.all_reduce(torch.ones(1)).item()
+
+    comm_0_gave_up = threading.Event()
+    assert each_rank(2, program) == [2.0, 2.0]
+
+
 def test_agree_any_and_barrier() -> None:
-    def program(transport: SimulatedTransport) -> tuple[bool, bool]:
-        comm = Communicator(transport, abort_s=10)
+    def program(comm: Communicator) -> tuple[bool, bool]:
         comm.barrier()
         return comm.agree_any(False), comm.agree_any(comm.rank == 2)
 
-    assert SimulatedNetwork(3).run(program) == [(False, True)] * 3
+    assert each_rank(3, program) == [(False, True)] * 3
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@cache
+def busiest_rounds(name: str, world_size: int) -> int:
+    """Rounds in which rank 1 has something in flight."""
+    schedule = all_reduce_schedules(hosts_of(world_size))[name]
+    return sum(1 for ops in schedule.algorithm(1, world_size) if ops)
 
 
 @pytest.mark.parametrize("how", ["raise", "silent"])
-@pytest.mark.parametrize("fail_round", [0, 1, 3])
-def test_a_failing_rank_ends_everyone_and_the_communicator(how: str, fail_round: int) -> None:
-    def program(transport: SimulatedTransport) -> list[str]:
-        faulty = Faulty(transport, fail_at={1: fail_round}, how=how)  # type: ignore[arg-type]
-        comm = Communicator(faulty, abort_s=0.3)
-        errors = []
-        for _ in range(2):
-            try:
-                comm.all_reduce(torch.zeros(10), label="gradients of fc")
-            except (PeerLost, CommunicatorBroken) as error:
-                errors.append(f"{type(error).__name__} {error}")
-        return errors
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name in ways(5)])
+def test_a_fault_in_any_round_of_any_algorithm(name: str, how: str) -> None:
+    """Every rank ends: with a PeerLost that names the call, or, if it needed nothing more, with the right sum."""
+    for fail_round in range(busiest_rounds(name, 5)):
 
-    for errors in SimulatedNetwork(3).run(program):
-        assert len(errors) == 2
-        assert errors[0].startswith("PeerLost lost rank")
-        assert "#1 [gradients of fc]" in errors[0]
-        assert errors[1].startswith("CommunicatorBroken")
+        def run(transport: SimulatedTransport, fail_round: int = fail_round) -> Tensor | str:
+            faulty = Faulty(transport, fail_at={1: fail_round}, how=how)  # type: ignore[arg-type]
+            comm = Communicator(faulty, abort_s=0.05, hosts=hosts_of(5))
+            try:
+                return comm.all_reduce(values(comm.rank, 10), algorithm=name, label="gradients of fc")
+            except PeerLost as lost:
+                return str(lost)
+
+        results = SimulatedNetwork(5).run(run)
+        assert isinstance(results[1], str)
+        for result in results:
+            if isinstance(result, str):
+                assert result.startswith("lost rank ")
+                assert "during collective #1 [gradients of fc]" in result
+            else:
+                assert torch.equal(result, torch.stack([values(rank, 10) for rank in range(5)]).sum(0))
+
+
+def test_after_an_error_the_communicator_refuses_further_calls() -> None:
+    def program(transport: SimulatedTransport) -> str:
+        comm = Communicator(Faulty(transport, fail_at={1: 0}), abort_s=0.3)
+        with pytest.raises(PeerLost):
+            comm.all_reduce(torch.zeros(10), label="gradients of fc")
+        with pytest.raises(CommunicatorBroken) as refused:
+            comm.barrier()
+        return str(refused.value)
+
+    for message in SimulatedNetwork(3).run(program):
+        assert "out of use since: lost rank" in message
+        assert "#1 [gradients of fc]" in message
+
+
+@pytest.mark.parametrize(
+    ("odd_one", "says"),
+    [
+        (lambda comm: comm.all_reduce(torch.ones(4), "max"), "rank 1: #1 all_reduce max of [4] float32"),
+        (lambda comm: comm.all_reduce(torch.ones(5)), "rank 1: #1 all_reduce sum of [5] float32"),
+        (lambda comm: comm.all_reduce(torch.ones(4).long()), "rank 1: #1 all_reduce sum of [4] int64"),
+        (lambda comm: comm.broadcast(torch.ones(4)), "rank 1: #1 broadcast from 0 of [4] float32"),
+        (lambda comm: comm.barrier(), "rank 1: #1 barrier"),
+        (lambda comm: comm.all_reduce(torch.ones(4), label="bucket 7"), "rank 1: #1 all_reduce sum of [4] float32 [bu"),
+    ],
+)
+def test_debug_mode_names_both_sides_of_a_mismatch(odd_one: Callable[[Communicator], Any], says: str) -> None:
+    def program(comm: Communicator) -> str:
+        with pytest.raises(CollectiveMismatch) as raised:
+            if comm.rank == 1:
+                odd_one(comm)
+            else:
+                comm.all_reduce(torch.ones(4))
+        with pytest.raises(CommunicatorBroken):
+            comm.barrier()
+        return str(raised.value)
+
+    for message in each_rank(3, program, debug=True):
+        assert "  rank 0: #1 all_reduce sum of [4] float32\n" in message
+        assert says in message
 
 
 def test_wrong_arguments() -> None:
     comm = Communicator(SimulatedNetwork(1).transport(0))
-    with pytest.raises(ConfigError, match="algorithm='star' is unknown; choose one of auto, ring"):
+    with pytest.raises(ConfigError, match="algorithm='star' is not possible here; choose one of auto, ring, tree"):
         comm.all_reduce(torch.zeros(1), algorithm="star")
     for verb in (comm.all_reduce, comm.reduce_scatter):
         with pytest.raises(ConfigError, match="op='avg' is unknown"):
             verb(torch.zeros(1), "avg")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"op='mean' on torch\.int64"):
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
-    with pytest.raises(ConfigError, match="root=1 is no rank of a world of 1"):
-        comm.broadcast(torch.zeros(1), root=1)
+    with pytest.raises(ConfigError, match=r"op='max' on torch\.complex64: complex numbers have no order"):
+        comm.all_reduce(torch.zeros(1, dtype=torch.complex64), "max")
+    with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float16 with torch\.int64: both must be floating"):
+        comm.all_reduce(torch.zeros(1, dtype=torch.int64), wire_dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float32 is wider than the tensor's torch\.float16"):
+        comm.all_reduce(torch.zeros(1, dtype=torch.float16), wire_dtype=torch.float32)
+    for rooted in (comm.broadcast, comm.reduce, comm.gather):
+        with pytest.raises(ConfigError, match="root=1 is no rank of a world of 1"):
+            rooted(torch.zeros(1), root=1)
+    with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got 2"):
+        comm.all_to_all([torch.zeros(1)] * 2)
+    with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got none"):
+        comm.scatter()
+    with pytest.raises(ConfigError, match=r"ranks=\[0, 1\]: a subgroup needs distinct ranks from 0 to 0"):
+        comm.subgroup([0, 1])

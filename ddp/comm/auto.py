@@ -1,0 +1,115 @@
+"""`algorithm="auto"`: which way an all-reduce goes, and the memory of what was chosen.
+
+    one host, memory shared     "shared_memory", at once: it is ahead of every schedule at every size
+    anything else               the first call measures the links (`calibrate.py`, under a second), prices every way for
+                                the message's size (`select.py`) and takes the cheapest
+
+A choice is remembered by size, so that equal sizes go equal ways. The prices come from measurements, so another run may
+choose otherwise near a crossing, and with another way the sums come out in other bits. A run that must repeat another
+bit by bit takes over its `choices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from ddp.comm.calibrate import Measured, calibrate
+from ddp.comm.carrier import IN_MEMORY, Carrier
+from ddp.comm.select import Choice, rank_choices
+from ddp.errors import ConfigError
+
+Order = Literal["any", "canonical"]
+
+
+class Auto:
+    """Chooses for one communicator. Every rank asks the same questions in the same order: the first one measures.
+
+    Args:
+        algorithm: what "auto" stands for: "auto", or the name of a way.
+        order: "canonical" takes only ways whose additions follow the canonical binary tree over the ranks.
+        timeout_s: longest silence while measuring.
+
+    Attributes:
+        choices: bytes → way, of what was chosen by price.
+    """
+
+    def __init__(self, carrier: Carrier, *, algorithm: str, order: Order, segment_bytes: int, timeout_s: float) -> None:
+        self.algorithm, self.order = algorithm, order
+        self.choices: dict[int, str] = {}
+        self._carrier, self._segment_bytes, self._timeout_s = carrier, segment_bytes, timeout_s
+        self._measured: Measured | None = None
+
+    def check(self, name: str) -> None:
+        """A way, "auto", or the beginning of several: "shared_memory" on several hosts.
+
+        Raises:
+            ConfigError: there is no such way here.
+        """
+        ways = self._carrier.all_reduces
+        if name != "auto" and not any(way == name or way.startswith(f"{name}+") for way in ways):
+            raise ConfigError(f"algorithm={name!r} is not possible here; choose one of auto, {', '.join(ways)}")
+
+    def way(self, flat: Tensor, algorithm: str) -> str:
+        """The way of this tensor, for a name that may leave something open."""
+        asked = self.algorithm if algorithm == "auto" else algorithm
+        if asked in self._carrier.all_reduces:
+            return asked
+        nbytes = flat.numel() * flat.element_size()
+        if asked == "auto":
+            return self.choose(nbytes, device=flat.device.type)
+        return next(choice.name for choice in self.ranking(nbytes) if choice.name.startswith(asked))
+
+    def choose(self, nbytes: int, *, device: str = "cpu") -> str:
+        """The cheapest way for so many bytes."""
+        on_cpu = device == "cpu"
+        if on_cpu and IN_MEMORY in self._carrier.all_reduces:
+            return IN_MEMORY
+        if nbytes not in self.choices:
+            ranking = self.ranking(nbytes)
+            self.choices[nbytes] = next(c.name for c in ranking if on_cpu or not c.name.startswith(IN_MEMORY))
+        return self.choices[nbytes]
+
+    def ranking(self, nbytes: int, *, allocated: bool = False) -> list[Choice]:
+        """Every way with its predicted time, the cheapest first.
+
+        Args:
+            allocated: the tensor lies in memory from `allocate`.
+        """
+        carrier = self._carrier
+        if self._measured is None:
+            self._measured = calibrate(
+                carrier.transport, carrier.hosts, carrier.group, carrier.gather_bytes, timeout_s=self._timeout_s
+            )
+        return rank_choices(
+            nbytes,
+            carrier.all_reduces,
+            self._measured,
+            hosts=carrier.hosts,
+            allocated=allocated,
+            order=self.order,
+            segment_bytes=self._segment_bytes,
+        )
+
+    def pin(self, choices: Mapping[int, str]) -> None:
+        """Takes over what another run chose.
+
+        Raises:
+            ConfigError: a way that is not possible here.
+        """
+        for way in choices.values():
+            self.check(way)
+        self.choices.update(choices)
+
+    def describe(self) -> str:
+        """How all-reduces go here, in a few words: for a headline, and for the identity in a checkpoint."""
+        hosts = self._carrier.hosts
+        if self.algorithm != "auto":
+            return self.algorithm
+        if IN_MEMORY in self._carrier.all_reduces:
+            return "shared memory"
+        memory = "shared memory and " if any(way.startswith(IN_MEMORY) for way in self._carrier.all_reduces) else ""
+        sizes = "+".join(str(len(host)) for host in hosts)
+        return f"auto over {memory}transport, hosts of {sizes}{', canonical' if self.order == 'canonical' else ''}"

@@ -1,0 +1,81 @@
+"""From a user's tensors to the flat buffers that collectives run on, and back; and what a user may ask of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ddp.comm.carrier import COMBINE
+from ddp.errors import ConfigError
+
+
+def in_place(run: Callable[[Tensor], None], tensor: Tensor) -> Tensor:
+    """Runs over the tensor's memory, or over a flat copy that is written back if it is not contiguous."""
+    data = tensor.detach()
+    if data.is_contiguous():
+        run(data.view(-1))
+    else:
+        flat = data.reshape(-1)
+        run(flat)
+        data.copy_(flat.view(data.shape))
+    return tensor
+
+
+def together(run: Callable[[Tensor], None], tensors: list[Tensor]) -> list[Tensor]:
+    """Runs over flat copies, one per dtype, and writes them back."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        run(flat)
+        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+    return tensors
+
+
+def with_rows(tensor: Tensor) -> Tensor:
+    """[n, ...]: a scalar counts as one row."""
+    return tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+
+
+def by_rank(flat: Tensor, rows: Sequence[int], like: Tensor) -> list[Tensor]:
+    """A flat buffer's pieces, rank r's with rows[r] rows, in all else shaped like a tensor."""
+    rest = like.shape[1:]
+    bounds = bounds_of(rows, like)
+    return [flat[a:b].view(n, *rest) for n, (a, b) in zip(rows, pairwise(bounds), strict=True)]
+
+
+def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
+    """Where each rank's rows begin in a flat buffer, in elements; the last entry is its length."""
+    return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
+
+
+def check_op(op: str, tensor: Tensor) -> None:
+    """Raises ConfigError for an operation that is unknown, or that this tensor's dtype does not allow."""
+    if op not in ("mean", *COMBINE):
+        raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(f"op='mean' on {tensor.dtype}: use op='sum' and divide, or a floating point tensor")
+    if op in ("min", "max") and tensor.is_complex():
+        raise ConfigError(f"op={op!r} on {tensor.dtype}: complex numbers have no order")
+
+
+def check_wire(wire_dtype: torch.dtype | None, tensor: Tensor) -> None:
+    """Raises ConfigError unless the tensor may travel in that type."""
+    if wire_dtype is None:
+        return
+    if not (wire_dtype.is_floating_point and tensor.is_floating_point()):
+        raise ConfigError(f"wire_dtype={wire_dtype} with {tensor.dtype}: both must be floating point")
+    if wire_dtype.itemsize > tensor.dtype.itemsize:
+        raise ConfigError(f"wire_dtype={wire_dtype} is wider than the tensor's {tensor.dtype}; leave it out")
+
+
+def check_pieces(tensors: Sequence[Tensor] | None, world_size: int) -> None:
+    """Raises ConfigError unless there is one tensor per rank, all of one dtype."""
+    if tensors is None or len(tensors) != world_size:
+        have = "none" if tensors is None else str(len(tensors))
+        raise ConfigError(f"needs a list of {world_size} tensors, one per rank; got {have}")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ConfigError(f"the tensors differ in dtype: {', '.join(str(t.dtype) for t in tensors)}")

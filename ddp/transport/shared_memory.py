@@ -1,0 +1,350 @@
+"""Memory that processes of one host share, and a barrier in it: what `comm/host_reduce.py` is built from.
+
+    kind         neighbours find it at           limit                       a crash leaves
+    "memfd"      /proc/PID/fd/N of the creator   the host's memory           nothing: it has no name
+    "/dev/shm"   /dev/shm/ddp-…                  the mount's size, often     the name, if it came before everyone
+                                                 64 MB in a container        had mapped the memory
+
+`memfd_create` comes first. Opening a neighbour's descriptor takes the right to look into its process, which another
+user or another PID namespace has not; then a file in /dev/shm is tried. Its memory is reserved at once
+(`posix_fallocate`): touching a page that is not there ends in SIGBUS, long after the call that could have said so. With
+both kinds, the path is needed only until every neighbour has mapped the memory. Then the creator calls `forget`, and
+the memory ends with its last mapping.
+
+The barrier is n × n semaphores, glibc's `sem_t`, called through ctypes. What never blocks (a post, a try) keeps the
+interpreter lock: giving it up costs more than the call, and up to 5 ms while another thread is busy in Python. What
+blocks is `sem_clockwait`, with the lock released: it takes no processor time from the rank that is waited for, as
+spinning would (measured with 2, 4 and 8 ranks on two cores: 6, 26 and 90 µs, against 43, 174 and 480 µs with
+`sched_yield`). It waits on the monotonic clock, so that setting the wall clock neither ends nor prolongs it, and in
+slices, so that signals are handled and somebody looks whether the other side is still alive. Where it is missing
+(macOS, musl, glibc before 2.30) `why_unsupported` says so and the caller stays with its sockets.
+
+Read next: `topology.py`, then `comm/host_memory.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from ddp.transport.edge import TransportError
+
+Kind = Literal["memfd", "/dev/shm"]
+KINDS: tuple[Kind, ...] = ("memfd", "/dev/shm")
+
+LINE_BYTES = 64  # a cache line: what two processes write stands on two of them
+SLICE_S = 0.5  # longest sleep without looking up
+KEEP_LOCK_BYTES = 32 << 10  # a copy of so much takes less time than handing the interpreter lock over and back
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Offer(NamedTuple):
+    """Where neighbours find a memory, as long as its creator has not forgotten it."""
+
+    path: str
+    num_bytes: int
+
+
+class SharedMemory:
+    """One mapping. It ends with the last of: this object, a tensor over its `buffer`.
+
+    Attributes:
+        buffer: the bytes.
+        address: where they start in this process.
+        offer: where neighbours find the memory.
+    """
+
+    def __init__(self, descriptor: int, offer: Offer) -> None:
+        self.offer = offer
+        self.buffer = mmap.mmap(descriptor, offer.num_bytes)
+        with torch.inference_mode(False):  # whoever allocates in inference mode wants to train in it later
+            self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)  # [num_bytes]
+        self.address = self.bytes.data_ptr()
+        self._descriptor: int | None = None
+
+    @classmethod
+    def create(cls, kind: Kind, num_bytes: int, *, name: str) -> SharedMemory:
+        """New memory, all zero.
+
+        Args:
+            name: the file's, in /dev/shm; a memfd only shows it to whoever looks at the process.
+
+        Raises:
+            OSError: there is not so much memory, or none of this kind.
+        """
+        if num_bytes > (available := _available_bytes()):
+            raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory wanted, the host has {available} left")
+        if kind == "memfd":
+            if not hasattr(os, "memfd_create"):
+                raise OSError(errno.ENOSYS, "this platform has no memfd_create")
+            descriptor = os.memfd_create(name)
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        else:
+            path = f"/dev/shm/{name}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            if kind == "/dev/shm":
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            memory = cls(descriptor, Offer(path, num_bytes))
+        except BaseException:
+            _end(descriptor, path)
+            raise
+        memory._descriptor = descriptor
+        return memory
+
+    @classmethod
+    def attach(cls, offer: Offer) -> SharedMemory:
+        """The memory that a neighbour offers.
+
+        Raises:
+            OSError: it cannot be reached from here, or is another one.
+        """
+        descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(descriptor, offer)
+        except ValueError as error:  # how mmap says that the file is shorter than that
+            raise OSError(errno.EINVAL, str(error), offer.path) from error
+        finally:
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        """Takes the offer back, once everyone who should has attached. Harmless on attached memory."""
+        if self._descriptor is not None:
+            _end(self._descriptor, self.offer.path)
+            self._descriptor = None
+
+    def prefault(self, start: int, stop: int) -> None:
+        """Brings the pages of a range into this process's page table now, rather than at their first touch.
+
+        Args:
+            start, stop: multiples of the page size.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        try:
+            self.buffer.madvise(_POPULATE_WRITE, start, stop - start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel that does not know the request
+                raise
+            self.bytes[start : stop : mmap.PAGESIZE].add_(0)
+
+
+def _end(descriptor: int, path: str) -> None:
+    os.close(descriptor)
+    if path.startswith("/dev/shm/"):
+        Path(path).unlink()
+
+
+def _available_bytes() -> float:
+    """What the kernel says it could still give. It would promise more, and end the process that touches it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), float("inf"))
+
+
+_MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+_ADDRESS = ctypes.c_void_p
+_releasing_memmove = ctypes.CFUNCTYPE(None, _ADDRESS, _ADDRESS, ctypes.c_size_t)(_MEMMOVE)
+_holding_memmove = ctypes.PYFUNCTYPE(None, _ADDRESS, _ADDRESS, ctypes.c_size_t)(_MEMMOVE)
+
+
+def copy_bytes(to: int, source: int, num_bytes: int) -> None:
+    """Copies between two addresses; releases the interpreter lock if it takes a while."""
+    if num_bytes > KEEP_LOCK_BYTES:
+        _releasing_memmove(to, source, num_bytes)
+    elif num_bytes:
+        _holding_memmove(to, source, num_bytes)
+
+
+# --- semaphores ------------------------------------------------------------------------------------------------------
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def why_unsupported() -> str:
+    """What this platform lacks for semaphores between processes; "" if nothing."""
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):
+        return "the C library cannot be called"
+    missing = [name for name in ("sem_init", "sem_post", "sem_trywait", "sem_clockwait") if not hasattr(libc, name)]
+    return f"the C library has no {', '.join(missing)}" if missing else ""
+
+
+class _Semaphores:
+    """The C library's functions on semaphores; a semaphore is an address here."""
+
+    def __init__(self) -> None:
+        holding, releasing = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
+        self._init = holding.sem_init
+        self._init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+        self.post: Callable[[int], int] = holding.sem_post
+        self.try_wait: Callable[[int], int] = holding.sem_trywait  # 0 if it took a post
+        holding.sem_post.argtypes = holding.sem_trywait.argtypes = (ctypes.c_void_p,)
+        self._clock_wait = releasing.sem_clockwait
+        self._clock_wait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
+        self._until = _Timespec()
+        self._until_reference = ctypes.pointer(self._until)
+
+    def create(self, semaphore: int) -> None:
+        """Counts 0, shared between processes."""
+        if self._init(semaphore, 1, 0) != 0:
+            raise OSError("sem_init failed")
+
+    def sleep(self, semaphore: int, *, until_s: float) -> bool:
+        """Takes a post; False if none came by `until_s` on the monotonic clock, or a signal came first."""
+        self._until.seconds = int(until_s)
+        self._until.nanoseconds = int(until_s % 1 * 1e9)
+        if self._clock_wait(semaphore, time.CLOCK_MONOTONIC, self._until_reference) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(number, f"sem_clockwait: {os.strerror(number)}")
+        return False
+
+
+# --- the barrier -----------------------------------------------------------------------------------------------------
+
+
+class _Life:
+    """Whether a process still runs. Says yes where nobody can know: no pidfds, or a PID of another namespace."""
+
+    def __init__(self, pid: int | None) -> None:
+        self._descriptor: int | None = None
+        self._poll = select.poll()
+        if pid is not None and hasattr(os, "pidfd_open"):
+            try:
+                self._descriptor = os.pidfd_open(pid)
+            except OSError:
+                return
+            self._poll.register(self._descriptor, select.POLLIN)
+
+    def goes_on(self) -> bool:
+        """False once the process has ended."""
+        return not self._poll.poll(0)
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        if self._descriptor is not None:
+            self._poll.unregister(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because of process i
+
+
+class Barrier:
+    """Where the processes of one group wait for each other; used by one thread of each at a time.
+
+    Everyone posts to each other process, then takes one post from each: whoever comes last sleeps not at all. Only the
+    process that is waited for is looked at, since another one may rightly have gone on and ended. If that one has given
+    up because of a third, the third is blamed.
+
+    Args:
+        memory: where semaphores [to][from] and states stand, `num_bytes` from `start` on. One process calls `create`
+            first, before the others attach.
+        ranks: what the processes are called in errors.
+        pids: by process; None where unknown.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, start: int, *, index: int, ranks: Sequence[int], pids: Sequence[int | None]
+    ) -> None:
+        size = len(ranks)
+        self._memory, self._index, self._ranks, self._pid = memory, index, tuple(ranks), os.getpid()
+        self._semaphores = _Semaphores()
+        self._post, self._try_wait = self._semaphores.post, self._semaphores.try_wait
+        others = [(index + distance) % size for distance in range(1, size)]  # not all in a row before one door
+        address = memory.address + start
+        self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
+        self._incoming = [(address + LINE_BYTES * (index * size + other), other) for other in reversed(others)]
+        self._states = start + LINE_BYTES * size * size
+        self._lives = {other: _Life(pids[other]) for other in others}
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Memory that a barrier of `size` processes takes."""
+        return LINE_BYTES * (size * size + size)
+
+    @staticmethod
+    def create(memory: SharedMemory, start: int, *, size: int) -> None:
+        """Makes the semaphores in zeroed memory."""
+        semaphores = _Semaphores()
+        for number in range(size * size):
+            semaphores.create(memory.address + start + LINE_BYTES * number)
+
+    def meet(self, deadline_s: float) -> None:
+        """Returns once every process has come.
+
+        Args:
+            deadline_s: on the monotonic clock.
+
+        Raises:
+            TransportError: one did not come. The barrier is of no use afterwards, to any process.
+        """
+        for semaphore in self._outgoing:
+            self._post(semaphore)
+        for semaphore, other in self._incoming:
+            if self._try_wait(semaphore) != 0:
+                self._wait(semaphore, other, deadline_s)
+
+    def give_up(self, because_of: int | None = None) -> None:
+        """Tells the others not to wait for this process, and which one is to blame: itself, if nobody is named."""
+        if self._state(self._index) == _RUNS:
+            self._set_state(_GAVE_UP + (self._index if because_of is None else because_of))
+
+    def leave(self) -> None:
+        """Tells the others that this process comes no more. Does nothing in a forked child, which is none of them."""
+        if self._pid == os.getpid():
+            if self._state(self._index) == _RUNS:
+                self._set_state(_LEFT)
+            for life in self._lives.values():
+                life.close()
+
+    def _wait(self, semaphore: int, other: int, deadline_s: float) -> None:
+        while not self._semaphores.sleep(semaphore, until_s=min(deadline_s, time.monotonic() + SLICE_S)):
+            state, alive = self._state(other), self._lives[other].goes_on()
+            if state == _RUNS and alive and time.monotonic() < deadline_s:
+                continue
+            if self._try_wait(semaphore) == 0:  # the post may have come just now, before the end
+                return
+            culprit = state - _GAVE_UP if state >= _GAVE_UP else other
+            self.give_up(culprit)
+            raise self._lost(other, culprit, state, alive)
+
+    def _lost(self, other: int, culprit: int, state: int, alive: bool) -> TransportError:
+        rank = self._ranks[culprit]
+        if culprit != other:
+            return TransportError(rank, f"rank {self._ranks[other]} on this host has given up waiting for it")
+        if state >= _GAVE_UP:
+            return TransportError(rank, "it has given up a collective of this host")
+        if state == _LEFT:
+            return TransportError(rank, "it has left this host's group")
+        if not alive:
+            return TransportError(rank, "its process has ended")
+        return TransportError(rank, "it did not come to the barrier of this host", timed_out=True)
+
+    def _state(self, index: int) -> int:
+        return self._memory.buffer[self._states + LINE_BYTES * index]
+
+    def _set_state(self, state: int) -> None:
+        self._memory.buffer[self._states + LINE_BYTES * self._index] = state

@@ -1,0 +1,163 @@
+"""Real processes over Gloo and through shared memory: every way there is, on one host and on several that are made up.
+
+Hosts are made up by telling some ranks another boot id: what lies between them goes over the transport then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+import ddp
+from ddp.comm.communicator import Communicator, Op
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError
+from ddp.transport import topology
+
+LENGTHS = (0, 1, 9, 40_000)
+
+
+def normal(rank: int, numel: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def sessions(world_size: int) -> None:
+    """One host; several hosts; the transport alone; canonical order. One spawn for all: processes are dear."""
+    comm = ddp.init(abort_s=20)
+    assert comm.hosts == (tuple(range(world_size)),)
+    assert world_size == 1 or "shared_memory" in comm.ways()
+    every_way_is_right(comm)
+    verbs_equal_torch_s(comm)
+    allocated_memory_is_shared_and_freed(comm)
+    groups_have_memory_of_their_own(comm)
+    ddp.shutdown()
+
+    its_own, topology._boot_id = topology._boot_id, lambda: f"host {comm.rank // 3}"
+    comm = ddp.init(abort_s=20, segment_bytes=1 << 12)
+    assert comm.hosts == tuple(tuple(range(r, min(r + 3, world_size))) for r in range(0, world_size, 3))
+    assert ("shared_memory+ring" in comm.ways()) == (world_size > 3)
+    every_way_is_right(comm)
+    verbs_equal_torch_s(comm)
+    allocated_memory_is_shared_and_freed(comm)
+    ddp.shutdown()
+    topology._boot_id = its_own
+
+    comm = ddp.init(abort_s=20, shared_memory=False, order="canonical")
+    assert not any(way.startswith("shared_memory") for way in comm.ways())
+    chosen = comm.all_reduce(normal(comm.rank, 999))
+    in_order = canonical_sum([normal(rank, 999) for rank in range(world_size)])
+    assert torch.equal(chosen, in_order)
+    ddp.shutdown()
+
+
+def canonical_sum(terms: list[Tensor]) -> Tensor:
+    """Over the binary tree that splits at the largest power of two."""
+    if len(terms) == 1:
+        return terms[0]
+    middle = 1 << ((len(terms) - 1).bit_length() - 1)
+    return canonical_sum(terms[:middle]) + canonical_sum(terms[middle:])
+
+
+def every_way_is_right(comm: Communicator) -> None:
+    """Near the formula, in each length and operation; and the same bits on all ranks."""
+    cases: list[tuple[Op, int]] = [("sum", 0), ("sum", 9), ("sum", 40_000), ("mean", 50), ("product", 1), ("max", 7)]
+    reference: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda x: x.sum(0),
+        "mean": lambda x: x.mean(0),
+        "product": lambda x: x.prod(0),
+        "max": lambda x: x.amax(0),
+    }
+    for way in ["auto", *comm.ways()]:
+        results = []
+        for op, numel in cases:
+            terms = torch.stack([normal(rank, numel) for rank in range(comm.world_size)])
+            results.append(comm.all_reduce(terms[comm.rank].clone(), op, algorithm=way))
+            torch.testing.assert_close(results[-1], reference[op](terms), rtol=1e-12, atol=1e-12)
+        wide = normal(comm.rank, 100, torch.float32)
+        results.append(comm.all_reduce(wide, algorithm=way, wire_dtype=torch.bfloat16).double())
+        first, *others = comm.all_gather(torch.cat(results))
+        assert all(torch.equal(first, other) for other in others), way
+        assert comm.all_reduce(torch.tensor([comm.rank == 0, False]), algorithm=way).tolist() == [True, False]
+
+
+def verbs_equal_torch_s(comm: Communicator) -> None:
+    for numel in LENGTHS:
+        mine = normal(comm.rank, numel)
+        total = mine.clone()
+        torch.distributed.all_reduce(total)
+        torch.testing.assert_close(torch.cat(comm.all_gather(comm.reduce_scatter(mine))), total, rtol=1e-12, atol=1e-12)
+        by_torch = mine.clone()
+        torch.distributed.broadcast(by_torch, comm.world_size - 1)
+        assert torch.equal(comm.broadcast(mine.clone(), comm.world_size - 1), by_torch)
+        torch.testing.assert_close(
+            comm.reduce(mine.clone(), 0), total if comm.rank == 0 else mine, rtol=1e-12, atol=1e-12
+        )
+    uneven = comm.all_gather(torch.full((comm.rank % 2, 3), comm.rank))
+    assert [len(rows) for rows in uneven] == [rank % 2 for rank in range(comm.world_size)]
+    exchanged = comm.all_to_all([torch.tensor([comm.rank, peer]) for peer in range(comm.world_size)])
+    assert [x.tolist() for x in exchanged] == [[peer, comm.rank] for peer in range(comm.world_size)]
+    comm.barrier()
+
+
+def allocated_memory_is_shared_and_freed(comm: Communicator) -> None:
+    for numel in (0, 1, 100_000):
+        flat = comm.allocate(numel, torch.float32)
+        assert flat.shape == (numel,)
+        assert not flat.any()
+        terms = [normal(rank, numel, torch.float32) for rank in range(comm.world_size)]
+        flat.copy_(terms[comm.rank])
+        ordinary = comm.all_reduce(terms[comm.rank].clone())
+        assert torch.equal(comm.all_reduce(flat), ordinary)  # the bits do not depend on where a tensor lies
+        half = flat[numel // 2 :]
+        half.fill_(comm.rank)
+        work = comm.all_reduce(half, async_op=True)  # a part of it, from the background thread
+        assert (work.wait() == sum(range(comm.world_size))).all()
+        comm.free(flat)
+
+
+def groups_have_memory_of_their_own(comm: Communicator) -> None:
+    evens = comm.subgroup(range(0, comm.world_size, 2))
+    if evens is None:
+        return
+    assert evens.world_size == 1 or "shared_memory" in evens.ways()
+    assert evens.all_reduce(torch.tensor([float(comm.rank)])).item() == sum(range(0, comm.world_size, 2))
+    evens.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])  # 5: hosts of 3 and 2
+def test_every_way_and_verb(world_size: int) -> None:
+    run_ranks(sessions, world_size, world_size, timeout_s=120)
+
+
+# --- mismatches in memory are found without debug mode ---------------------------------------------------------------
+
+
+def call_something_else(odd_one: Callable[[Communicator], Any]) -> str:
+    comm = ddp.init(abort_s=10)
+    with pytest.raises(CollectiveMismatch) as raised:
+        if comm.rank == 1:
+            odd_one(comm)
+        else:
+            comm.all_reduce(torch.ones(4))
+    with pytest.raises(CommunicatorBroken):
+        comm.barrier()
+    return str(raised.value)
+
+
+def test_a_different_call_is_named_on_every_rank() -> None:
+    for message in run_ranks(call_something_else, 3, lambda comm: comm.all_reduce(torch.ones(5))):
+        assert "#2 all_reduce of 4 × float32 by sum" in message
+        assert "#2 all_reduce of 5 × float32 by sum" in message
+
+
+def ask_for_a_way_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm='hierarchical' is not possible here; choose one of auto, ring"):
+        ddp.init(algorithm="hierarchical")
+
+
+def test_a_way_that_this_layout_has_not_is_refused_at_once() -> None:
+    run_ranks(ask_for_a_way_that_is_not_there, 2)
