@@ -4,6 +4,9 @@ python -m ddp draw ring 4                        the rounds of a schedule, as te
 python -m ddp draw ring 4 --svg ring.svg         … as a picture
 python -m ddp draw hierarchical 6 --hosts 3,3    … of one that needs to know which ranks share a host
 python -m ddp check ring 4                       proves it, and shows what each chunk becomes
+python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
+                                                 how long it would take on such a network, and what it sends
+python -m ddp explain 25MB --workers 2           starts workers here, measures, and says which way "auto" goes
 
 A question is one function below: it adds its subcommand, and says how that is answered.
 """
@@ -15,12 +18,16 @@ import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ddp.bench.units import format_bandwidth, format_time, parse_delay, parse_rate, parse_size
 from ddp.collectives.catalog import BETWEEN_HOSTS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
+from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw, svg
+from ddp.collectives.simulate import Link, Network, simulate
 
 if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
@@ -40,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Answers one question; returns the exit status."""
     parser = Parser(prog="python -m ddp", description="Questions about collectives.")
     questions = parser.add_subparsers(metavar="question", required=True, dest="question")
-    for add_question in (draw_question, check_question):
+    for add_question in (draw_question, check_question, simulate_question, explain_question):
         add_question(questions)
     options = parser.parse_args(argv)
     try:
@@ -95,6 +102,80 @@ def check_question(questions: Questions) -> None:
     parser.set_defaults(answer=answer)
 
 
+def simulate_question(questions: Questions) -> None:
+    """How long would it take on such a network?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        if options.per_host is not None:
+            if options.hosts:
+                raise ValueError("--hosts and --per-host both say who shares a host: leave one out")
+            options.hosts = sizes_of_hosts(options.num_ranks, options.per_host)
+        schedule, hosts = chosen_schedule(options, alone=True)
+        network = Network(
+            hosts=hosts,
+            inside=Link(time_of(options.inside_alpha), 8 / rate_of(options.inside_rate)),
+            between=Link(time_of(options.alpha), 8 / rate_of(options.rate)),
+            gamma_s=1 / (options.add_gb_s * 1e9),
+        )
+        nbytes = parse_size(options.bytes)
+        num_chunks = schedule.num_chunks(options.num_ranks)
+        numel = (
+            -(-nbytes // 4 // num_chunks) * num_chunks
+        )  # equal chunks: where ranks are alike, one host stands for all
+        timeline = simulate(schedule, network, numel)
+        sent, left = max(timeline.bytes_sent), max(timeline.host_bytes_sent)
+        busbw = bus_bandwidth(schedule.goal, options.num_ranks, nbytes, timeline.makespan_s)
+        return (
+            f"{options.schedule}, {options.num_ranks:,} ranks on {len(hosts):,} hosts, {options.bytes}: "
+            f"{format_time(timeline.makespan_s)}\n"
+            f"  {timeline.num_rounds:,} rounds, {timeline.num_messages:,} messages\n"
+            f"  sent by the busiest rank {sent:,} bytes ({sent / nbytes:.3g} times the buffer), "
+            f"by the busiest host {left:,}\n"
+            f"  bus bandwidth {format_bandwidth(busbw)} GB/s"
+        )
+
+    parser = questions.add_parser("simulate", help="a schedule on a logical clock: time, messages, bytes")
+    add_schedule(parser)
+    parser.add_argument("--per-host", type=int, metavar="N", help="ranks on each host (default: 1)")
+    parser.add_argument("--bytes", default="25MB", help="size of the buffer (default: %(default)s)")
+    parser.add_argument("--alpha", default="20us", help="latency between hosts (default: %(default)s)")
+    parser.add_argument("--rate", default="10gbit", help="of a host's link (default: %(default)s)")
+    parser.add_argument("--inside-alpha", default="2us", help="latency inside a host (default: %(default)s)")
+    parser.add_argument("--inside-rate", default="100gbit", help="between ranks of a host (default: %(default)s)")
+    parser.add_argument("--add-gb-s", type=float, default=10.0, help="additions per rank, GB/s (default: %(default)s)")
+    parser.set_defaults(answer=answer)
+
+
+def explain_question(questions: Questions) -> None:
+    """Which way would an all-reduce of that size go on this machine?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        from ddp.launcher import launch
+
+        nbytes = parse_size(options.bytes)
+        if options.workers < 2:
+            raise ValueError(f"--workers {options.workers}: one worker alone has nothing to reduce; take 2 or more")
+        question = partial(explained, nbytes, shared_memory=not options.transport_only)
+        answers = launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
+        return str(answers[0])
+
+    parser = questions.add_parser("explain", help='which way "auto" takes here, and why')
+    parser.add_argument("bytes", help="size of the tensor, e.g. 25MB")
+    parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
+    parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
+    parser.set_defaults(answer=answer)
+
+
+def explained(nbytes: int, *, shared_memory: bool) -> str:
+    """What rank r of a new world is told about an all-reduce of `nbytes`."""
+    import ddp
+
+    comm = ddp.init(shared_memory=shared_memory)
+    answer = comm.explain(nbytes)
+    ddp.shutdown()
+    return answer
+
+
 def add_schedule(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a schedule."""
     parser.add_argument("schedule", help=f"one of {', '.join([*SCHEDULES, 'two_dimensional', *BETWEEN_HOSTS])}")
@@ -104,12 +185,19 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_schedule(options: argparse.Namespace) -> tuple[Schedule, Hosts]:
-    """The schedule that was asked for, and the hosts that its ranks stand on."""
+def chosen_schedule(options: argparse.Namespace, *, alone: bool = False) -> tuple[Schedule, Hosts]:
+    """The schedule that was asked for, and the hosts that its ranks stand on.
+
+    Args:
+        alone: without --hosts every rank has a host of its own, instead of all being on one.
+    """
     name, num_ranks = options.schedule, options.num_ranks
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a schedule needs at least one rank")
-    hosts = hosts_of_sizes(options.hosts, num_ranks) if options.hosts else (tuple(range(num_ranks)),)
+    if options.hosts:
+        hosts = hosts_of_sizes(options.hosts, num_ranks)
+    else:
+        hosts = tuple((rank,) for rank in range(num_ranks)) if alone else (tuple(range(num_ranks)),)
     found = {**SCHEDULES, **all_reduce_schedules(hosts)}
     if name in found:
         return found[name], hosts
@@ -133,6 +221,30 @@ def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:
     if starts[-1] != num_ranks:
         raise ValueError(f"--hosts {sizes} are {starts[-1]} ranks, but num_ranks={num_ranks}: make them equal")
     return tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
+
+
+def sizes_of_hosts(num_ranks: int, per_host: int) -> str:
+    """Equal hosts as --hosts has them; the last one may have fewer ranks."""
+    if per_host < 1:
+        raise ValueError(f"--per-host {per_host}: give at least 1")
+    full, rest = divmod(num_ranks, per_host)
+    return ",".join([str(per_host)] * full + ([str(rest)] if rest else []))
+
+
+def rate_of(text: str) -> float:
+    """Bits per second."""
+    rate = parse_rate(text)
+    if rate is None:
+        raise ValueError(f"rate {text!r}: give e.g. 10gbit or 100mbit")
+    return rate
+
+
+def time_of(text: str) -> float:
+    """Seconds."""
+    seconds = parse_delay(text)
+    if seconds is None:
+        raise ValueError(f"latency {text!r}: give e.g. 20us or 5ms")
+    return seconds
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 from ddp.collectives.grid import rows_of
 from ddp.collectives.schedule import Goal, Schedule, Send
-from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network, repeats, simulate
+from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network, repeats, simulate, whole_chunks
 
 ELEMENT_BYTES = 4
 SIMULATED_MESSAGES = 20_000
@@ -199,7 +199,9 @@ def price(name: str, schedule: Schedule, nbytes: int, network: Network, *, segme
         seconds = textbook(name, nbytes, network)
         if seconds is not None:
             return seconds
-    numel = _whole_chunks(-(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks))
+    numel, num_chunks = -(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks)
+    if numel > num_chunks:  # chunks of one length: then hosts that do the same are simulated once
+        numel = whole_chunks(numel, num_chunks)
     timeline = simulate(schedule, network, numel, element_bytes=ELEMENT_BYTES, segment_bytes=segment_bytes)
     return timeline.makespan_s
 
@@ -208,11 +210,6 @@ def _about_messages(schedule: Schedule, num_ranks: int) -> int:
     """As if every rank sent as many as the last one: a leaf of trees, a worker of masters."""
     rounds = schedule.algorithm(num_ranks - 1, num_ranks)
     return num_ranks * sum(isinstance(op, Send) for ops in rounds for op in ops)
-
-
-def _whole_chunks(numel: int, num_chunks: int) -> int:
-    """Rounded up to chunks of one length: then hosts that do the same are simulated once. Not where most are empty."""
-    return numel if numel < num_chunks else -(-numel // num_chunks) * num_chunks
 
 
 class Anatomy(NamedTuple):

@@ -45,10 +45,8 @@ def test_the_textbook_is_what_the_simulator_says(name: str, num_ranks: int, link
     simulated_s = simulate(schedule, network, nbytes // 4, segment_bytes=ANY).makespan_s
     formula_s = textbook(name, nbytes, network)
     assert formula_s is not None
-    is_power_of_two = num_ranks & (num_ranks - 1) == 0
-    if (name in EXACT_FOR_POWERS_OF_TWO and is_power_of_two) or (
-        name in EXACT and not (link.gap_s and name in EXACT_WITHOUT_GAP)
-    ):
+    exact = name in EXACT and not (link.gap_s and name in EXACT_WITHOUT_GAP)
+    if exact or (name in EXACT_FOR_POWERS_OF_TWO and num_ranks & (num_ranks - 1) == 0):
         assert simulated_s == pytest.approx(formula_s, rel=1e-9)
     else:
         assert formula_s / 2 <= simulated_s * (1 + 1e-9) <= formula_s * (1 + 2e-9)

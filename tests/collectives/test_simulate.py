@@ -225,4 +225,10 @@ def test_ten_thousand_ranks(name: str) -> None:
         assert timeline.makespan_s == pytest.approx(2 * (num_ranks - 1) * (1e-5 + 4e-9) + (num_ranks - 1) * 4e-10)
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+def test_chunks_of_many_ranks_become_equally_long() -> None:
+    """1001 elements in 100 chunks: 11 in each, and so 100 ranks cost what one costs."""
+    ring = ALL_REDUCE["ring"]
+    network = alone(100)
+    assert simulate(ring, network, 1001).bytes_sent == simulate(ring, network, 1100).bytes_sent == (198 * 44,) * 100
+    assert sum(simulate(ring, network, 1001, keep_moved=True).bytes_sent) == 198 * 4004
+    assert sum(simulate(ring, alone(50), 501).bytes_sent) == 98 * 2004

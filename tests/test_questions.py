@@ -1,0 +1,59 @@
+"""`python -m ddp simulate` and `explain`. (`draw` and `check` are tested beside the schedules.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp.__main__ import main
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_simulate_gives_the_textbook_s_time_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ring, 8 ranks, 8 MB at 8 Gbit/s, no latency, next to no cost of adding: 14 rounds of 1 MB at 1 GB/s."""
+    free = ("--alpha", "0us", "--rate", "8gbit", "--add-gb-s", "1e9")
+    text = answer(capsys, "simulate", "ring", "8", "--bytes", "8MB", *free)
+    assert text.startswith("ring, 8 ranks on 8 hosts, 8MB: 14.7 ms\n")
+    assert "14 rounds, 112 messages" in text
+    assert "sent by the busiest rank 14,680,064 bytes (1.75 times the buffer)" in text
+    assert text.rstrip().endswith("bus bandwidth 1 GB/s")
+
+
+def test_simulate_ten_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, "simulate", "tree", "10000", "--bytes", "4KB", "--per-host", "8")
+    assert "tree, 10,000 ranks on 1,250 hosts" in text
+    assert "28 rounds, 19,998 messages" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ring 4 --rate fast", "rate 'fast': give e.g. 10gbit"),
+        ("ring 4 --alpha 5", "latency '5': give e.g. 20us"),
+        ("ring 4 --bytes 5B", "size '5B': want a multiple of 4 bytes"),
+        ("ring 4 --per-host 0", "--per-host 0: give at least 1"),
+        ("ring 4 --per-host 2 --hosts 2,2", "--hosts and --per-host both say who shares a host"),
+        ("rang 4", "did you mean ring?"),
+    ],
+)
+def test_what_simulate_refuses(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *words.split()])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_explain_needs_company(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "25MB", "--workers", "1"])
+    assert "one worker alone has nothing to reduce; take 2 or more" in capsys.readouterr().err
+
+
+def test_explain_ranks_the_ways_by_time(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answer(capsys, "explain", "64KB", "--workers", "2").splitlines()
+    assert "65,536 bytes" in lines[0]
+    assert lines[2].split()[:2] == ["1", "shared_memory"]
+    assert {"ring", "tree", "butterfly"} <= {line.split()[1] for line in lines[2:]}
