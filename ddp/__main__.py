@@ -208,8 +208,8 @@ def chosen_schedule(options: argparse.Namespace, *, alone: bool = False) -> tupl
     if name == "two_dimensional":
         raise ValueError(f"{num_ranks} ranks fill no grid of several rows and columns: take another number, or ring")
     names = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS]
-    guess = [f"did you mean {match}? " for match in get_close_matches(name, names, n=1)]
-    raise ValueError(f"there is no schedule {name!r}; {''.join(guess)}There are {', '.join(names)}")
+    guess = [f"Did you mean {match}? " for match in get_close_matches(name, names, n=1)]
+    raise ValueError(f"there is no schedule {name!r}. {''.join(guess)}There are {', '.join(names)}")
 
 
 def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:

@@ -36,7 +36,7 @@ def test_simulate_ten_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None
         ("ring 4 --bytes 5B", "size '5B': want a multiple of 4 bytes"),
         ("ring 4 --per-host 0", "--per-host 0: give at least 1"),
         ("ring 4 --per-host 2 --hosts 2,2", "--hosts and --per-host both say who shares a host"),
-        ("rang 4", "did you mean ring?"),
+        ("rang 4", "Did you mean ring?"),
     ],
 )
 def test_what_simulate_refuses(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,8 @@ from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Recv, Round, Schedule, ScheduleError, Send
 
-SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES = 4 << 20  # this and the next are those of `execute`
+MAX_LANES = 4
 MANY_RANKS = 64
 
 
@@ -139,6 +140,7 @@ def simulate(
     *,
     element_bytes: int = 4,
     segment_bytes: int = SEGMENT_BYTES,
+    max_lanes: int = MAX_LANES,
     keep_moved: bool = False,
 ) -> Timeline:
     """Runs a schedule for every rank of `network` on a buffer of `numel` elements.
@@ -148,6 +150,7 @@ def simulate(
 
     Args:
         segment_bytes: size of a pipelining piece of a chunk, as in `execute`.
+        max_lanes: that are under way at the same time, as in `execute`.
         keep_moved: list every message in the result (then every host is simulated, whatever its symmetry).
 
     Raises:
@@ -155,7 +158,7 @@ def simulate(
     """
     if network.num_ranks > MANY_RANKS and not keep_moved and repeats(schedule, network.hosts):
         numel = whole_chunks(numel, schedule.num_chunks(network.num_ranks))
-    job = _Job(schedule, network.num_ranks, numel, element_bytes, segment_bytes)
+    job = _Job(schedule, network.num_ranks, numel, element_bytes, segment_bytes, max_lanes)
     period = network.num_ranks if keep_moved else _period(job, schedule, network.hosts)
     run = _Run(job, network, period, keep_moved)
     with _no_garbage_collection() if period > 256 else nullcontext():
@@ -182,8 +185,16 @@ def _no_garbage_collection() -> Iterator[None]:
 class _Job:
     """A schedule on a buffer: which messages each transfer becomes."""
 
-    def __init__(self, schedule: Schedule, num_ranks: int, numel: int, element_bytes: int, segment_bytes: int) -> None:
-        self.algorithm, self.num_ranks = schedule.algorithm, num_ranks
+    def __init__(
+        self,
+        schedule: Schedule,
+        num_ranks: int,
+        numel: int,
+        element_bytes: int,
+        segment_bytes: int,
+        max_lanes: int,
+    ) -> None:
+        self.algorithm, self.num_ranks, self.max_lanes = schedule.algorithm, num_ranks, max_lanes
         self.bounds = offsets(numel, schedule.num_chunks(num_ranks))
         self.element_bytes, self.segment_numel = element_bytes, max(1, segment_bytes // element_bytes)
         lengths = [stop - start for start, stop in pairwise(self.bounds)]
@@ -225,7 +236,7 @@ class _Lane:
 
 
 class _Rank:
-    """One simulated rank: its clock, and its lanes in the order in which they get their turn."""
+    """One simulated rank: its clock, and the lanes under way in the order in which they get their turn."""
 
     __slots__ = (
         "bytes_sent",
@@ -237,11 +248,13 @@ class _Rank:
         "num_rounds",
         "place",
         "rank",
+        "waiting",
     )
 
     def __init__(self, rank: int, host: int, place: int) -> None:
         self.rank, self.host, self.place = rank, host, place
         self.lanes: deque[_Lane] = deque()
+        self.waiting: Iterator[int] = iter(())  # numbers of lanes that have not begun
         self.clock_s = 0.0
         self.num_rounds = self.num_messages = self.bytes_sent = self.host_bytes_sent = 0
 
@@ -293,8 +306,9 @@ class _Run:
 
     def timeline(self) -> Timeline:
         for rank in self.ranks:
-            lanes = [_Lane(rank, number, self.job.rounds(rank.rank)) for number in range(self.job.num_lanes)]
-            rank.lanes.extend(lane for lane in lanes if self._post(lane))
+            rank.waiting = iter(range(self.job.num_lanes))
+            for _ in range(min(self.job.num_lanes, self.job.max_lanes)):
+                self._begin_lane(rank)
         for rank in self.ranks:
             self._advance(rank)
         while self.moments:
@@ -312,6 +326,16 @@ class _Run:
         while rank.lanes and not rank.lanes[0].left:
             lane = rank.lanes.popleft()
             rank.clock_s = max(rank.clock_s, lane.ready_s) + self.network.gamma_s * lane.adding
+            if self._post(lane):
+                rank.lanes.append(lane)
+            else:
+                self._begin_lane(rank)
+
+    def _begin_lane(self, rank: _Rank) -> None:
+        """Posts the first round of the next lane that waits for its turn, if there is one."""
+        number = next(rank.waiting, None)
+        if number is not None:
+            lane = _Lane(rank, number, self.job.rounds(rank.rank))
             if self._post(lane):
                 rank.lanes.append(lane)
 

@@ -11,17 +11,14 @@ bit by bit takes over its `choices`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ddp.comm.calibrate import Measured, calibrate
 from ddp.comm.carrier import IN_MEMORY, Carrier
-from ddp.comm.select import Choice, rank_choices
+from ddp.comm.select import Choice, Order, rank_choices
 from ddp.errors import ConfigError
-
-Order = Literal["any", "canonical"]
 
 
 class Auto:
@@ -60,7 +57,7 @@ class Auto:
         nbytes = flat.numel() * flat.element_size()
         if asked == "auto":
             return self.choose(nbytes, device=flat.device.type)
-        return next(choice.name for choice in self.ranking(nbytes) if choice.name.startswith(asked))
+        return cheapest(self.ranking(nbytes), asked).name
 
     def choose(self, nbytes: int, *, device: str = "cpu") -> str:
         """The cheapest way for so many bytes."""
@@ -68,8 +65,8 @@ class Auto:
         if on_cpu and IN_MEMORY in self._carrier.all_reduces:
             return IN_MEMORY
         if nbytes not in self.choices:
-            ranking = self.ranking(nbytes)
-            self.choices[nbytes] = next(c.name for c in ranking if on_cpu or not c.name.startswith(IN_MEMORY))
+            possible = [choice for choice in self.ranking(nbytes) if on_cpu or not choice.name.startswith(IN_MEMORY)]
+            self.choices[nbytes] = cheapest(possible).name
         return self.choices[nbytes]
 
     def ranking(self, nbytes: int, *, allocated: bool = False) -> list[Choice]:
@@ -81,7 +78,12 @@ class Auto:
         carrier = self._carrier
         if self._measured is None:
             self._measured = calibrate(
-                carrier.transport, carrier.hosts, carrier.group, carrier.gather_bytes, timeout_s=self._timeout_s
+                carrier.transport,
+                carrier.hosts,
+                carrier.group,
+                carrier.gather_bytes,
+                timeout_s=self._timeout_s,
+                device=carrier.device,
             )
         return rank_choices(
             nbytes,
@@ -113,3 +115,15 @@ class Auto:
         memory = "shared memory and " if any(way.startswith(IN_MEMORY) for way in self._carrier.all_reduces) else ""
         sizes = "+".join(str(len(host)) for host in hosts)
         return f"auto over {memory}transport, hosts of {sizes}{', canonical' if self.order == 'canonical' else ''}"
+
+
+def cheapest(ranking: Sequence[Choice], name: str = "") -> Choice:
+    """The first of a ranking that is called so, or begins so.
+
+    Raises:
+        ConfigError: none does, or the order of additions that was asked for leaves none.
+    """
+    for choice in ranking:
+        if not name or choice.name == name or choice.name.startswith(f"{name}+"):
+            return choice
+    raise ConfigError(f"no way {name!r} adds in canonical order here; leave order at 'any', or take another way")

@@ -1,30 +1,34 @@
 """Measures what the prices are made of, on the links that are there, once for a layout of ranks; under a second in all.
 
-    what         how                                                                 who
-    α            ping-pong of 8 bytes, the receive posted before: half a round trip  all pairs at once
-    announce     exchange of 8 bytes, both sides post at once: what it takes above α  all ranks at once, in a ring
-    gap          eight exchanges in one round: what each further message adds        the same
-    β            exchange of many bytes against the exchange of 8                    inside a host all ranks at once,
-                                                                                     between hosts one rank of each
-    γ            `add_`, per byte                                                    every rank
-    memory       the collectives of `host_reduce.py` at some sizes: caches make it   all ranks of a host
+    what         how                                                                   who
+    α            ping-pong of 8 bytes: half of there and back                          all pairs at once
+    announce     exchange of 8 bytes, which both sides post at once: what it takes     all ranks at once, in a ring
+                 above α
+    gap          eight messages in one round: what each further one adds               the same
+    β            exchange of many bytes against the exchange of 8                      inside a host all ranks at once,
+                                                                                       between hosts one rank of each
+    γ            `add_`, per byte                                                      every rank
+    call         a collective of nothing, through the layers above this one            every rank
+    memory       the collectives of `host_reduce.py` at some sizes: caches make it     all ranks of a host
                  no straight line, so the times themselves are kept
 
-All ranks measure at once wherever they would work at once in a collective: where ranks share a core they slow each
-other down, and that belongs to the price. But a host's link is filled by one rank alone: the simulator shares it.
+Messages are sent by `execute`, several rounds at a time, as in a collective: what Python takes between two rounds
+belongs to the price, and so does a core that falls asleep meanwhile and wakes up late. And all ranks work at once
+wherever they would in a collective: where they share a core, they slow each other down. Only a host's link is filled by
+one rank alone: sharing it is the simulator's business.
 
-Of every repetition the slowest rank counts, since a collective ends with its last rank; of the repetitions, the median:
-a minimum would promise what is rarely met, a mean would fall for one interruption. All ranks exchange all their times
-and compute the figures from them, so they have the same ones, and the same ranking.
+The time of a few rounds, or calls, in a row counts, of the slowest rank: a collective ends with its last rank. Of
+several such times the median: a minimum would promise what is rarely met, and a mean would fall for one interruption.
+All ranks exchange all their times and compute the figures from them; so they have the same ones, and the same ranking.
 
-A repetition takes as many bytes as are sent in some `BULK_S`; how many those are is agreed after a first look.
+How often, and how many bytes, is agreed after a first look at each link.
 
 Figures are kept for the life of the process, by layout: ranks that have all taken part in the same measurement use it
 again when they meet in another communicator of that layout. They are not kept on disk: measuring costs less than a
 second; a figure that another job, another network interface or another day made would decide for months, unseen; and
 a run that must be repeated exactly is pinned to its choices, not to its measurements.
 
-Read before: `collectives/simulate.py` (the model), `transport/edge.py`. Read next: `select.py`.
+Read before: `collectives/simulate.py` (the model), `execute.py`. Read next: `select.py`.
 """
 
 from __future__ import annotations
@@ -43,22 +47,26 @@ from torch import Tensor
 from ddp.clock import now_s
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
-from ddp.collectives.simulate import Link, Network
+from ddp.collectives.schedule import Recv, Round, Send
+from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network
+from ddp.comm.execute import Scratch, Slot, execute
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
-from ddp.transport.edge import Transfer, Transport
+from ddp.transport.edge import Transport
 
 Gather = Callable[[bytes], list[bytes]]  # everyone's bytes, by rank
 
 SMALL_BYTES = 8
 LOOK_BYTES = 64 << 10  # of the first look at the bandwidth
-MOST_BYTES = 4 << 20
-BULK_S = 0.03  # one exchange of many bytes should take about so long
-PHASE_S = 0.06  # and all repetitions of a measurement of latency
-LOOKS, FEWEST, MOST = 6, 4, 24  # repetitions; the first of each is thrown away
+BULK_BYTES = 8 << 20  # at most
+BULK_S = 0.02  # one exchange of many bytes should take about so long
+ROW_S = 0.01  # and some rounds in a row
+PHASE_S = 0.06  # and all repetitions of one measurement of latency
+ROUNDS = 8  # in a row, at most; and calls of a collective in memory
 MANY = 8  # messages in one round, for the gap
-MEMORY_BYTES = tuple(1 << k for k in (10, 13, 15, 16, 18, 20, 22, 24))
+LOOKS, FEWEST, MOST = 3, 4, 24  # repetitions; another one before them is thrown away
+ADD_BYTES = 4 << 20
+MEMORY_BYTES = tuple(1 << k for k in (10, 13, 15, 16, 18, 20, 22, 24, 25))
 MEMORY_IN_ALL = 256 << 20  # of a host's memory, lent for the measurement
-MEMORY_S = 0.012  # all repetitions of one size
 
 # --- what is known afterwards ----------------------------------------------------------------------------------------
 
@@ -100,10 +108,12 @@ class Measured:
 
     Attributes:
         shared: None where no host has several ranks with memory in common.
+        call_s: what a call costs before anything is done.
     """
 
     network: Network
     shared: SharedMemory | None
+    call_s: float = 0.0
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -117,6 +127,7 @@ def calibrate(
     *,
     timeout_s: float,
     device: torch.device | str = "cpu",
+    empty_call: Callable[[], object] | None = None,
 ) -> Measured:
     """Measures links and memory. Collective over all ranks of `transport`.
 
@@ -126,6 +137,7 @@ def calibrate(
         gather: all-gather of bytes; keeps a deadline of its own.
         timeout_s: longest wait for any one message.
         device: of the tensors that the transport carries.
+        empty_call: does nothing, but by way of all that a user's call passes before it is sent or added here.
 
     Raises:
         TransportError: a rank did not take part in time.
@@ -139,13 +151,24 @@ def calibrate(
     plans = {
         name: _Plan.after(_slowest(looks, f"{name} small"), _slowest(looks, f"{name} look")) for name in bench.rings
     }
-    times = bench.measure(plans)
+    times = bench.measure(plans) | {"call": _time_calls(empty_call)}
     if group is not None:
         times |= _time_memory(group, hosts, timeout_s)
     everyone = _exchanged(times, gather)
-    measured = Measured(_network(everyone, plans, hosts), _shared(everyone))
+    measured = Measured(_network(everyone, plans, hosts), _shared(everyone), _slowest(everyone, "call"))
     _known[key] = _Known(measured, hashlib.sha256(repr(everyone).encode()).hexdigest())
     return measured
+
+
+def _time_calls(empty_call: Callable[[], object] | None) -> list[float]:
+    if empty_call is None:
+        return []
+    times = []
+    for _ in range(MOST):
+        start_s = now_s()
+        empty_call()
+        times.append(now_s() - start_s)
+    return times
 
 
 class _Known(NamedTuple):
@@ -173,15 +196,18 @@ def _slowest(everyone: Sequence[Mapping[str, list[float]]], name: str) -> float:
 class _Plan(NamedTuple):
     """How much to measure on a link: agreed, since all ranks must exchange equally often."""
 
+    num_rounds: int
     num_repetitions: int
     bulk_bytes: int
 
     @classmethod
     def after(cls, small_s: float, look_s: float) -> _Plan:
         """From the times of an exchange of few bytes, and of `LOOK_BYTES`."""
-        beta_s = max(look_s - small_s, 1e-9) / LOOK_BYTES
-        repetitions = min(MOST, max(FEWEST, int(PHASE_S / max(small_s, 1e-9))))
-        return cls(repetitions, min(MOST_BYTES, max(LOOK_BYTES, int(BULK_S / beta_s))))
+        small_s = max(small_s, 1e-7)
+        num_rounds = min(ROUNDS, max(1, int(ROW_S / small_s)))
+        num_repetitions = min(MOST, max(FEWEST, int(PHASE_S / (small_s * num_rounds))))
+        beta_s = max(look_s - small_s, 1e-7) / LOOK_BYTES
+        return cls(num_rounds, num_repetitions, min(BULK_BYTES, max(LOOK_BYTES, int(BULK_S / beta_s))))
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -206,6 +232,7 @@ class _Bench:
 
     def __init__(self, transport: Transport, hosts: Hosts, timeout_s: float, device: torch.device) -> None:
         self._transport, self._timeout_s, self._device = transport, timeout_s, device
+        self._scratch = Scratch()
         rank = transport.rank
         mine = next(host for host in hosts if rank in host)
         place = mine.index(rank)
@@ -220,61 +247,53 @@ class _Bench:
         times: Times = {}
         for name, ring in self.rings.items():
             if ring is not None:
-                times[f"{name} small"] = self._exchange(ring, SMALL_BYTES, LOOKS)
-                times[f"{name} look"] = self._exchange(ring, LOOK_BYTES, LOOKS)
+                times[f"{name} small"] = self._time(_exchange(ring), 1, SMALL_BYTES, LOOKS)
+                times[f"{name} look"] = self._time(_exchange(ring), 1, LOOK_BYTES, LOOKS)
         return times
 
     def measure(self, plans: Mapping[str, _Plan]) -> Times:
         times: Times = {"adding": self._add()}
         for name, ring in self.rings.items():
             if ring is not None:
-                count, bulk_bytes = plans[name]
-                times[f"{name} small"] = self._exchange(ring, SMALL_BYTES, count)
-                times[f"{name} many"] = self._exchange(ring, SMALL_BYTES, count, num_messages=MANY)
-                times[f"{name} ping-pong"] = self._ping_pong(ring, count)
+                num_rounds, count, bulk_bytes = plans[name]
+                times[f"{name} small"] = self._time(_exchange(ring) * num_rounds, num_rounds, SMALL_BYTES, count)
+                times[f"{name} many"] = self._time(_exchange(ring, MANY) * num_rounds, num_rounds, SMALL_BYTES, count)
+                if ping_pong := self._ping_pong(ring):
+                    times[f"{name} one way"] = self._time(ping_pong * num_rounds, 2 * num_rounds, SMALL_BYTES, count)
                 if ring.carries_bulk:
-                    times[f"{name} bulk"] = self._exchange(ring, bulk_bytes, FEWEST)
+                    times[f"{name} bulk"] = self._time(_exchange(ring), 1, bulk_bytes, FEWEST)
         return times
 
-    def _exchange(self, ring: _Ring, num_bytes: int, count: int, *, num_messages: int = 1) -> list[float]:
-        """Everyone sends to its right and receives from its left, all at once; seconds by repetition."""
-        outgoing, incoming = self._bytes(num_bytes * num_messages), self._bytes(num_bytes * num_messages)
-        sends = [Transfer(ring.after, data) for data in outgoing.split(num_bytes)]
-        receives = [Transfer(ring.before, data) for data in incoming.split(num_bytes)]
+    def _ping_pong(self, ring: _Ring) -> list[Round]:
+        """Not on GPUs: there the host waits for each message anyway, and pays for it twice."""
+        if ring.partner is None or self._device.type == "cuda":
+            return []
+        send: Round = (Send(ring.partner, range(1)),)
+        receive: Round = (Recv(ring.partner, range(1, 2), add=False),)
+        return [send, receive] if ring.is_first else [receive, send]
+
+    def _time(self, rounds: Sequence[Round], divide_by: int, num_bytes: int, count: int) -> list[float]:
+        """Runs the rounds on messages of so many bytes; seconds by repetition, divided."""
+        num_chunks = max(op.chunks.stop for ops in rounds for op in ops)
+        flat = torch.ones(num_chunks * num_bytes, dtype=torch.uint8, device=self._device)
+        slot = Slot(flat, range(0, flat.numel() + 1, num_bytes))
         times = []
         for _ in range(count + 1):
             start_s = now_s()
-            self._transport.post(sends, receives).wait(self._timeout_s)
-            times.append(now_s() - start_s)
+            execute(
+                lambda: rounds,
+                [slot],
+                self._transport,
+                scratch=self._scratch,
+                combine=Tensor.add_,
+                segment_bytes=SEGMENT_BYTES,
+                timeout_s=self._timeout_s,
+            )
+            times.append((now_s() - start_s) / divide_by)
         return times[1:]
 
-    def _ping_pong(self, ring: _Ring, count: int) -> list[float]:
-        """One way, by half the way there and back. A receive is posted before its message can have been sent.
-
-        Not on GPUs: NCCL runs what a rank posts one after another, so a send behind that receive would never begin.
-        """
-        if ring.partner is None or self._device.type == "cuda":
-            return []
-        ping, pong = (
-            [Transfer(ring.partner, self._bytes(SMALL_BYTES))],
-            [Transfer(ring.partner, self._bytes(SMALL_BYTES))],
-        )
-        times = []
-        receiving = self._transport.post([], pong)
-        for left in reversed(range(count + 1)):
-            start_s = now_s()
-            if ring.is_first:
-                self._transport.post(ping, []).wait(self._timeout_s)
-            receiving.wait(self._timeout_s)
-            times.append((now_s() - start_s) / 2)
-            if left:
-                receiving = self._transport.post([], pong)
-            if not ring.is_first:
-                self._transport.post(ping, []).wait(self._timeout_s)
-        return times[1:] if ring.is_first else []
-
     def _add(self) -> list[float]:
-        here, arrived = self._bytes(MOST_BYTES).view(torch.float32), self._bytes(MOST_BYTES).view(torch.float32)
+        here, arrived = (torch.zeros(ADD_BYTES // 4, device=self._device) for _ in range(2))
         times = []
         for _ in range(FEWEST + 1):
             start_s = now_s()
@@ -283,9 +302,6 @@ class _Bench:
                 torch.cuda.synchronize(self._device)
             times.append(now_s() - start_s)
         return times[1:]
-
-    def _bytes(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def _ring(ranks: Sequence[int], rank: int, *, carries_bulk: bool) -> _Ring | None:
@@ -297,18 +313,25 @@ def _ring(ranks: Sequence[int], rank: int, *, carries_bulk: bool) -> _Ring | Non
     return _Ring(ranks[(here + 1) % len(ranks)], ranks[here - 1], partner, here % 2 == 0, carries_bulk)
 
 
+def _exchange(ring: _Ring, num_messages: int = 1) -> list[Round]:
+    """A round in which everyone sends to its right and receives from its left."""
+    sends = [Send(ring.after, range(k, k + 1)) for k in range(num_messages)]
+    receives = [Recv(ring.before, range(k, k + 1), add=False) for k in range(num_messages, 2 * num_messages)]
+    return [(*sends, *receives)]
+
+
 def _network(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Hosts) -> Network:
     links = {name: _link(everyone, name, plan) for name, plan in plans.items()}
     inside = links["inside"] if any(len(host) > 1 for host in hosts) else links["between"]
     between = links["between"] if len(hosts) > 1 else links["inside"]
-    return Network(hosts, inside, between, _slowest(everyone, "adding") / MOST_BYTES)
+    return Network(hosts, inside, between, _slowest(everyone, "adding") / ADD_BYTES)
 
 
 def _link(everyone: Sequence[Times], name: str, plan: _Plan) -> Link:
-    small_s, many_s, bulk_s, alpha_s = (
-        _slowest(everyone, f"{name} {what}") for what in ("small", "many", "bulk", "ping-pong")
+    small_s, many_s, bulk_s, one_way_s = (
+        _slowest(everyone, f"{name} {what}") for what in ("small", "many", "bulk", "one way")
     )
-    alpha_s = min(alpha_s or small_s, small_s)
+    alpha_s = min(one_way_s or small_s, small_s)
     return Link(
         alpha_s=alpha_s,
         beta_s=max(0.0, bulk_s - small_s) / plan.bulk_bytes,
@@ -342,22 +365,20 @@ def _time_memory(group: HostGroup, hosts: Hosts, timeout_s: float) -> Times:
 def _time_reductions(group: HostGroup, flat: Tensor, hosts: Hosts, timeout_s: float) -> list[float]:
     num_slices = min(map(len, hosts))
     slices = offsets(flat.numel(), num_slices) + [flat.numel()] * (group.size - num_slices)
+    calls, count = (ROUNDS if flat.nbytes <= 1 << 20 else 1), (FEWEST if flat.nbytes >= 1 << 20 else 3 * FEWEST)
     times = []
-    for _ in range(_repetitions(flat.nbytes) + 1):
+    for _ in range(count + 1):
         flat.fill_(1.0)  # as a gradient, it was written just now
         group.barrier(sequence=0, timeout_s=timeout_s)
         start_s = now_s()
-        if len(hosts) == 1:
-            group.all_reduce(flat, "sum", sequence=0, timeout_s=timeout_s)
-        else:
-            group.reduce_scatter(flat, slices, "sum", sequence=0, timeout_s=timeout_s)
-            group.all_gather(flat, slices, sequence=0, timeout_s=timeout_s)
-        times.append(now_s() - start_s)
+        for _ in range(calls):
+            if len(hosts) == 1:
+                group.all_reduce(flat, "sum", sequence=0, timeout_s=timeout_s)
+            else:
+                group.reduce_scatter(flat, slices, "sum", sequence=0, timeout_s=timeout_s)
+                group.all_gather(flat, slices, sequence=0, timeout_s=timeout_s)
+        times.append((now_s() - start_s) / calls)
     return times[1:]
-
-
-def _repetitions(nbytes: int) -> int:
-    return 16 if nbytes <= 1 << 16 else 8 if nbytes <= 1 << 20 else FEWEST
 
 
 def _shared(everyone: Sequence[Times]) -> SharedMemory | None:

@@ -21,6 +21,7 @@ class Call(NamedTuple):
     shape: tuple[int, ...] | None = None  # None: may differ by rank
     dtype: torch.dtype | None = None
     name: str = ""  # the caller's label
+    how: tuple[object, ...] = ()  # whatever else must agree
 
     @property
     def label(self) -> str:
@@ -36,6 +37,7 @@ class Call(NamedTuple):
             words.append(f"of {list(self.shape)}")
         if self.dtype is not None:
             words.append(str(self.dtype).removeprefix("torch."))
+        words += [str(item).removeprefix("torch.") for item in self.how if item not in ("auto", None)]
         if self.name:
             words.append(f"[{self.name}]")
         return f"#{self.sequence} " + " ".join(word for word in words if word)

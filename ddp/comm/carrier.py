@@ -14,6 +14,7 @@ All tensors here are flat, contiguous, and of the same length on all ranks. Erro
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -27,6 +28,7 @@ from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Schedule
 from ddp.comm.execute import Combine, Scratch, Slot, execute
 from ddp.comm.host_reduce import HostGroup
+from ddp.comm.work import Runner, Work, done
 from ddp.transport.edge import Transport, TransportError
 
 COMBINE: dict[str, Combine] = {
@@ -36,6 +38,7 @@ COMBINE: dict[str, Combine] = {
     "max": lambda here, arrived: torch.maximum(here, arrived, out=here),
 }
 IN_MEMORY = "shared_memory"
+CROSSING_BYTES = 6 << 20  # so much of a buffer crosses between hosts while more is added up inside them
 
 
 class Carrier:
@@ -63,8 +66,9 @@ class Carrier:
         self.hosts = hosts or tuple((rank,) for rank in range(self.world_size))
         self.all_reduces: dict[str, Schedule | None] = {**all_reduce_schedules(self.hosts)}
         self.waiting_for: Callable[[int], object] = lambda peer: None
-        self._device, self._segment_bytes, self._timeout_s = device, segment_bytes, timeout_s
+        self.device, self._segment_bytes, self._timeout_s = device, segment_bytes, timeout_s
         self._scratch = Scratch()
+        self._crossings = Runner(f"ddp-crossings-{self.rank}", device)
         self._counterparts: Sequence[int] = ()  # the ranks in this one's place on every host, if it carries a slice
         self._across: Transport | None = None  # the edges between those
 
@@ -124,23 +128,53 @@ class Carrier:
         divide_by: int,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        """Inside the host, across, and inside again. Hosts of different size: the smallest says how many carry."""
-        slices = offsets(flat.numel(), self._num_slices())
+        """Inside the host, across, and inside again: piece by piece, so that memory works while the wire does.
+
+        While piece k crosses, on a thread of its own, this one adds up piece k+1 and then hands out piece k−1. Hosts of
+        different size: the smallest says how many carry.
+        """
+        num_pieces = max(1, flat.numel() * flat.element_size() // CROSSING_BYTES)
+        bounds = offsets(flat.numel(), num_pieces)
+        crossing: deque[tuple[Tensor, list[int], Work]] = deque()
+        for start, stop in pairwise(bounds):
+            piece = flat[start:stop]
+            slices = offsets(len(piece), self._num_slices())
+            if self.group is not None:
+                slices += [len(piece)] * (self.group.size + 1 - len(slices))  # the others have nothing to carry
+                self.group.reduce_scatter(piece, slices, op, sequence=sequence, timeout_s=self._timeout_s)
+            cross = partial(self._cross, piece, slices, op, schedule, divide_by=divide_by, wire_dtype=wire_dtype)
+            crossing.append((piece, slices, self._crossings.submit(cross) if num_pieces > 1 else done(cross())))
+            if len(crossing) == 2:
+                self._hand_out(*crossing.popleft(), sequence=sequence)
+        self._hand_out(*crossing.popleft(), sequence=sequence)
+
+    def _cross(
+        self,
+        piece: Tensor,
+        slices: Sequence[int],
+        op: str,
+        schedule: Schedule,
+        *,
+        divide_by: int,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        """Reduces this rank's slice with its counterparts', if it carries one."""
+        if self._across is None:
+            return
+        place = self.group.index if self.group is not None else 0
+        mine = piece[slices[place] : slices[place + 1]]
+        try:
+            self._run(schedule, mine, op=op, wire_dtype=wire_dtype, transport=self._across)
+        except TransportError as error:
+            error.peer = self._counterparts[error.peer]
+            raise
+        if divide_by != 1:
+            mine.div_(divide_by)
+
+    def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work, *, sequence: int) -> None:
+        crossed.wait()
         if self.group is not None:
-            slices += [flat.numel()] * (self.group.size + 1 - len(slices))  # the others have nothing to carry
-            self.group.reduce_scatter(flat, slices, op, sequence=sequence, timeout_s=self._timeout_s)
-        if self._across is not None:
-            place = self.group.index if self.group is not None else 0
-            mine = flat[slices[place] : slices[place + 1]]
-            try:
-                self._run(schedule, mine, op=op, wire_dtype=wire_dtype, transport=self._across)
-            except TransportError as error:
-                error.peer = self._counterparts[error.peer]
-                raise
-            if divide_by != 1:
-                mine.div_(divide_by)
-        if self.group is not None:
-            self.group.all_gather(flat, slices, sequence=sequence, timeout_s=self._timeout_s)
+            self.group.all_gather(piece, slices, sequence=sequence, timeout_s=self._timeout_s)
 
     def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], op: str, *, sequence: int) -> None:
         """Afterwards flat[bounds[r]:bounds[r + 1]] of rank r is combined; the rest is undefined."""
@@ -189,15 +223,15 @@ class Carrier:
         if self.group is not None and len(self.hosts) == 1:
             self._memory.barrier(sequence=sequence, timeout_s=self._timeout_s)
         else:
-            self._run(SCHEDULES["recursive_doubling"], torch.zeros(1, dtype=torch.uint8, device=self._device), op="max")
+            self._run(SCHEDULES["recursive_doubling"], torch.zeros(1, dtype=torch.uint8, device=self.device), op="max")
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, by rank; always over the transport, so that it works where memory is in doubt."""
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(payload)
         self._run(SCHEDULES["ring_all_gather"], sizes, range(self.world_size + 1))
         bounds = [0, *accumulate(sizes.tolist())]
-        data = torch.zeros(bounds[-1], dtype=torch.uint8, device=self._device)
+        data = torch.zeros(bounds[-1], dtype=torch.uint8, device=self.device)
         if payload:
             data[bounds[self.rank] : bounds[self.rank + 1]] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         self._run(SCHEDULES["ring_all_gather"], data, bounds)
@@ -206,8 +240,10 @@ class Carrier:
 
     def close(self) -> None:
         """Gives the memory back."""
+        self._crossings.close()
         if self.group is not None:
             self.group.close()
+            self.group = None
 
     # --- what they are made of ---------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,13 +39,27 @@ from torch import Tensor
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.comm import call as calls
-from ddp.comm.auto import Auto, Order
+from ddp.comm.auto import Auto, cheapest
 from ddp.comm.call import Call
 from ddp.comm.carrier import IN_MEMORY, Carrier
 from ddp.comm.execute import Slot
-from ddp.comm.flat import bounds_of, by_rank, check_op, check_pieces, check_wire, in_place, together, with_rows
+from ddp.comm.flat import (
+    bounds_of,
+    by_rank,
+    check_in_place,
+    check_nbytes,
+    check_op,
+    check_pieces,
+    check_rows,
+    check_wire,
+    flatten,
+    in_place,
+    together,
+    with_rows,
+    write_back,
+)
 from ddp.comm.host_reduce import NoSharedMemory, meet
-from ddp.comm.select import Choice, explain
+from ddp.comm.select import Choice, Order, explain
 from ddp.comm.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
@@ -116,7 +131,8 @@ class Communicator:
         self._channels = _Channels()
         self._groups: list[Communicator] = []
         self._shares_memory = False
-        self._broken: Exception | None = None
+        self._closed = False
+        self._broken: BaseException | None = None
         self.world_ranks: Sequence[int] = range(self.world_size)
 
     # --- collectives -------------------------------------------------------------------------------------------------
@@ -172,9 +188,10 @@ class Communicator:
         """
         for one in (tensor,) if isinstance(tensor, Tensor) else tensor:
             check_op(op, one)
+            check_in_place(one)
             check_wire(wire_dtype, one)
         self.auto.check(algorithm)
-        call = self._call("all_reduce", op, tensor, label)
+        call = self._call("all_reduce", op, tensor, label, how=(algorithm, wire_dtype))
 
         def reduce(flat: Tensor) -> None:
             self._carrier.all_reduce(
@@ -204,10 +221,10 @@ class Communicator:
         call = self._call("reduce_scatter", op, tensor)
 
         def run() -> Tensor:
-            flat = tensor.detach().reshape(-1).clone()
+            flat = flatten(tensor).clone()
             bounds = offsets(flat.numel(), self.world_size)
             self._carrier.reduce_scatter(flat, bounds, "sum" if op == "mean" else op, sequence=call.sequence)
-            mine = flat[bounds[self.rank] : bounds[self.rank + 1]].clone()
+            mine = flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(tensor.dtype)
             return mine.div_(self.world_size) if op == "mean" else mine
 
         return self._start(call, run, async_op)
@@ -223,7 +240,7 @@ class Communicator:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
         mine = with_rows(tensor)
-        call = self._call("all_gather")  # shapes may differ by rank
+        call = self._call("all_gather", how=_alike(mine))  # first dimensions may differ by rank
 
         def run() -> list[Tensor]:
             flat, rows = self._laid_out(mine, call)
@@ -241,6 +258,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Any:
         """Gives every rank the root's values, in place."""
         self._check_root(root)
+        check_in_place(tensor)
         call = self._call("broadcast", f"from {root}", tensor, label)
         run = partial(self._carrier.broadcast, root=root, sequence=call.sequence)
         return self._start(call, partial(in_place, run, tensor), async_op)
@@ -253,17 +271,15 @@ class Communicator:
         """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
         self._check_root(root)
         check_op(op, tensor)
+        check_in_place(tensor)
         call = self._call("reduce", f"{op} to {root}", tensor)
 
         def run() -> Tensor:
-            partial_sum = tensor.detach().clone()
-            flat = partial_sum.view(-1) if partial_sum.is_contiguous() else partial_sum.reshape(-1)
+            flat = flatten(tensor).clone()  # inner ranks of the tree add up in it
             self._carrier.reduce(flat, root, "sum" if op == "mean" else op)
-            if self.rank == root:
-                tensor.detach().copy_(flat.view(tensor.shape))
-                if op == "mean":
-                    tensor.detach().div_(self.world_size)
-            return tensor
+            if self.rank != root:
+                return tensor
+            return write_back(flat.div_(self.world_size) if op == "mean" else flat, tensor)
 
         return self._start(call, run, async_op)
 
@@ -275,7 +291,7 @@ class Communicator:
         """Every rank's tensor, by rank, on the root; an empty list elsewhere. First dimensions may differ by rank."""
         self._check_root(root)
         mine = with_rows(tensor)
-        call = self._call("gather", f"to {root}")
+        call = self._call("gather", f"to {root}", how=_alike(mine))
 
         def run() -> list[Tensor]:
             flat, rows = self._laid_out(mine, call)
@@ -307,7 +323,7 @@ class Communicator:
             bounds = [0, *accumulate(math.prod(shape) for shape in shapes)]
             flat = torch.empty(bounds[-1], dtype=dtype, device=self.device)
             if pieces:
-                torch.cat([piece.detach().reshape(-1) for piece in pieces], out=flat)
+                torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
             self._carrier.scatter(flat, bounds, root)
             return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
 
@@ -325,7 +341,8 @@ class Communicator:
         """
         check_pieces(tensors, self.world_size)
         pieces = [with_rows(piece) for piece in tensors]
-        call = self._call("all_to_all")
+        check_rows(pieces)
+        call = self._call("all_to_all", how=_alike(pieces[0]))
 
         def run() -> list[Tensor]:
             ranks = self.world_size
@@ -382,15 +399,19 @@ class Communicator:
 
     def explain(self, nbytes: int) -> str:
         """Every way of an all-reduce of so many bytes, by predicted time. Collective: the first call measures."""
+        check_nbytes(nbytes)
         return explain(nbytes, self._ask("explain", partial(self.auto.ranking, nbytes)))
 
     def predict(self, nbytes: int, algorithm: str = "auto", *, allocated: bool = False) -> float:
         """Predicted seconds of an all-reduce. Collective: the first call measures."""
+        check_nbytes(nbytes)
+        self.auto.check(algorithm)
         ranking: list[Choice] = self._ask("predict", partial(self.auto.ranking, nbytes, allocated=allocated))
-        return next(choice.predicted_s for choice in ranking if algorithm in ("auto", choice.name))
+        return cheapest(ranking, "" if algorithm == "auto" else algorithm).predicted_s
 
     def choose(self, nbytes: int) -> str:
         """The way that "auto" takes for an all-reduce of so many bytes. Collective: the first call may measure."""
+        check_nbytes(nbytes)
         way: str = self._ask("choose", partial(self.auto.choose, nbytes, device=self.device.type))
         return way
 
@@ -404,16 +425,20 @@ class Communicator:
 
         It belongs to the communicator, and goes when every rank has called `free`, or with the communicator.
         """
-        group = self._carrier.group
-        if group is None or self.device.type != "cpu":
-            return torch.zeros(numel, dtype=dtype, device=self.device)
+        if numel < 0:
+            raise ConfigError(f"numel={numel}: must be at least 0")
         call = self._call("allocate", f"{numel} {dtype}")
-        try:
-            tensor: Tensor = self._start(call, partial(group.allocate, numel, dtype, timeout_s=self.abort_s), False)
-        except NoSharedMemory as error:  # on all ranks of the host alike
-            log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
-            return torch.zeros(numel, dtype=dtype)
+        tensor: Tensor = self._start(call, partial(self._allocate, numel, dtype), False)
         return tensor
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        group = self._carrier.group
+        if group is not None and self.device.type == "cpu":
+            try:
+                return group.allocate(numel, dtype, timeout_s=self.abort_s)
+            except NoSharedMemory as error:  # on all ranks of the host alike
+                log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def free(self, tensor: Tensor) -> None:
         """Gives memory from `allocate` back. Every rank calls it; no collective may still use the tensor."""
@@ -438,6 +463,9 @@ class Communicator:
         if shared_memory and obstacles and self.rank == 0:
             log.warning("collectives inside a host go over the network's transport: %s", obstacles[0])
         self.auto.check(self.auto.algorithm)
+        names = [name.decode() for name in carrier.gather_bytes(socket.gethostname().encode())]
+        if self._watchdog is not None:
+            self._watchdog.know_hosts(names)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of some of the ranks, numbered in the order given; None on the others. Collective over all.
@@ -471,7 +499,7 @@ class Communicator:
         group._channels = self._channels
         group.world_ranks = [self.world_ranks[rank] for rank in ranks]
         group.meet_neighbours(shared_memory=self._shares_memory)
-        self._groups.append(group)
+        self._groups = [other for other in self._groups if not other._closed] + [group]
         return group
 
     def _new_channel(self) -> int:
@@ -482,40 +510,62 @@ class Communicator:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_broken(self) -> bool:
+        """True after an error: further calls are refused."""
+        return self._broken is not None
+
     def abandon(self, reason: str) -> None:
         """Tells the other ranks that this one stops because of an error of its own, and waits for nothing.
 
         A collective may still be in flight, waiting for ranks that will never come; its thread ends with the process.
         """
+        for group in self._groups:
+            group.abandon(reason)
         if self._watchdog is not None:
             self._watchdog.fail(reason)
             self._watchdog.stop()
 
     def close(self) -> None:
         """Ends the background threads and says goodbye. The communicator cannot be used afterwards."""
+        if self._closed:
+            return
+        self._closed = True
         for group in self._groups:
             group.close()
+        self._groups.clear()
         self._runner.close()
         self._carrier.close()
         if self._watchdog is not None:
             self._watchdog.leave()
         self._transport.close()
+        self._broken = self._broken or CommunicatorBroken("it was closed")
 
     # --- how a collective runs ---------------------------------------------------------------------------------------
 
     def _call(
-        self, operation: str, op: str = "", tensors: Tensor | Sequence[Tensor] | None = None, label: str = ""
+        self,
+        operation: str,
+        op: str = "",
+        tensors: Tensor | Sequence[Tensor] | None = None,
+        label: str = "",
+        how: tuple[object, ...] = (),
     ) -> Call:
         """Refuses calls after an error; else this call's number, and what it says of itself: the same on every rank."""
-        if self._broken is not None:
-            raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
+        self._refuse_if_broken()
         self._sequence += 1
         if tensors is None:
-            return Call(self._sequence, operation, op, name=label)
+            return Call(self._sequence, operation, op, name=label, how=how)
         if isinstance(tensors, Tensor):
-            return Call(self._sequence, operation, op, tensors.shape, tensors.dtype, label)
+            return Call(self._sequence, operation, op, tensors.shape, tensors.dtype, label, how)
+        if self.debug:
+            how = (*how, *((list(tensor.shape), tensor.dtype) for tensor in tensors))
         total = sum(tensor.numel() for tensor in tensors)
-        return Call(self._sequence, f"{operation} of {len(tensors)} tensors", op, (total,), name=label)
+        return Call(self._sequence, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
 
     def _start(self, call: Call, collective: Callable[[], Any], async_op: bool) -> Any:
         work = partial(self._perform, call, collective)
@@ -523,8 +573,7 @@ class Communicator:
 
     def _perform(self, call: Call, collective: Callable[[], Any]) -> Any:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
-        if self._broken is not None:
-            raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
+        self._refuse_if_broken()
         watchdog = self._watchdog
         if watchdog is None or self.world_size == 1:
             return self._attempt(call, collective)
@@ -542,14 +591,18 @@ class Communicator:
         except TransportError as error:
             self._broken = lost = self._lost(call, error)
             raise lost from error
-        except CollectiveMismatch as error:
+        except (ConfigError, NoSharedMemory):
+            raise  # said by every rank alike, before anything was sent
+        except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
             self._broken = error
+            if self._watchdog is not None and not isinstance(error, CollectiveMismatch):
+                self._watchdog.fail(f"{type(error).__name__}: {error}")
             raise
 
     def _lost(self, call: Call, error: TransportError) -> PeerLost:
         """Who is to blame, by what the ranks say of themselves; without a watchdog, by what the transport saw."""
         if self._watchdog is not None:
-            lost = self._watchdog.find_culprit(error.peer)
+            lost = self._watchdog.find_culprit(error.peer, str(error))
         else:
             lost = PeerLost(error.peer, "unknown", self.generation, call.sequence, call.label, str(error))
         if self.world_ranks[lost.rank] != lost.rank:
@@ -583,3 +636,8 @@ class Communicator:
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.world_size:
             raise ConfigError(f"root={root} is no rank of a world of {self.world_size}")
+
+
+def _alike(tensor: Tensor) -> tuple[object, ...]:
+    """What must agree between ranks whose first dimensions may differ."""
+    return "rows", list(tensor.shape[1:]), tensor.dtype

@@ -11,33 +11,48 @@ from torch import Tensor
 from ddp.comm.carrier import COMBINE
 from ddp.errors import ConfigError
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """[numel], contiguous: the tensor's own memory, or a copy where that is laid out otherwise.
+
+    Wide unsigned integers, which torch hardly computes with, come as signed ones: sums and products have the same bits.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    signed = _SIGNED.get(flat.dtype)
+    return flat if signed is None else flat.view(signed)
+
+
+def write_back(flat: Tensor, tensor: Tensor) -> Tensor:
+    """Copies what `flatten` gave to where it came from, unless it is still there."""
+    if flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+        tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+    return tensor
+
 
 def in_place(run: Callable[[Tensor], None], tensor: Tensor) -> Tensor:
-    """Runs over the tensor's memory, or over a flat copy that is written back if it is not contiguous."""
-    data = tensor.detach()
-    if data.is_contiguous():
-        run(data.view(-1))
-    else:
-        flat = data.reshape(-1)
-        run(flat)
-        data.copy_(flat.view(data.shape))
-    return tensor
+    """Runs over the tensor's memory, or over a flat copy that is written back."""
+    flat = flatten(tensor)
+    run(flat)
+    return write_back(flat, tensor)
 
 
 def together(run: Callable[[Tensor], None], tensors: list[Tensor]) -> list[Tensor]:
     """Runs over flat copies, one per dtype, and writes them back."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        flat = torch.cat([flatten(tensor) for tensor in alike])
         run(flat)
         for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
     return tensors
 
 
 def with_rows(tensor: Tensor) -> Tensor:
     """[n, ...]: a scalar counts as one row."""
-    return tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
 def by_rank(flat: Tensor, rows: Sequence[int], like: Tensor) -> list[Tensor]:
@@ -52,6 +67,14 @@ def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
     return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
 
 
+def check_in_place(tensor: Tensor) -> None:
+    """Raises ConfigError for a tensor with several elements in one place of memory: it cannot hold a result."""
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ConfigError(f"a tensor {list(tensor.shape)} that is expanded cannot hold a result: pass its .clone()")
+
+
 def check_op(op: str, tensor: Tensor) -> None:
     """Raises ConfigError for an operation that is unknown, or that this tensor's dtype does not allow."""
     if op not in ("mean", *COMBINE):
@@ -60,6 +83,10 @@ def check_op(op: str, tensor: Tensor) -> None:
         raise ConfigError(f"op='mean' on {tensor.dtype}: use op='sum' and divide, or a floating point tensor")
     if op in ("min", "max") and tensor.is_complex():
         raise ConfigError(f"op={op!r} on {tensor.dtype}: complex numbers have no order")
+    if op in ("min", "max") and tensor.dtype in _SIGNED:
+        raise ConfigError(f"op={op!r} on {tensor.dtype}: torch does not compare these; use a signed type")
+    if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
+        raise ConfigError(f"op={op!r} on {tensor.dtype}: torch does not add these; use float16 or bfloat16")
 
 
 def check_wire(wire_dtype: torch.dtype | None, tensor: Tensor) -> None:
@@ -79,3 +106,15 @@ def check_pieces(tensors: Sequence[Tensor] | None, world_size: int) -> None:
         raise ConfigError(f"needs a list of {world_size} tensors, one per rank; got {have}")
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ConfigError(f"the tensors differ in dtype: {', '.join(str(t.dtype) for t in tensors)}")
+
+
+def check_rows(tensors: Sequence[Tensor]) -> None:
+    """Raises ConfigError unless the tensors agree in all dimensions but the first."""
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        raise ConfigError(f"the tensors may differ in the first dimension only: {[list(t.shape) for t in tensors]}")
+
+
+def check_nbytes(nbytes: int) -> None:
+    """Raises ConfigError for a size that no tensor has."""
+    if nbytes < 0:
+        raise ConfigError(f"nbytes={nbytes}: a tensor has 0 bytes or more")

@@ -7,12 +7,12 @@
     inboxes     2 × n × PIECE_BYTES   what each rank contributes, for all others to read
     regions     allocated memory: n planes, one per rank, in one mapping
 
-Everybody maps all of it. Pages that nobody touches cost nothing.
+Everybody maps all of it, and touches it once at the beginning.
 
 Note "turns". Rows and inboxes are used in turns: piece t stands in half t mod 2. A rank writes piece t+2 only after a
 barrier that comes later than the one at which piece t was handed over, and whoever comes to a barrier has read all that
-was handed over at earlier ones. So two halves are enough, within a collective and from one to the next, and no collective
-of this kind needs a barrier at its end. Records take turns for the same reason.
+was handed over at earlier ones. So two halves are enough, within a collective and from one to the next, and no
+collective of this kind needs a barrier at its end. Records take turns for the same reason.
 
 Note "mismatch". Everybody writes its record before the first barrier of a collective and compares it with the others'
 after it; that costs a copy of 40 bytes, and a comparison for each neighbour. All records are the same for all ranks, so
@@ -24,7 +24,6 @@ Read next: `host_reduce.py`.
 from __future__ import annotations
 
 import mmap
-import secrets
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -301,6 +300,7 @@ class HostMemory:
         what = [(sequence, record[: _WHERE.start]) for sequence, record in calls]
         other = next((index for index in range(self.size) if what[index] != what[self.index]), None)
         if other is not None:
+            self._half = 0  # some have taken a turn, some not; but all have done with what was handed in before
             lines = [
                 f"  rank {self.ranks[index]} on host {self._hosts[index]}: {calls[index][1].describe(calls[index][0])}"
                 for index in sorted((self.index, other))
@@ -312,7 +312,7 @@ class HostMemory:
 
     def _make(self, num_bytes: int) -> tuple[SharedMemory | None, str]:
         try:
-            return SharedMemory.create(self._kind, num_bytes, name=f"ddp-{secrets.token_hex(8)}"), ""
+            return SharedMemory.create(self._kind, num_bytes), ""
         except OSError as error:
             return None, str(error)
 

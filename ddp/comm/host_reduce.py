@@ -20,8 +20,10 @@ begin. The mean divides once, after adding.
     all-gather       through the row, or straight out of the others' allocated tensors
     broadcast        through the row, or straight out of the root's allocated tensor
 
-Which thread reduces: the one that calls. While another thread is busy in Python, each return from a copy, an addition
-or a wait may take the interpreter's switch interval (5 ms): note "busy interpreter".
+Which thread reduces: the one that calls. Copies, additions and sleeps release the interpreter lock, and while another
+thread computes in Python it takes up to the switch interval (5 ms) to get it back. Measured with 2 ranks on two cores,
+25 MB on a background thread: 4 ms while the main thread sleeps, 36 ms while it computes in pure Python; for ordinary
+tensors 14 and 300 ms. Fewer and larger blocks changed nothing in that.
 
 Source of the idea: Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory collectives"
 (EuroPVM/MPI 2008). Read before: `host_memory.py`. Read next: `carrier.py`.
@@ -30,9 +32,9 @@ Source of the idea: Graham and Shipman, "MPI support for multi-core architecture
 from __future__ import annotations
 
 import functools
-import secrets
+import json
+import os
 import socket
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +60,8 @@ from ddp.transport.shared_memory import (
 )
 from ddp.transport.topology import Gather, Hosts, discover
 
-SMALL_BYTES = 32 << 10
+SMALL_BYTES = 64 << 10
+SMALL_ALLOCATED_BYTES = 8 << 10  # up to here allocated memory is copied, too: one barrier is cheaper than two
 BLOCK_BYTES = 1 << 20  # of all ranks' tensors together: half of a usual second-level cache
 MAX_PLANS = 512
 
@@ -110,22 +113,30 @@ class _Arithmetic:
             into(out, leaves[other])
         else:
             to(leaves[here], leaves[other], out=out)
-        if self._divide_by != 1:
-            out.div_(self._divide_by)
+        self._divide(out)
 
-    def beside(self, leaves: Sequence[Tensor], out: Tensor) -> None:
-        """Adds up the leaves to `out`, which is none of them, and leaves them as they are."""
+    def beside(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor]) -> None:
+        """Adds up the leaves to `out`, which is none of them, and leaves them as they are.
+
+        Args:
+            scratch: [size // 2] tensors like `out`.
+        """
         into, to = self._combine
         sums: dict[int, Tensor] = {}
         for here, other in self._steps:
-            term = sums.pop(other, leaves[other])
+            term = sums.get(other, leaves[other])
             if here in sums:
                 into(sums[here], term)
-            elif here == 0:
-                sums[0] = to(leaves[0], term, out=out)
             else:
-                sums[here] = to(leaves[here], term)
-        if self._divide_by != 1:
+                sums[here] = to(leaves[here], term, out=scratch[here // 2] if here else out)
+        self._divide(out)
+
+    def _divide(self, out: Tensor) -> None:
+        if self._divide_by == 1:
+            return
+        if self._divide_by.bit_count() == 1 and not out.is_complex():
+            out.mul_(1 / self._divide_by)  # a power of two: the same bits, in less than half the time
+        else:
             out.div_(self._divide_by)
 
 
@@ -140,37 +151,44 @@ def _computable(flat: Tensor, op: str, divide_by: int) -> Tensor:
     return flat.view(_SIGNED[flat.dtype]) if flat.dtype in _SIGNED else flat
 
 
-# --- plans: what can be prepared once for many calls -------------------------------------------------------------------
+# --- plans: what can be prepared once for many calls -----------------------------------------------------------------
 
 
-class _Mailbox(NamedTuple):
-    """A small all-reduce."""
+class _Call(NamedTuple):
+    """An all-reduce of a certain size, dtype and operation."""
 
-    record: bytes
+    record: bytes  # for tensors in no particular place
     arithmetic: _Arithmetic
-    boxes: list[list[Tensor]]  # [half][index] of [numel]
-    addresses: list[int]  # [half], where this rank's box is
-
-
-class _Planes(NamedTuple):
-    """An all-reduce in allocated memory: this rank's slice of all tensors, whole and in blocks."""
-
-    record: bytes
-    arithmetic: _Arithmetic
-    slices: Tensor  # [size, numel of the slice]
-    blocks: list[tuple[Tensor, ...]]  # by block, by rank
-    others: list[Tensor]  # by block: [size − 1, numel of the block], ranks 1 … size−1
-    block_numel: int
+    pieces: list[_Piece]  # what goes through inboxes and rows
 
 
 class _Piece(NamedTuple):
-    """One piece of a staged all-reduce: where its slices are cut, in bytes, and what of the shared memory it uses."""
+    """A part of a tensor on its way through the inboxes, of which this rank adds up its slice."""
 
-    cuts: list[int]
-    own_box: list[int]  # [half], address
-    leaves: list[list[Tensor]]  # [half][index]: this rank's slice in the others' boxes
-    row: list[Tensor]  # [half]: this rank's slice of the row
-    row_address: list[int]  # [half]
+    start: int  # bytes of the tensor
+    stop: int
+    mine_start: int  # what is not handed in: this rank's slice; nothing if every rank adds up everything
+    mine_stop: int
+    mine: slice  # elements
+    bench: _Bench
+
+
+class _Bench(NamedTuple):
+    """The place in the shared memory where a slice is worked on."""
+
+    inbox: list[int]  # [half], address of this rank's inbox
+    row: list[int]  # [half], address
+    leaves: list[list[Tensor]]  # [half][index], the slice in everyone's inboxes
+    out: list[Tensor]  # [half], the slice in the row
+    scratch: Sequence[Tensor]  # [size // 2], for partial sums
+
+
+class _Planes(NamedTuple):
+    """An all-reduce in allocated memory: the blocks of this rank's slice."""
+
+    record: bytes
+    blocks: list[tuple[Tensor, ...]]  # by block, by rank
+    others: list[Tensor]  # by block: [size − 1, numel of the block], ranks 1 … size−1
 
 
 def _all_or_nothing(method: Method) -> Method:
@@ -209,11 +227,10 @@ class HostGroup:
 
     def __init__(self, memory: HostMemory, kind: Kind) -> None:
         self.ranks, self.index, self.size, self.kind = memory.ranks, memory.index, memory.size, kind
-        self._memory, self._out_of_use = memory, ""
+        self._memory, self._out_of_use, self._closed = memory, "", False
         self._others = [other for other in range(self.size) if other != self.index]
-        self._mailboxes: dict[tuple[int, torch.dtype, str, int], _Mailbox] = {}
-        self._plans: dict[tuple[int, int, torch.dtype, str, int], _Planes] = {}
-        self._pieces: dict[tuple[int, torch.dtype], _Piece] = {}
+        self._calls: dict[tuple[int, torch.dtype, str, int], _Call] = {}
+        self._planes: dict[tuple[int, int, torch.dtype, str, int], _Planes] = {}
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
@@ -233,19 +250,20 @@ class HostGroup:
         """
         deadline_s = time.monotonic() + timeout_s
         flat = _computable(flat, op, divide_by)
-        if flat.nbytes <= SMALL_BYTES:
-            self._through_mailboxes(flat, op, divide_by, sequence, deadline_s)
-            return
-        planes = self._planes(flat, op, divide_by)
-        if planes is None:
-            record = self._record(Operation.ALL_REDUCE, flat, op=op, divide_by=divide_by)
-            self._staged(flat, op, divide_by, record, sequence, deadline_s)
-        elif self._memory.enter(planes.record, sequence, deadline_s):
-            self._add_up(planes)
-            self._memory.barrier.meet(deadline_s)
-        else:
-            self._memory.next_half()  # as those have done that did not know they would have to begin again
-            self._staged(flat, op, divide_by, None, sequence, deadline_s)
+        numel, dtype = flat.numel(), flat.dtype
+        call = self._calls.get((numel, dtype, op, divide_by)) or self._plan_call(numel, dtype, op, divide_by)
+        if numel * dtype.itemsize > SMALL_ALLOCATED_BYTES:
+            planes = self._planes.get((flat.data_ptr(), numel, dtype, op, divide_by))
+            planes = planes or self._plan_planes(flat, op, divide_by)
+            if planes is not None:
+                if self._memory.enter(planes.record, sequence, deadline_s):
+                    self._add_up(planes, call.arithmetic)
+                    self._memory.barrier.meet(deadline_s)
+                    return
+                self._memory.next_half()  # those with other memory have handed theirs in already: all begin again
+                self._by_copying(flat, call, None, sequence, deadline_s)
+                return
+        self._by_copying(flat, call, call.record, sequence, deadline_s)
 
     @_all_or_nothing
     def reduce_scatter(
@@ -354,43 +372,95 @@ class HostGroup:
 
     def free(self, tensor: Tensor) -> None:
         """Gives back what `allocate` gave; waits for nobody. The tensor stays usable, as ordinary memory."""
-        self._memory.free(tensor)
-        self._plans.clear()
+        if not self._closed:
+            self._memory.free(tensor)
+            self._planes.clear()
 
     def close(self) -> None:
         """Ends this rank's part. Tensors from `allocate` stay usable, as ordinary memory."""
-        self._out_of_use = self._out_of_use or "closed"
-        self._plans.clear()
-        self._mailboxes.clear()
-        self._pieces.clear()
-        self._memory.close()
+        if not self._closed:
+            self._closed, self._out_of_use = True, self._out_of_use or "closed"
+            self._memory.close()
+            del self._memory
+            self._planes.clear()
+            self._calls.clear()
 
-    # --- the three ways of an all-reduce -----------------------------------------------------------------------------
+    # --- the ways of an all-reduce -----------------------------------------------------------------------------------
 
-    def _through_mailboxes(self, flat: Tensor, op: str, divide_by: int, sequence: int, deadline_s: float) -> None:
-        numel = flat.numel()
-        key = (numel, flat.dtype, op, divide_by)
-        plan = self._mailboxes.get(key) or _remember(self._mailboxes, key, self._plan_mailbox(flat, op, divide_by))
+    def _by_copying(self, flat: Tensor, call: _Call, record: bytes | None, sequence: int, deadline_s: float) -> None:
+        """Through mailboxes, or staged.
+
+        Args:
+            record: what to enter with; None if that has been done, and the ranks' tensors lie in different places.
+        """
+        memory, here, pieces = self._memory, flat.data_ptr(), call.pieces
+        half = self._hand_in(here, pieces[0])
+        if record is None:
+            memory.barrier.meet(deadline_s)
+        elif not memory.enter(record, sequence, deadline_s):
+            self._by_copying(flat, call, None, sequence, deadline_s)
+            return
+        if flat.nbytes <= SMALL_BYTES:
+            if flat.numel():
+                bench = pieces[0].bench
+                call.arithmetic.beside(bench.leaves[half], flat, bench.scratch)
+            return
+        for number, piece in enumerate(pieces, start=1):
+            bench = piece.bench
+            leaves, out, row = bench.leaves[half].copy(), bench.out[half], bench.row[half]
+            leaves[self.index] = flat[piece.mine]
+            call.arithmetic.beside(leaves, out, bench.scratch)
+            if number < len(pieces):
+                half = self._hand_in(here, pieces[number])
+            memory.barrier.meet(deadline_s)
+            copy_bytes(here + piece.start, row, piece.stop - piece.start)
+
+    def _hand_in(self, address: int, piece: _Piece) -> int:
+        """Copies all of a piece but this rank's own slice to its inbox; the half that it is in."""
         half = self._memory.next_half()
-        copy_bytes(plan.addresses[half], flat.data_ptr(), flat.nbytes)
-        self._memory.enter(plan.record, sequence, deadline_s)
-        if numel:
-            plan.arithmetic.beside(plan.boxes[half], flat)
+        inbox = piece.bench.inbox[half] - piece.start
+        copy_bytes(inbox + piece.start, address + piece.start, piece.mine_start - piece.start)
+        copy_bytes(inbox + piece.mine_stop, address + piece.mine_stop, piece.stop - piece.mine_stop)
+        return half
 
-    def _plan_mailbox(self, flat: Tensor, op: str, divide_by: int) -> _Mailbox:
-        record = Record(
-            Operation.ALL_REDUCE, OP_CODES[op], DTYPE_CODES[flat.dtype], divide_by, flat.numel()
-        )  # no place: the mailbox serves tensors of all kinds
-        inboxes = self._memory.inboxes
-        boxes = [[box[: flat.nbytes].view(flat.dtype) for box in half] for half in inboxes]
-        addresses = [half[self.index].data_ptr() for half in inboxes]
-        return _Mailbox(record.packed(), _Arithmetic(op, divide_by, self.size), boxes, addresses)
+    def _add_up(self, plan: _Planes, arithmetic: _Arithmetic) -> None:
+        """This rank's slice of all tensors, block by block, in the allocated memory itself."""
+        for leaves, others in zip(plan.blocks, plan.others, strict=True):
+            arithmetic.in_place(leaves, leaves[0])
+            others.copy_(leaves[0])
 
-    def _planes(self, flat: Tensor, op: str, divide_by: int) -> _Planes | None:
+    # --- plans -------------------------------------------------------------------------------------------------------
+
+    def _plan_call(self, numel: int, dtype: torch.dtype, op: str, divide_by: int) -> _Call:
+        record = Record(Operation.ALL_REDUCE, OP_CODES[op], DTYPE_CODES[dtype], divide_by, numel)
+        item, pieces = dtype.itemsize, []
+        if numel * item <= SMALL_BYTES:
+            pieces = [_Piece(0, numel * item, 0, 0, slice(0, numel), self._bench(0, numel * item, dtype))]
+        else:
+            for start in range(0, numel * item, PIECE_BYTES):
+                stop = min(start + PIECE_BYTES, numel * item)
+                cuts = [cut * item for cut in _cuts((stop - start) // item, self.size, item)]
+                first, last = cuts[self.index], cuts[self.index + 1]
+                mine = slice((start + first) // item, (start + last) // item)
+                bench = pieces[0].bench if pieces and stop - start == PIECE_BYTES else self._bench(first, last, dtype)
+                pieces.append(_Piece(start, stop, start + first, start + last, mine, bench))
+        call = _Call(record.packed(), _Arithmetic(op, divide_by, self.size), pieces)
+        return _remember(self._calls, (numel, dtype, op, divide_by), call)
+
+    def _bench(self, start: int, stop: int, dtype: torch.dtype) -> _Bench:
+        """For the slice from `start` to `stop` bytes of a piece."""
+        memory = self._memory
+        with torch.inference_mode(False):
+            return _Bench(
+                [half[self.index].data_ptr() for half in memory.inboxes],
+                [row.data_ptr() for row in memory.rows],
+                [[box[start:stop].view(dtype) for box in half] for half in memory.inboxes],
+                [row[start:stop].view(dtype) for row in memory.rows],
+                torch.empty(self.size // 2, (stop - start) // dtype.itemsize, dtype=dtype).unbind(),
+            )
+
+    def _plan_planes(self, flat: Tensor, op: str, divide_by: int) -> _Planes | None:
         address = flat.data_ptr()
-        key = (address, flat.numel(), flat.dtype, op, divide_by)
-        if (known := self._plans.get(key)) is not None:
-            return known
         region = self._memory.find(address, flat.nbytes)
         if region is None:
             return None
@@ -401,83 +471,10 @@ class HostGroup:
         block_numel = self._block_numel(flat.dtype)
         plan = _Planes(
             self._record(Operation.ALL_REDUCE, flat, op=op, divide_by=divide_by),
-            _Arithmetic(op, divide_by, self.size),
-            slices,
             list(_blocks(slices, block_numel)),
             list(slices[1:].split(block_numel, dim=1)) if stop > start else [],
-            block_numel,
         )
-        return _remember(self._plans, key, plan)
-
-    def _add_up(self, plan: _Planes) -> None:
-        """Note "busy interpreter". Adding up a block takes some 0.1 ms; but while another thread computes in Python, each
-        operation then waits for the interpreter lock, up to 5 ms. So once a block has taken that long, all that is left
-        becomes one block: slower by cache misses, faster by hundreds of waits."""
-        patience_s = sys.getswitchinterval() / 2
-        before_s = time.perf_counter()
-        for number, (leaves, others) in enumerate(zip(plan.blocks, plan.others, strict=True), start=1):
-            plan.arithmetic.in_place(leaves, leaves[0])
-            others.copy_(leaves[0])
-            now_s = time.perf_counter()
-            if now_s - before_s > patience_s and number < len(plan.blocks):
-                rest = plan.slices[:, number * plan.block_numel :]
-                leaves = rest.unbind()
-                plan.arithmetic.in_place(leaves, leaves[0])
-                rest[1:].copy_(leaves[0])
-                return
-            before_s = now_s
-
-    def _staged(
-        self, flat: Tensor, op: str, divide_by: int, record: bytes | None, sequence: int, deadline_s: float
-    ) -> None:
-        """Args:
-        record: what to enter with; None if that has been done.
-        """
-        arithmetic, barrier = _Arithmetic(op, divide_by, self.size), self._memory.barrier
-        pieces = flat.split(_piece_numel(flat.dtype))
-        half = self._stage(pieces[0])
-        if record is None:
-            barrier.meet(deadline_s)
-        elif not self._memory.enter(record, sequence, deadline_s):
-            self._staged(flat, op, divide_by, None, sequence, deadline_s)
-            return
-        for number, piece in enumerate(pieces):
-            plan = self._piece(piece)
-            item = piece.element_size()
-            start, stop = plan.cuts[self.index] // item, plan.cuts[self.index + 1] // item
-            if stop > start:
-                leaves = list(plan.leaves[half])
-                leaves[self.index] = piece[start:stop]
-                arithmetic.in_place(leaves, plan.row[half])
-            this_half = half
-            if number + 1 < len(pieces):
-                half = self._stage(pieces[number + 1])
-            barrier.meet(deadline_s)
-            copy_bytes(piece.data_ptr(), plan.row_address[this_half], piece.nbytes)
-
-    def _stage(self, piece: Tensor) -> int:
-        """Copies all but the own slice to this rank's inbox; the half that it is in."""
-        plan, half = self._piece(piece), self._memory.next_half()
-        start, stop = plan.cuts[self.index], plan.cuts[self.index + 1]
-        source, box = piece.data_ptr(), plan.own_box[half]
-        copy_bytes(box, source, start)
-        copy_bytes(box + stop, source + stop, piece.nbytes - stop)
-        return half
-
-    def _piece(self, piece: Tensor) -> _Piece:
-        key = (piece.numel(), piece.dtype)
-        if (known := self._pieces.get(key)) is not None:
-            return known
-        cuts = [cut * piece.element_size() for cut in _cuts(piece.numel(), self.size, piece.element_size())]
-        mine, dtype, memory = slice(cuts[self.index], cuts[self.index + 1]), piece.dtype, self._memory
-        plan = _Piece(
-            cuts,
-            [half[self.index].data_ptr() for half in memory.inboxes],
-            [[box[mine].view(dtype) for box in half] for half in memory.inboxes],
-            [row[mine].view(dtype) for row in memory.rows],
-            [row.data_ptr() for row in memory.rows],
-        )
-        return _remember(self._pieces, key, plan)
+        return _remember(self._planes, (address, flat.numel(), flat.dtype, op, divide_by), plan)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -577,10 +574,11 @@ def meet(
     if kind is not None and rank != ranks[0] and not problem and (path := offers[ranks[0]].decode()):
         try:
             memory = SharedMemory.attach(Offer(path, num_bytes))
+            memory.prefault(0, num_bytes)
         except OSError as error:
             problem = str(error)
-    told = [text.decode().partition("\n") for text in gather(f"{socket.gethostname()}\n{problem}".encode())]
-    problems = [each for _, _, each in told]
+    told = [json.loads(text) for text in gather(json.dumps([socket.gethostname(), problem, _processors()]).encode())]
+    problems = [each for _, each, _ in told]
     if memory is not None:
         memory.forget()
     if kind is None:
@@ -588,7 +586,10 @@ def meet(
     if memory is None or any(problems[other] for other in ranks):
         return layout.hosts, None, "; ".join(f"rank {r}: {problems[r]}" for r in ranks if problems[r])
     index = ranks.index(rank)
-    barrier = Barrier(memory, 0, index=index, ranks=ranks, pids=[layout.pids[other] for other in ranks])
+    processors = set().union(*(told[other][2] for other in ranks))
+    pids = [layout.pids[other] for other in ranks]
+    patient = len(processors) >= len(ranks)
+    barrier = Barrier(memory, 0, index=index, ranks=ranks, pids=pids, patient=patient)
     names = [told[other][0] for other in ranks]
     shared = HostMemory(memory, barrier, kind=kind, ranks=ranks, index=index, hosts=names)
     group = HostGroup(shared, kind)
@@ -596,10 +597,16 @@ def meet(
     return layout.hosts, group, ""
 
 
+def _processors() -> list[int]:
+    """Those that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def _first(kind: Kind, num_bytes: int, size: int) -> tuple[SharedMemory | None, str]:
     """The memory, made by the first rank of a host."""
     try:
-        memory = SharedMemory.create(kind, num_bytes, name=f"ddp-{secrets.token_hex(8)}")
+        memory = SharedMemory.create(kind, num_bytes)
+        memory.prefault(0, num_bytes)
         Barrier.create(memory, 0, size=size)
     except OSError as error:
         return None, str(error)

@@ -37,7 +37,7 @@ class Choice:
 
     Attributes:
         name: as `algorithm=` takes it.
-        predicted_s: in_memory_s, and the price of `over_transport`.
+        predicted_s: `in_memory_s`, the price of `over_transport`, and what a call costs by itself.
         in_memory_s: the part that is spent in shared memory.
         over_transport: the part that the transport carries, if any.
     """
@@ -90,12 +90,12 @@ def rank_choices(
         if order == "canonical" and not is_canonical(name, schedule, hosts):
             continue
         in_memory_s, carried = 0.0, None
-        if name.startswith(IN_MEMORY):
+        if name.startswith(IN_MEMORY) and any(len(host) > 1 for host in hosts):
             assert measured.shared is not None, f"{name} without measured memory"
             in_memory_s = measured.shared.predict_s(nbytes, allocated=allocated)
         if schedule is not None:
             carried = _carried(name, schedule, nbytes, network, segment_bytes)
-        predicted_s = in_memory_s + (carried.price_s() if carried else 0.0)
+        predicted_s = measured.call_s + in_memory_s + (carried.price_s() if carried else 0.0)
         choices.append(Choice(name, predicted_s, in_memory_s, carried))
     return sorted(choices, key=lambda choice: (choice.predicted_s, choice.name))
 

@@ -20,8 +20,8 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: 
 from torch.distributed.rendezvous import rendezvous
 
 from ddp.clock import now_s
-from ddp.comm.auto import Order
 from ddp.comm.communicator import SEGMENT_BYTES, Communicator
+from ddp.comm.select import Order
 from ddp.comm.watchdog import Watchdog
 from ddp.errors import ConfigError, PeerLost
 from ddp.log import follow_rank, log
@@ -85,6 +85,7 @@ def init(
         dist.get_world_size(),
         generation=_Session.generation,
         warn_s=warn_s,
+        abort_s=abort_s,
     )
     comm = Communicator(
         process_group_transport(chosen_device, chosen_backend, timeout_s=abort_s),
@@ -114,7 +115,7 @@ def current() -> Communicator:
 
 
 def shutdown(*, failed: str = "") -> None:
-    """Ends the communicator, and torch.distributed if `init` began it. Harmless without a communicator.
+    """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, and after an error.
 
     Args:
         failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
@@ -123,8 +124,8 @@ def shutdown(*, failed: str = "") -> None:
     comm, _Session.comm = _Session.comm, None
     if comm is None:
         return
-    if failed:
-        comm.abandon(failed)
+    if failed or comm.is_broken:
+        comm.abandon(failed or "a collective of its own failed")
         return
     comm.barrier()  # nobody takes the store away while others still need it
     comm.close()

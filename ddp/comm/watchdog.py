@@ -36,6 +36,8 @@ from ddp.log import log
 
 INTERVAL_S = 0.5
 STALE_S = 3.0  # a tick that stands still for so long is a dead or stopped process
+JUDGE_S = 1.5  # longest search for a culprit after a deadline
+STORE_S = 0.3  # and for one more answer of the store
 POLL_S = 0.05
 STACK_FRAMES = 6
 
@@ -75,16 +77,19 @@ class Record:
 class Watchdog:
     """Publishes this rank's record, reads the others', and finds who is missing."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, generation: int, warn_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, generation: int, warn_s: float, abort_s: float
+    ) -> None:
         # A connection of its own: a blocked call elsewhere must not block this one.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._world_size, self._generation, self._warn_s = world_size, generation, warn_s
+        self._world_size, self._generation = world_size, generation
+        self._warn_s, self._abort_s = warn_s, abort_s
+        self._hosts = ["unknown"] * world_size
         self.record = Record(rank, socket.gethostname(), os.getpid())
         self._note: Note | None = None
         self._last_note = Note(Call(0, "start-up"), rank, now_s())
         self._warned = -1
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
-        self._observed_since_s = now_s()
         self._main_thread = threading.main_thread().ident
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -100,7 +105,12 @@ class Watchdog:
             len(ranks),
             generation=self._generation,
             warn_s=self._warn_s,
+            abort_s=self._abort_s,
         )
+
+    def know_hosts(self, names: Sequence[str]) -> None:
+        """Takes the ranks' host names, for the case that a rank is lost and the store with it."""
+        self._hosts = list(names)
 
     def begin(self, call: Call, peer: int) -> None:
         """Notes that a call begins, and whom it waits for first."""
@@ -128,29 +138,43 @@ class Watchdog:
         """Lets the thread end; what was published last stays."""
         self._stopped.set()
 
-    def find_culprit(self, suspect: int) -> PeerLost:
+    def find_culprit(self, suspect: int, observed: str = "") -> PeerLost:
         """Reads the records until they tell who is missing.
 
         After a long wait they tell at once, since the thread has read along; after a connection that broke suddenly it
-        takes up to `STALE_S` seconds and two intervals.
+        takes up to `STALE_S` seconds and two intervals. It never takes longer than `JUDGE_S` beyond the deadline: not
+        even if the store does not answer, as when the process that keeps it is stopped.
 
         Args:
             suspect: the peer of the transfer that failed, blamed if the records show nothing else.
+            observed: what the transport saw.
         """
-        note = self._last_note
+        note, verdict = self._last_note, list[tuple[int, str]]()
+        sure_s = now_s() + STALE_S + 2 * INTERVAL_S
+        until_s = max(now_s() + JUDGE_S, min(sure_s, note.since_s + self._abort_s + JUDGE_S))
+        judge = threading.Thread(
+            target=lambda: verdict.append(self._watch_until(until_s, suspect, observed)), name="ddp-judge", daemon=True
+        )
+        judge.start()
+        judge.join(until_s - now_s() + STORE_S)
+        silent = (0, "the store that the ranks meet at, kept on rank 0's host, does not answer")
+        culprit, reason = verdict[0] if verdict else silent
+        return PeerLost(culprit, self._hosts[culprit], self._generation, note.call.sequence, note.call.label, reason)
+
+    def _watch_until(self, until_s: float, suspect: int, observed: str) -> tuple[int, str]:
+        """A verdict, for certain or at last; passed on to the others."""
         try:
-            while (verdict := self._judge(records := self._observe())) is None:
-                if now_s() - self._observed_since_s > STALE_S + 2 * INTERVAL_S:
-                    verdict = self._judge_living(records, suspect)
+            records = self._observe()
+            while (verdict := self._judge(records)) is None:
+                if now_s() > until_s:
+                    verdict = self._judge_living(records, suspect, observed)
                     break
                 self._stopped.wait(INTERVAL_S / 2)
-        except Exception as error:  # the store itself is out of reach
+                records = self._observe()
+        except Exception as error:
             verdict = suspect, f"and the store that the ranks meet at is out of reach ({type(error).__name__})"
-            records = {}
-        culprit, reason = verdict
-        host = records[culprit].host if culprit in records else "unknown"
-        self.fail(f"lost rank {culprit}", blames=culprit)
-        return PeerLost(culprit, host, self._generation, note.call.sequence, note.call.label, reason)
+        self.fail(f"lost rank {verdict[0]}", blames=verdict[0])
+        return verdict
 
     def wait_for_rank_zero(self, call: Call, *, silence_s: float) -> None:
         """Waits at the store, not in the transport: no deadline runs while rank 0's tick does.
@@ -193,13 +217,16 @@ class Watchdog:
                 return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
         return None
 
-    def _judge_living(self, records: dict[int, Record], suspect: int) -> tuple[int, str]:
-        """Everyone is alive: someone is somewhere else, or a link is cut."""
+    def _judge_living(self, records: dict[int, Record], suspect: int, observed: str) -> tuple[int, str]:
+        """Nobody is surely dead: someone is silent, or somewhere else, or a link is cut."""
+        for rank in records:
+            if now_s() - self._last_change[rank][1] >= 3 * INTERVAL_S:
+                return rank, "it shows no sign of life: killed, stopped, or its host is down"
         behind = [r for r in records.values() if r.sequence < self._last_note.call.sequence]
         if behind:
             record = min(behind, key=lambda r: r.sequence)
             return record.rank, f"it is alive, but has not come to this collective: {record.describe()}"
-        return suspect, "it is alive, but nothing came from it: is the network between the two hosts up?"
+        return suspect, f"it is alive, but the link to it is not ({observed or 'nothing came'}): is it cut?"
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -238,8 +265,6 @@ class Watchdog:
     def _observe(self) -> dict[int, Record]:
         """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
         records = self._read_all()
-        if not self._last_change:
-            self._observed_since_s = now_s()
         for rank, record in records.items():
             if rank not in self._last_change or self._last_change[rank][0] != record.tick:
                 self._last_change[rank] = record.tick, now_s()

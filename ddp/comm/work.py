@@ -47,6 +47,13 @@ class Work:
         return self._future.done()
 
 
+def done(result: Any = None) -> Work:
+    """A work that has ended already."""
+    work = Work()
+    work._future.set_result(result)
+    return work
+
+
 class Runner:
     """Runs collectives in order: inline while idle, else on the background thread."""
 

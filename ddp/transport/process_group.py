@@ -106,26 +106,33 @@ def _pinned(like: Tensor) -> Tensor:
 
 
 class NcclTransport:
-    """Point-to-point over NCCL, on CUDA tensors: one symmetric batch per round."""
+    """Point-to-point over NCCL, on CUDA tensors: one symmetric batch per round.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.world_size = group.rank(), group.size()
-        self._group = group
+    Args:
+        ranks: this transport's ranks, in the group's numbers; all in order unless given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
+        self._group, self._ranks = group, list(range(group.size()) if ranks is None else ranks)
+        self.rank, self.world_size = self._ranks.index(group.rank()), group.size()
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        ops = [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer, data in sends]
-        ops += [dist.P2POp(dist.irecv, data, group=self._group, group_peer=peer) for peer, data in receives]
+        ops = [dist.P2POp(dist.isend, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in sends]
+        ops += [
+            dist.P2POp(dist.irecv, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in receives
+        ]
         peer = (sends or receives)[0].peer
         return _NcclRound(peer, dist.batch_isend_irecv(ops))
 
     def among(self, ranks: Sequence[int], channel: int) -> NcclTransport | None:
         """NCCL knows no tags: a process group of its own."""
-        names = [dist.get_global_rank(self._group, rank) for rank in ranks]
         if self.rank not in ranks:
             return None
+        names = [dist.get_global_rank(self._group, self._ranks[rank]) for rank in ranks]
         group = dist.new_group(names, backend="nccl", use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        return NcclTransport(group)
+        in_order = sorted(names)  # as new_group numbers them
+        return NcclTransport(group, [in_order.index(name) for name in names])
 
     def close(self) -> None:
         """The group ends with torch.distributed."""

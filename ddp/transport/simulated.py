@@ -64,6 +64,7 @@ class SimulatedTransport:
         self._network, self._ranks, self._channel = network, ranks, channel
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        assert all(data.is_contiguous() for _, data in (*sends, *receives)), "as every real transport demands"
         messages = [(peer, _Message(data)) for peer, data in sends]
         for peer, message in messages:
             self._edge(self.rank, peer).put(message)

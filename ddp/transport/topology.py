@@ -127,7 +127,7 @@ def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[Facts], list[list[
     number = secrets.token_bytes(PROBE_BYTES)
     memory, own_reason = None, ""
     try:
-        memory = SharedMemory.create(kind, PROBE_BYTES, name=f"ddp-probe-{number.hex()[:16]}")
+        memory = SharedMemory.create(kind, PROBE_BYTES)
     except OSError as error:
         own_reason = str(error)
     try:

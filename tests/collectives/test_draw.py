@@ -154,7 +154,7 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("draw rign 4", "no schedule 'rign'; did you mean ring? There are ring, tree, "),
+        ("draw rign 4", "no schedule 'rign'. Did you mean ring? There are ring, tree, "),
         ("draw ring 0", "num_ranks=0: a schedule needs at least one rank"),
         ("draw ring x", "argument num_ranks: invalid int value: 'x'"),
         (

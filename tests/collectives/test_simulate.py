@@ -12,7 +12,18 @@ from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send
-from ddp.collectives.simulate import Link, Network, Timeline, equal_hosts, repeats, simulate
+from ddp.collectives.simulate import (
+    MAX_LANES,
+    SEGMENT_BYTES,
+    Link,
+    Network,
+    Timeline,
+    equal_hosts,
+    repeats,
+    simulate,
+)
+from ddp.comm import communicator
+from ddp.comm.execute import MAX_LANES as MAX_LANES_OF_EXECUTOR
 from ddp.comm.execute import Scratch, Slot, execute
 from ddp.transport.edge import Pending, Transfer
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
@@ -94,10 +105,13 @@ def test_lanes_overlap() -> None:
         [(Send(1, CHUNK),)], [(Recv(0, CHUNK, add=False),), (Send(2, CHUNK),)], [(Recv(1, CHUNK, add=False),)]
     )
     network = alone(3)
-    at_once, in_pieces = (simulate(relay, network, 8000, segment_bytes=size) for size in (ANY, 4000))
-    assert (at_once.num_lanes, in_pieces.num_lanes) == (1, 8)
+    at_once, in_pieces = (simulate(relay, network, 8000, segment_bytes=size, max_lanes=8) for size in (ANY, 4000))
+    two_at_once = simulate(relay, network, 8000, segment_bytes=4000, max_lanes=2)
+    one_by_one = simulate(relay, network, 8000, segment_bytes=4000, max_lanes=1)
+    assert (at_once.num_lanes, in_pieces.num_lanes, two_at_once.num_lanes) == (1, 8, 8)
     assert at_once.makespan_s == pytest.approx(2 * (ALPHA + 32000 * BETA))
     assert in_pieces.makespan_s == pytest.approx(2 * ALPHA + 9 * 4000 * BETA)
+    assert in_pieces.makespan_s <= two_at_once.makespan_s < one_by_one.makespan_s
     assert in_pieces.bytes_sent == at_once.bytes_sent == (32000, 32000, 0)
 
 
@@ -134,6 +148,10 @@ def test_counts_are_those_of_the_proof(name: str, num_ranks: int) -> None:
     assert timeline.num_rounds == proof.num_rounds
     assert timeline.num_messages == sum(proof.messages_sent)
     assert timeline.bytes_sent == tuple(12 * chunks for chunks in proof.chunks_sent)
+
+
+def test_lanes_are_those_of_the_executor() -> None:
+    assert (SEGMENT_BYTES, MAX_LANES) == (communicator.SEGMENT_BYTES, MAX_LANES_OF_EXECUTOR)
 
 
 @pytest.mark.parametrize("name", ["ring", "butterfly", "double_tree", "all_to_all", "master_worker", "circulant"])

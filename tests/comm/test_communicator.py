@@ -6,7 +6,7 @@ One table: members (the algorithms) × properties × world sizes 1 to 8. The ora
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.comm.communicator import Communicator
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
+from ddp.transport.edge import Pending, Transfer
 from ddp.transport.faulty import Faulty
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
@@ -186,14 +187,40 @@ def test_any_segment_size(dtype: torch.dtype, segment_bytes: int) -> None:
 # --- the other verbs -------------------------------------------------------------------------------------------------
 
 
-def test_non_contiguous_tensors() -> None:
-    def program(transport: SimulatedTransport) -> Tensor:
-        tensor = torch.arange(12.0).view(3, 4).t()
-        Communicator(transport, abort_s=10).all_reduce(tensor)
-        return tensor
+STRANGE: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.arange(12.0).view(3, 4).t(),
+    "every other one": lambda: torch.arange(12.0)[::2],
+    "a column": lambda: torch.arange(12.0).view(3, 4)[:, 1],
+    "conjugated": lambda: torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+    "a scalar": lambda: torch.tensor(3.0),
+    "needs a gradient": lambda: torch.ones(3, requires_grad=True) * 1.0,
+    "wide unsigned": lambda: torch.arange(5, dtype=torch.int32).view(torch.uint32),
+}
 
-    for result in SimulatedNetwork(3).run(program):
-        assert torch.equal(result, 3 * torch.arange(12.0).view(3, 4).t())
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_tensors_that_are_laid_out_strangely(name: str) -> None:
+    """The result is right, in place, and what lies between the elements is left alone."""
+
+    def program(comm: Communicator) -> list[Tensor]:
+        tensors = [STRANGE[name]() for _ in range(4)]
+        comm.all_reduce(tensors[0])
+        comm.all_reduce(tensors[1:2])
+        comm.broadcast(tensors[2])
+        comm.reduce(tensors[3], 1)
+        return [*tensors, comm.reduce_scatter(STRANGE[name]()), *comm.all_gather(STRANGE[name]())]
+
+    one = STRANGE[name]().detach()
+    wide = one.view(torch.int32) if one.dtype == torch.uint32 else one.resolve_conj()
+    total = (3 * wide).view(one.dtype)
+    for rank, (summed, listed, spread, reduced, _, *gathered) in enumerate(each_rank(3, program)):
+        assert torch.equal(summed, total)
+        assert torch.equal(listed, total)
+        assert torch.equal(spread, one)
+        assert torch.equal(reduced, total if rank == 1 else one)
+        assert all(torch.equal(other.view(one.shape), one) for other in gathered)
+    shares = [result[4] for result in each_rank(3, program)]
+    assert torch.equal(torch.cat(shares), total.reshape(-1))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -394,6 +421,12 @@ def test_after_an_error_the_communicator_refuses_further_calls() -> None:
         (lambda comm: comm.all_reduce(torch.ones(4).long()), "rank 1: #1 all_reduce sum of [4] int64"),
         (lambda comm: comm.broadcast(torch.ones(4)), "rank 1: #1 broadcast from 0 of [4] float32"),
         (lambda comm: comm.barrier(), "rank 1: #1 barrier"),
+        (lambda comm: comm.all_gather(torch.ones(2, 3)), "rank 1: #1 all_gather rows [3] float32"),
+        (
+            lambda comm: comm.all_reduce(torch.ones(4), algorithm="tree"),
+            "rank 1: #1 all_reduce sum of [4] float32 tr",
+        ),
+        (lambda comm: comm.all_reduce([torch.ones(4)]), "rank 1: #1 all_reduce of 1 tensors sum of [4] ([4], torch.f"),
         (lambda comm: comm.all_reduce(torch.ones(4), label="bucket 7"), "rank 1: #1 all_reduce sum of [4] float32 [bu"),
     ],
 )
@@ -431,9 +464,46 @@ def test_wrong_arguments() -> None:
     for rooted in (comm.broadcast, comm.reduce, comm.gather):
         with pytest.raises(ConfigError, match="root=1 is no rank of a world of 1"):
             rooted(torch.zeros(1), root=1)
+    for in_place in (comm.all_reduce, comm.broadcast, comm.reduce):
+        with pytest.raises(ConfigError, match=r"a tensor \[2, 3\] that is expanded cannot hold a result: pass its"):
+            in_place(torch.zeros(3).expand(2, 3))
+    with pytest.raises(ConfigError, match=r"op='max' on torch\.uint16: torch does not compare these"):
+        comm.all_reduce(torch.zeros(1, dtype=torch.uint16), "max")
+    with pytest.raises(ConfigError, match="nbytes=-1: a tensor has 0 bytes or more"):
+        comm.explain(-1)
+    with pytest.raises(ConfigError, match="numel=-1: must be at least 0"):
+        comm.allocate(-1, torch.float32)
+    with pytest.raises(ConfigError, match="algorithm='bogus' is not possible here"):
+        comm.predict(4, "bogus")
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got 2"):
         comm.all_to_all([torch.zeros(1)] * 2)
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got none"):
         comm.scatter()
     with pytest.raises(ConfigError, match=r"ranks=\[0, 1\]: a subgroup needs distinct ranks from 0 to 0"):
         comm.subgroup([0, 1])
+
+
+def test_all_to_all_refuses_pieces_that_do_not_fit_together() -> None:
+    def program(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=r"may differ in the first dimension only: \[\[1, 2\], \[1, 3\]\]"):
+            comm.all_to_all([torch.zeros(1, 2), torch.zeros(1, 3)])
+
+    each_rank(2, program)
+
+
+def test_an_error_of_any_kind_ends_the_communicator() -> None:
+    """Ctrl-C in the middle of a call: the others have got further, so this rank must not go on as if nothing was."""
+
+    class Interrupted(SimulatedTransport):
+        def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+            raise KeyboardInterrupt
+
+    comm = Communicator(Interrupted(SimulatedNetwork(2), range(2), 0, channel=0))
+    with pytest.raises(KeyboardInterrupt):
+        comm.all_reduce(torch.ones(3))
+    with pytest.raises(CommunicatorBroken):
+        comm.barrier()
+    comm = Communicator(SimulatedNetwork(1).transport(0))
+    comm.close()
+    with pytest.raises(CommunicatorBroken, match="out of use since: it was closed"):
+        comm.barrier()

@@ -19,9 +19,9 @@ from ddp.errors import CommunicatorBroken, PeerLost
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
 
 
-def lose_a_peer(how: str) -> tuple[str, int, int, str, float, str]:
+def lose_a_peer(how: str, shared_memory: bool) -> tuple[str, int, int, str, float, str]:
     """The survivors' PeerLost: (message, rank, sequence, label, seconds that it took, what a second call says)."""
-    comm = ddp.init(abort_s=ABORT_S, warn_s=1.0)
+    comm = ddp.init(abort_s=ABORT_S, warn_s=1.0, shared_memory=shared_memory)
     comm.all_reduce(torch.ones(3), label="a good one")
     if comm.rank == CULPRIT:
         misbehave(how)
@@ -56,17 +56,20 @@ def stuck_in_user_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "shared_memory", "says"),
     [
-        ("killed", "it shows no sign of life"),
-        ("killed long before", "it shows no sign of life"),
-        ("stopped", "it shows no sign of life"),
-        ("elsewhere", "stuck_in_user_code"),
-        ("failed", "it failed: ValueError: bad pixel"),
+        ("killed", True, "it shows no sign of life"),
+        ("stopped", True, "it shows no sign of life"),
+        ("elsewhere", True, "stuck_in_user_code"),
+        ("failed", True, "it failed: ValueError: bad pixel"),
+        ("killed", False, "it shows no sign of life"),
+        ("killed long before", False, "it shows no sign of life"),
+        ("stopped", False, "it shows no sign of life"),
+        ("elsewhere", False, "stuck_in_user_code"),
     ],
 )
-def test_survivors_name_the_lost_rank(how: str, says: str) -> None:
-    started = start_ranks(lose_a_peer, WORLD_SIZE, how)
+def test_survivors_name_the_lost_rank(how: str, shared_memory: bool, says: str) -> None:
+    started = start_ranks(lose_a_peer, WORLD_SIZE, how, shared_memory)
     try:
         results = collect([started[0], started[2]], timeout_s=30)
         for message, rank, sequence, label, took_s, afterwards in results:
