@@ -38,7 +38,7 @@ COMBINE: dict[str, Combine] = {
     "max": lambda here, arrived: torch.maximum(here, arrived, out=here),
 }
 IN_MEMORY = "shared_memory"
-CROSSING_BYTES = 6 << 20  # so much of a buffer crosses between hosts while more is added up inside them
+CROSSING_BYTES = 3 << 20  # so much of a buffer crosses between hosts while more is added up inside them
 
 
 class Carrier:

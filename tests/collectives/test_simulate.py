@@ -13,7 +13,6 @@ from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send
 from ddp.collectives.simulate import (
-    MAX_LANES,
     SEGMENT_BYTES,
     Link,
     Network,
@@ -23,7 +22,6 @@ from ddp.collectives.simulate import (
     simulate,
 )
 from ddp.comm import communicator
-from ddp.comm.execute import MAX_LANES as MAX_LANES_OF_EXECUTOR
 from ddp.comm.execute import Scratch, Slot, execute
 from ddp.transport.edge import Pending, Transfer
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
@@ -99,19 +97,31 @@ def test_the_ranks_of_a_host_share_its_link_both_ways() -> None:
     assert simulate(exchange, one_host(4), 1000).host_bytes_sent == (0,)
 
 
+def test_what_a_host_shares() -> None:
+    """Four ranks of a host exchange in pairs: their bytes go one after another through what they share."""
+    exchange = schedule_of(*[[(Send(r ^ 1, CHUNK), Recv(r ^ 1, CHUNK, add=False))] for r in range(4)])
+    for shared_s, expected_s in ((0.0, 4000 * BETA), (BETA / 4, 4000 * BETA * 7 / 4), (BETA, 4 * 4000 * BETA)):
+        network = Network(equal_hosts(4, 4), Link(ALPHA, BETA, shared_s=shared_s), Link(1, 1))
+        assert simulate(exchange, network, 1000).makespan_s == pytest.approx(ALPHA + expected_s)
+
+
+def test_every_addition_costs_something_by_itself() -> None:
+    addition_s = 2e-6
+    sums = schedule_of([tuple(Recv(r, CHUNK, add=True) for r in (1, 2))], *[[(Send(0, CHUNK),)] for _ in range(2)])
+    network = Network(equal_hosts(3, 1), Link(0, 0), Link(ALPHA, 0), GAMMA, addition_s)
+    assert simulate(sums, network, 1000).makespan_s == pytest.approx(ALPHA + 2 * (addition_s + 4000 * GAMMA))
+
+
 def test_lanes_overlap() -> None:
     """A relay 0 → 1 → 2 in eight pieces: while rank 1 passes one on, the next one comes in."""
     relay = schedule_of(
         [(Send(1, CHUNK),)], [(Recv(0, CHUNK, add=False),), (Send(2, CHUNK),)], [(Recv(1, CHUNK, add=False),)]
     )
     network = alone(3)
-    at_once, in_pieces = (simulate(relay, network, 8000, segment_bytes=size, max_lanes=8) for size in (ANY, 4000))
-    two_at_once = simulate(relay, network, 8000, segment_bytes=4000, max_lanes=2)
-    one_by_one = simulate(relay, network, 8000, segment_bytes=4000, max_lanes=1)
-    assert (at_once.num_lanes, in_pieces.num_lanes, two_at_once.num_lanes) == (1, 8, 8)
+    at_once, in_pieces = (simulate(relay, network, 8000, segment_bytes=size) for size in (ANY, 4000))
+    assert (at_once.num_lanes, in_pieces.num_lanes) == (1, 8)
     assert at_once.makespan_s == pytest.approx(2 * (ALPHA + 32000 * BETA))
     assert in_pieces.makespan_s == pytest.approx(2 * ALPHA + 9 * 4000 * BETA)
-    assert in_pieces.makespan_s <= two_at_once.makespan_s < one_by_one.makespan_s
     assert in_pieces.bytes_sent == at_once.bytes_sent == (32000, 32000, 0)
 
 
@@ -150,8 +160,8 @@ def test_counts_are_those_of_the_proof(name: str, num_ranks: int) -> None:
     assert timeline.bytes_sent == tuple(12 * chunks for chunks in proof.chunks_sent)
 
 
-def test_lanes_are_those_of_the_executor() -> None:
-    assert (SEGMENT_BYTES, MAX_LANES) == (communicator.SEGMENT_BYTES, MAX_LANES_OF_EXECUTOR)
+def test_segments_are_the_communicators() -> None:
+    assert SEGMENT_BYTES == communicator.SEGMENT_BYTES
 
 
 @pytest.mark.parametrize("name", ["ring", "butterfly", "double_tree", "all_to_all", "master_worker", "circulant"])

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankFailed, collect, run_ranks, start_ranks
+from torch.distributed import HashStore
 
 import ddp
+from ddp.comm.call import Call
 from ddp.comm.objects import on_rank_zero
+from ddp.comm.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
@@ -80,6 +84,29 @@ def test_survivors_name_the_lost_rank(how: str, shared_memory: bool, says: str) 
         assert any(says in message for message, *_ in results), results
     finally:
         started[CULPRIT][0].kill()
+
+
+class SilentStore(HashStore):
+    """A store whose process is stopped: it takes what it is told, and answers nothing any more."""
+
+    def clone(self) -> SilentStore:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        threading.Event().wait(30)
+        return False
+
+
+def test_a_silent_store_does_not_hold_up_the_verdict() -> None:
+    watchdog = Watchdog(SilentStore(), 1, 3, generation=0, warn_s=100, abort_s=1)
+    watchdog.know_hosts(["a", "b", "c"])
+    start_s = time.monotonic()
+    watchdog.begin(Call(7, "barrier"), 2)
+    lost = watchdog.find_culprit(2)
+    assert time.monotonic() - start_s < 1 + 2
+    assert (lost.rank, lost.host, lost.sequence) == (0, "a", 7)
+    assert "the store that the ranks meet at, kept on rank 0's host, does not answer" in str(lost)
+    watchdog.stop()
 
 
 def never_comes() -> str:
