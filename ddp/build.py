@@ -257,7 +257,8 @@ def _headline(
     start = f", continuing after step {first:,}" if first else ""
     lines = [
         f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name.value} "
-        f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, all-reduce: {comm.auto.describe()}",
+        f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, "
+        f"all-reduce: {comm.auto.describe()}",
         f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
         f"to {largest} samples a step; learning rate {rate:g}{scaled}",
         f"{sampler.length:,} training samples, {sampler.num_steps_per_epoch:,} steps per epoch, "

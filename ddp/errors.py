@@ -33,7 +33,7 @@ class CommunicatorBroken(RuntimeError):
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks met in different collectives: another operation, size, dtype or number; the message describes both calls."""
+    """Ranks met in different collectives: another operation, size, dtype or number; the message gives both calls."""
 
 
 class Diverged(RuntimeError):

@@ -157,12 +157,12 @@ def textbook(name: str, nbytes: int, network: Network) -> float | None:
     hosts, num_ranks = network.hosts, network.num_ranks
     largest = max(map(len, hosts))
     if name in HIERARCHICAL:
-        inside = _terms(largest, nbytes, network.inside, network)
+        inside = _terms(largest, nbytes, _crowded(network.inside, largest), network)
         return hierarchical(inside, _terms(len(hosts), nbytes, network.between, network), HIERARCHICAL[name])
-    link = network.inside
+    link = _crowded(network.inside, largest)
     if len(hosts) > 1:
         sharing = 1 if name in ONE_OF_A_HOST_CROSSES else largest
-        link = _worst(replace(network.between, beta_s=network.between.beta_s * sharing), network.inside)
+        link = _worst(replace(network.between, beta_s=network.between.beta_s * sharing), link)
     terms = _terms(num_ranks, nbytes, link, network)
     if name == "two_dimensional":
         return two_dimensional(terms, len(rows_of(hosts)))
@@ -171,6 +171,11 @@ def textbook(name: str, nbytes: int, network: Network) -> float | None:
 
 def _terms(num_ranks: int, nbytes: float, link: Link, network: Network) -> Terms:
     return Terms(num_ranks, nbytes, link.alpha_s + link.announce_s, link.beta_s, network.gamma_s, link.gap_s)
+
+
+def _crowded(link: Link, num_ranks: int) -> Link:
+    """As if all ranks of a host always sent at the same time."""
+    return replace(link, beta_s=max(link.beta_s, num_ranks * link.shared_s))
 
 
 def _worst(one: Link, other: Link) -> Link:
@@ -215,7 +220,7 @@ def _about_messages(schedule: Schedule, num_ranks: int) -> int:
 class Anatomy(NamedTuple):
     """Where the time of a collective goes. The three add up to its price."""
 
-    latency_s: float  # what empty messages would take
+    latency_s: float  # what messages of no bytes would take
     bytes_s: float  # what the bytes on the way add to that
     additions_s: float  # what the additions add to that
 
@@ -224,7 +229,8 @@ def anatomy(
     name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
 ) -> Anatomy:
     """Takes the price apart, by pricing the same schedule without additions, and without bytes."""
-    inside, between = replace(network.inside, beta_s=0.0), replace(network.between, beta_s=0.0)
+    inside = replace(network.inside, beta_s=0.0, shared_s=0.0)
+    between = replace(network.between, beta_s=0.0)
     networks = (
         replace(network, inside=inside, between=between, gamma_s=0.0),
         replace(network, gamma_s=0.0),

@@ -9,6 +9,8 @@ every machine. What is modelled is what `ddp/comm/execute.py` does, on links of 
                              later: where the transport makes a send wait for its receiver (rendezvous), two ranks that
                              post to each other at the same moment pay for that, and one that was awaited does not
     many messages            use one way one after another, at a distance of `gap` besides their bytes
+    cores and memory         carry the bytes inside a host: a message of n bytes keeps all others of its host waiting
+                             for n·shared. Zero where every rank has a link of its own
     inside a host            every rank has a way out and a way in, used by one message at a time
     between hosts            the ranks of a host share one way out and one way in: its network interface, full duplex
     a rank                   takes its lanes in turn: waits for a lane's round, adds what arrived (gamma per byte),
@@ -46,8 +48,7 @@ from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Recv, Round, Schedule, ScheduleError, Send
 
-SEGMENT_BYTES = 4 << 20  # this and the next are those of `execute`
-MAX_LANES = 4
+SEGMENT_BYTES = 4 << 20
 MANY_RANKS = 64
 
 
@@ -60,12 +61,15 @@ class Link:
         beta_s: per byte.
         announce_s: from a receive's posting to the moment at which the sender knows of it.
         gap_s: for how long a message keeps its way busy besides its bytes.
+        shared_s: per byte, for how long a message keeps every other one of its host from beginning. Inside hosts only:
+            between them the way is shared anyway.
     """
 
     alpha_s: float
     beta_s: float
     announce_s: float = 0.0
     gap_s: float = 0.0
+    shared_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +81,14 @@ class Network:
         inside: between two ranks of one host.
         between: between two hosts; the ranks of a host share it.
         gamma_s: to add one byte that has arrived.
+        addition_s: to add nothing: what every addition costs besides.
     """
 
     hosts: Hosts
     inside: Link
     between: Link
     gamma_s: float = 0.0
+    addition_s: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -140,7 +146,6 @@ def simulate(
     *,
     element_bytes: int = 4,
     segment_bytes: int = SEGMENT_BYTES,
-    max_lanes: int = MAX_LANES,
     keep_moved: bool = False,
 ) -> Timeline:
     """Runs a schedule for every rank of `network` on a buffer of `numel` elements.
@@ -150,7 +155,6 @@ def simulate(
 
     Args:
         segment_bytes: size of a pipelining piece of a chunk, as in `execute`.
-        max_lanes: that are under way at the same time, as in `execute`.
         keep_moved: list every message in the result (then every host is simulated, whatever its symmetry).
 
     Raises:
@@ -158,8 +162,8 @@ def simulate(
     """
     if network.num_ranks > MANY_RANKS and not keep_moved and repeats(schedule, network.hosts):
         numel = whole_chunks(numel, schedule.num_chunks(network.num_ranks))
-    job = _Job(schedule, network.num_ranks, numel, element_bytes, segment_bytes, max_lanes)
-    period = network.num_ranks if keep_moved else _period(job, schedule, network.hosts)
+    job = _Job(schedule, network.num_ranks, numel, element_bytes, segment_bytes)
+    period = network.num_ranks if keep_moved else _period(job, schedule, network)
     run = _Run(job, network, period, keep_moved)
     with _no_garbage_collection() if period > 256 else nullcontext():
         return run.timeline()
@@ -192,9 +196,8 @@ class _Job:
         numel: int,
         element_bytes: int,
         segment_bytes: int,
-        max_lanes: int,
     ) -> None:
-        self.algorithm, self.num_ranks, self.max_lanes = schedule.algorithm, num_ranks, max_lanes
+        self.algorithm, self.num_ranks = schedule.algorithm, num_ranks
         self.bounds = offsets(numel, schedule.num_chunks(num_ranks))
         self.element_bytes, self.segment_numel = element_bytes, max(1, segment_bytes // element_bytes)
         lengths = [stop - start for start, stop in pairwise(self.bounds)]
@@ -225,18 +228,18 @@ class _Job:
 class _Lane:
     """One lane of one rank, and the round that it has in flight."""
 
-    __slots__ = ("adding", "left", "number", "rank", "ready_s", "round_number", "rounds")
+    __slots__ = ("adding", "additions", "left", "number", "rank", "ready_s", "round_number", "rounds")
 
     def __init__(self, rank: _Rank, number: int, rounds: Iterator[Round]) -> None:
         self.rank, self.number, self.rounds = rank, number, rounds
         self.round_number = -1
         self.left = 0  # transfers not yet done
         self.ready_s = 0.0  # when the last of those done was done
-        self.adding = 0  # bytes to be added after the round
+        self.adding = self.additions = 0  # bytes, and messages, to be added after the round
 
 
 class _Rank:
-    """One simulated rank: its clock, and the lanes under way in the order in which they get their turn."""
+    """One simulated rank: its clock, and its lanes in the order in which they get their turn."""
 
     __slots__ = (
         "bytes_sent",
@@ -248,13 +251,11 @@ class _Rank:
         "num_rounds",
         "place",
         "rank",
-        "waiting",
     )
 
     def __init__(self, rank: int, host: int, place: int) -> None:
         self.rank, self.host, self.place = rank, host, place
         self.lanes: deque[_Lane] = deque()
-        self.waiting: Iterator[int] = iter(())  # numbers of lanes that have not begun
         self.clock_s = 0.0
         self.num_rounds = self.num_messages = self.bytes_sent = self.host_bytes_sent = 0
 
@@ -297,6 +298,7 @@ class _Run:
                     self.ranks[rank] = _Rank(rank, host, place)
         num_ways = period + len(network.hosts)  # a rank's own, then a host's
         self.out_free_s, self.in_free_s = [0.0] * num_ways, [0.0] * num_ways
+        self.host_free_s = [0.0] * len(network.hosts)  # its cores and memory
         self.sends: dict[tuple[int, int], deque[_End]] = {}  # posted, and not yet met by the other side
         self.receives: dict[tuple[int, int], deque[_End]] = {}
         self.moments: list[float] = []  # a heap; many events share a moment
@@ -306,9 +308,8 @@ class _Run:
 
     def timeline(self) -> Timeline:
         for rank in self.ranks:
-            rank.waiting = iter(range(self.job.num_lanes))
-            for _ in range(min(self.job.num_lanes, self.job.max_lanes)):
-                self._begin_lane(rank)
+            lanes = [_Lane(rank, number, self.job.rounds(rank.rank)) for number in range(self.job.num_lanes)]
+            rank.lanes.extend(lane for lane in lanes if self._post(lane))
         for rank in self.ranks:
             self._advance(rank)
         while self.moments:
@@ -325,17 +326,8 @@ class _Run:
         """Takes the lanes in turn up to the first whose round is not over."""
         while rank.lanes and not rank.lanes[0].left:
             lane = rank.lanes.popleft()
-            rank.clock_s = max(rank.clock_s, lane.ready_s) + self.network.gamma_s * lane.adding
-            if self._post(lane):
-                rank.lanes.append(lane)
-            else:
-                self._begin_lane(rank)
-
-    def _begin_lane(self, rank: _Rank) -> None:
-        """Posts the first round of the next lane that waits for its turn, if there is one."""
-        number = next(rank.waiting, None)
-        if number is not None:
-            lane = _Lane(rank, number, self.job.rounds(rank.rank))
+            adding_s = self.network.gamma_s * lane.adding + self.network.addition_s * lane.additions
+            rank.clock_s = max(rank.clock_s, lane.ready_s) + adding_s
             if self._post(lane):
                 rank.lanes.append(lane)
 
@@ -347,7 +339,7 @@ class _Run:
             rank.num_rounds = max(rank.num_rounds, lane.round_number + 1)
             return False
         lane.round_number += 1
-        lane.ready_s, lane.left, lane.adding = lane.rank.clock_s, 0, 0
+        lane.ready_s, lane.left, lane.adding, lane.additions = lane.rank.clock_s, 0, 0, 0
         for op in ops:
             for num_bytes in self.job.messages(op.chunks, lane.number):
                 lane.left += 1
@@ -355,7 +347,9 @@ class _Run:
                     self._post_send(lane, op.peer, num_bytes)
                 else:
                     self._post_receive(lane, op.peer, num_bytes)
-                    lane.adding += num_bytes if op.add else 0
+                    if op.add:
+                        lane.adding += num_bytes
+                        lane.additions += 1
         return True
 
     # Messages between two ranks meet in the order of posting. An edge is (sender modulo period, distance to receiver).
@@ -405,6 +399,10 @@ class _Run:
         message = event.message
         link, way = self._way(message.sender.rank, message)
         message.start_s = max(now_s, self.out_free_s[way])
+        if link.shared_s and not message.crosses:
+            host = message.sender.rank.host
+            message.start_s = max(message.start_s, self.host_free_s[host])
+            self.host_free_s[host] = message.start_s + message.num_bytes * link.shared_s
         left_s = message.start_s + message.num_bytes * link.beta_s
         self.out_free_s[way] = left_s + link.gap_s
         message.under_way = True
@@ -464,11 +462,12 @@ class _End(NamedTuple):
     posted_s: float
 
 
-def _period(job: _Job, schedule: Schedule, hosts: Hosts) -> int:
+def _period(job: _Job, schedule: Schedule, network: Network) -> int:
     """The smallest number of neighbouring ranks that stand for all: 1, a host's, or all of them."""
-    if not job.chunks_alike or not repeats(schedule, hosts):
+    if not job.chunks_alike or not repeats(schedule, network.hosts):
         return job.num_ranks
-    return 1 if len(hosts) == 1 else len(hosts[0])  # on one host no rank shares its way with another one
+    ranks_share_nothing = len(network.hosts) == 1 and not network.inside.shared_s
+    return 1 if ranks_share_nothing else len(network.hosts[0])
 
 
 @lru_cache(maxsize=1024)

@@ -5,12 +5,16 @@
     announce     exchange of 8 bytes, which both sides post at once: what it takes     all ranks at once, in a ring
                  above α
     gap          eight messages in one round: what each further one adds               the same
-    β            exchange of many bytes against the exchange of 8                      inside a host all ranks at once,
-                                                                                       between hosts one rank of each
-    γ            `add_`, per byte                                                      every rank
-    call         a collective of nothing, through the layers above this one            every rank
+    β            inside a host: ping-pong of many bytes; between: their exchange       one pair; one rank of each host
+    shared       exchange of many bytes, divided by the number of those who do it      all ranks of a host at once
+    γ            `add_`, per byte; and the exchange of 8 bytes which are added         every rank
     memory       the collectives of `host_reduce.py` at some sizes: caches make it     all ranks of a host
                  no straight line, so the times themselves are kept
+    call         a whole all-reduce of 8 bytes, called as users call it: what it       all ranks
+                 takes above the price of its rounds
+
+Note "the last word". Where ranks share cores, the times of single rounds vary by a factor of two from one measurement
+to the next. If the whole all-reduce takes less than its price, all latencies are scaled down until it does not.
 
 Messages are sent by `execute`, several rounds at a time, as in a collective: what Python takes between two rounds
 belongs to the price, and so does a core that falls asleep meanwhile and wakes up late. And all ranks work at once
@@ -45,7 +49,9 @@ import torch
 from torch import Tensor
 
 from ddp.clock import now_s
+from ddp.collectives.catalog import ALL_REDUCE
 from ddp.collectives.chunks import offsets
+from ddp.collectives.cost import price
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Recv, Round, Send
 from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network
@@ -56,17 +62,24 @@ from ddp.transport.edge import Transport
 Gather = Callable[[bytes], list[bytes]]  # everyone's bytes, by rank
 
 SMALL_BYTES = 8
-LOOK_BYTES = 64 << 10  # of the first look at the bandwidth
-BULK_BYTES = 8 << 20  # at most
-BULK_S = 0.02  # one exchange of many bytes should take about so long
+LOOK_BYTES = 256 << 10  # of the first look at the bandwidth
+BULK_BYTES = 4 << 20  # at most
+BULK_S = 0.05  # one exchange of many bytes should take about so long
 ROW_S = 0.01  # and some rounds in a row
-PHASE_S = 0.06  # and all repetitions of one measurement of latency
+PHASE_S = 0.03  # and all repetitions of one measurement of latency
 ROUNDS = 8  # in a row, at most; and calls of a collective in memory
 MANY = 8  # messages in one round, for the gap
-LOOKS, FEWEST, MOST = 3, 4, 24  # repetitions; another one before them is thrown away
+LOOKS, FEWEST, MOST = 3, 3, 24  # repetitions; another one before them is thrown away
 ADD_BYTES = 4 << 20
-MEMORY_BYTES = tuple(1 << k for k in (10, 13, 15, 16, 18, 20, 22, 24, 25))
+MEMORY_BYTES = tuple(1 << k for k in (10, 15, 16, 18, 20, 22, 24, 25))
 MEMORY_IN_ALL = 256 << 20  # of a host's memory, lent for the measurement
+
+WHOLE = "recursive_doubling"
+
+
+def nothing() -> None:
+    """Stands in for a call."""
+
 
 # --- what is known afterwards ----------------------------------------------------------------------------------------
 
@@ -92,8 +105,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What the ranks of a host need for their part of an all-reduce, in memory: all of it on one host; on several, the
-    reduce-scatter before and the all-gather after what happens between hosts."""
+    """What the ranks of a host need for their part of an all-reduce, in memory, calls included: all of it on one host;
+    on several, the reduce-scatter before and the all-gather after what happens between hosts."""
 
     ordinary: Curve
     allocated: Curve
@@ -108,12 +121,14 @@ class Measured:
 
     Attributes:
         shared: None where no host has several ranks with memory in common.
-        call_s: what a call costs before anything is done.
+        call_s: what a call over the transport costs besides its messages and additions.
+        mixed_call_s: the same of one that goes through memory and the transport.
     """
 
     network: Network
     shared: SharedMemory | None
     call_s: float = 0.0
+    mixed_call_s: float = 0.0
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -127,7 +142,7 @@ def calibrate(
     *,
     timeout_s: float,
     device: torch.device | str = "cpu",
-    empty_call: Callable[[], object] | None = None,
+    empty_call: Callable[[], object] = nothing,
 ) -> Measured:
     """Measures links and memory. Collective over all ranks of `transport`.
 
@@ -137,12 +152,12 @@ def calibrate(
         gather: all-gather of bytes; keeps a deadline of its own.
         timeout_s: longest wait for any one message.
         device: of the tensors that the transport carries.
-        empty_call: does nothing, but by way of all that a user's call passes before it is sent or added here.
+        empty_call: does nothing, by way of all that a call passes before anything is sent or added.
 
     Raises:
         TransportError: a rank did not take part in time.
     """
-    bench = _Bench(transport, hosts, timeout_s, torch.device(device))
+    bench = _Bench(transport, hosts, timeout_s=timeout_s, device=torch.device(device), empty_call=empty_call)
     key = (tuple(map(len, hosts)), type(transport).__name__, group is not None)
     known = _known.get(key)
     looks = _exchanged({"known": known.digest if known else "", **bench.look()}, gather)
@@ -151,24 +166,14 @@ def calibrate(
     plans = {
         name: _Plan.after(_slowest(looks, f"{name} small"), _slowest(looks, f"{name} look")) for name in bench.rings
     }
-    times = bench.measure(plans) | {"call": _time_calls(empty_call)}
-    if group is not None:
-        times |= _time_memory(group, hosts, timeout_s)
+    times = bench.measure(plans)
+    memory = _Memory(group, hosts, timeout_s=timeout_s, empty_call=empty_call) if group is not None else None
+    times |= bench.whole_collectives(plans, memory)
+    times |= memory.measure() if memory is not None else {}
     everyone = _exchanged(times, gather)
-    measured = Measured(_network(everyone, plans, hosts), _shared(everyone), _slowest(everyone, "call"))
+    measured = _measured(everyone, plans, hosts, bench.usual)
     _known[key] = _Known(measured, hashlib.sha256(repr(everyone).encode()).hexdigest())
     return measured
-
-
-def _time_calls(empty_call: Callable[[], object] | None) -> list[float]:
-    if empty_call is None:
-        return []
-    times = []
-    for _ in range(MOST):
-        start_s = now_s()
-        empty_call()
-        times.append(now_s() - start_s)
-    return times
 
 
 class _Known(NamedTuple):
@@ -219,77 +224,145 @@ class _Ring(NamedTuple):
     after: int
     before: int
     partner: int | None
-    is_first: bool  # of the pair
-    carries_bulk: bool
+    place: int  # in the ring; pairs are 0 and 1, 2 and 3, …
 
 
 class _Bench:
     """Times messages on this rank.
 
+    Args:
+        empty_call: see `calibrate`.
+
     Attributes:
         rings: "inside" a host, and "between" hosts the ranks of one place; None where this rank is alone.
+        usual: of those two, the one that additions and calls are measured on.
     """
 
-    def __init__(self, transport: Transport, hosts: Hosts, timeout_s: float, device: torch.device) -> None:
-        self._transport, self._timeout_s, self._device = transport, timeout_s, device
+    def __init__(
+        self,
+        transport: Transport,
+        hosts: Hosts,
+        *,
+        timeout_s: float,
+        device: torch.device,
+        empty_call: Callable[[], object],
+    ) -> None:
+        self._transport, self._timeout_s, self._device, self._empty_call = transport, timeout_s, device, empty_call
         self._scratch = Scratch()
         rank = transport.rank
         mine = next(host for host in hosts if rank in host)
-        place = mine.index(rank)
-        column = [host[place] for host in hosts] if place < min(map(len, hosts)) else [rank]
-        self.rings = {
-            "inside": _ring(mine, rank, carries_bulk=True),
-            "between": _ring(column, rank, carries_bulk=place == 0),
-        }
+        self._place = mine.index(rank)
+        column = [host[self._place] for host in hosts] if self._place < min(map(len, hosts)) else [rank]
+        self.rings = {"inside": _ring(mine, rank), "between": _ring(column, rank)}
+        self.usual = "inside" if any(len(host) > 1 for host in hosts) else "between"
+        self._is_mixed = self.usual == "inside" and len(hosts) > 1
 
     def look(self) -> Times:
         """A first look, and a warm-up."""
         times: Times = {}
         for name, ring in self.rings.items():
             if ring is not None:
-                times[f"{name} small"] = self._time(_exchange(ring), 1, SMALL_BYTES, LOOKS)
-                times[f"{name} look"] = self._time(_exchange(ring), 1, LOOK_BYTES, LOOKS)
+                times[f"{name} small"] = self._time(_exchange(ring), SMALL_BYTES, LOOKS)
+                times[f"{name} look"] = self._time(_exchange(ring), LOOK_BYTES, LOOKS)
         return times
 
     def measure(self, plans: Mapping[str, _Plan]) -> Times:
         times: Times = {"adding": self._add()}
         for name, ring in self.rings.items():
             if ring is not None:
-                num_rounds, count, bulk_bytes = plans[name]
-                times[f"{name} small"] = self._time(_exchange(ring) * num_rounds, num_rounds, SMALL_BYTES, count)
-                times[f"{name} many"] = self._time(_exchange(ring, MANY) * num_rounds, num_rounds, SMALL_BYTES, count)
-                if ping_pong := self._ping_pong(ring):
-                    times[f"{name} one way"] = self._time(ping_pong * num_rounds, 2 * num_rounds, SMALL_BYTES, count)
-                if ring.carries_bulk:
-                    times[f"{name} bulk"] = self._time(_exchange(ring), 1, bulk_bytes, FEWEST)
+                times |= {f"{name} {what}": found for what, found in self._latencies(ring, plans[name]).items()}
+                times |= {f"{name} {what}": found for what, found in self._bandwidths(name, ring, plans[name]).items()}
+                if name == self.usual:
+                    rounds, count, _ = plans[name]
+                    summing = _exchange(ring, add=True) * rounds
+                    times["sums"] = self._time(summing, SMALL_BYTES, count, divide_by=rounds)
+        return times
+
+    def whole_collectives(self, plans: Mapping[str, _Plan], memory: _Memory | None) -> Times:
+        """All-reduces of few bytes, called one by one: by recursive doubling; through memory and once between hosts."""
+        plan = min(plans.values())  # that of the slower link
+        rank, num_ranks = self._transport.rank, self._transport.world_size
+        if num_ranks == 1:
+            return {}
+        rounds = list(ALL_REDUCE[WHOLE].algorithm(rank, num_ranks))
+        times = {"whole": self._time(rounds, SMALL_BYTES, plan.num_repetitions, calls=plan.num_rounds)}
+        if self._is_mixed:
+            across = self.rings["between"]
+            times["mixed"] = self._time(
+                [()] if across is None else _exchange(across, add=True),
+                SMALL_BYTES,
+                plan.num_repetitions,
+                calls=plan.num_rounds,
+                before=memory.reduce_scatter_little if memory else nothing,
+                after=memory.all_gather_little if memory else nothing,
+            )
+        return times
+
+    def _latencies(self, ring: _Ring, plan: _Plan) -> Times:
+        rounds, count = plan.num_rounds, plan.num_repetitions
+        few = max(1, rounds // 4)
+        times = {
+            "small": self._time(_exchange(ring) * rounds, SMALL_BYTES, count, divide_by=rounds),
+            "many": self._time(_exchange(ring, MANY) * few, SMALL_BYTES, count, divide_by=few),
+        }
+        if ping_pong := self._ping_pong(ring):
+            times["one way"] = self._time(ping_pong * rounds, SMALL_BYTES, count, divide_by=2 * rounds)
+        return times
+
+    def _bandwidths(self, name: str, ring: _Ring, plan: _Plan) -> Times:
+        """Inside a host that of all ranks together, and that of one pair by itself; between hosts that of one rank."""
+        times: Times = {}
+        if name == "inside" or self._place == 0:
+            times["bulk"] = self._time(_exchange(ring), plan.bulk_bytes, FEWEST)
+        if name == "inside" and ring.place < 2 and (ping_pong := self._ping_pong(ring)):
+            times["bulk one way"] = self._time(ping_pong, plan.bulk_bytes, FEWEST, divide_by=2)
         return times
 
     def _ping_pong(self, ring: _Ring) -> list[Round]:
-        """Not on GPUs: there the host waits for each message anyway, and pays for it twice."""
+        """Not on GPUs: there the host waits for each message anyway, and would pay for it twice."""
         if ring.partner is None or self._device.type == "cuda":
             return []
         send: Round = (Send(ring.partner, range(1)),)
         receive: Round = (Recv(ring.partner, range(1, 2), add=False),)
-        return [send, receive] if ring.is_first else [receive, send]
+        return [send, receive] if ring.place % 2 == 0 else [receive, send]
 
-    def _time(self, rounds: Sequence[Round], divide_by: int, num_bytes: int, count: int) -> list[float]:
-        """Runs the rounds on messages of so many bytes; seconds by repetition, divided."""
-        num_chunks = max(op.chunks.stop for ops in rounds for op in ops)
+    def _time(
+        self,
+        rounds: Sequence[Round],
+        num_bytes: int,
+        count: int,
+        *,
+        divide_by: int = 1,
+        calls: int = 0,
+        before: Callable[[], object] = nothing,
+        after: Callable[[], object] = nothing,
+    ) -> list[float]:
+        """Runs the rounds on messages of so many bytes; seconds by repetition, divided.
+
+        Args:
+            calls: if not 0, so often in each repetition, each time as users call it; seconds per call.
+        """
+        num_chunks = max((op.chunks.stop for ops in rounds for op in ops), default=1)
         flat = torch.ones(num_chunks * num_bytes, dtype=torch.uint8, device=self._device)
         slot = Slot(flat, range(0, flat.numel() + 1, num_bytes))
         times = []
         for _ in range(count + 1):
             start_s = now_s()
-            execute(
-                lambda: rounds,
-                [slot],
-                self._transport,
-                scratch=self._scratch,
-                combine=Tensor.add_,
-                segment_bytes=SEGMENT_BYTES,
-                timeout_s=self._timeout_s,
-            )
-            times.append((now_s() - start_s) / divide_by)
+            for _ in range(max(1, calls)):
+                if calls:
+                    self._empty_call()
+                before()
+                execute(
+                    lambda: rounds,
+                    [slot],
+                    self._transport,
+                    scratch=self._scratch,
+                    combine=Tensor.add_,
+                    segment_bytes=SEGMENT_BYTES,
+                    timeout_s=self._timeout_s,
+                )
+                after()
+            times.append((now_s() - start_s) / divide_by / max(1, calls))
         return times[1:]
 
     def _add(self) -> list[float]:
@@ -304,81 +377,138 @@ class _Bench:
         return times[1:]
 
 
-def _ring(ranks: Sequence[int], rank: int, *, carries_bulk: bool) -> _Ring | None:
+def _ring(ranks: Sequence[int], rank: int) -> _Ring | None:
     if len(ranks) == 1:
         return None
     here = ranks.index(rank)
     other = here ^ 1
-    partner = ranks[other] if other < len(ranks) else None
-    return _Ring(ranks[(here + 1) % len(ranks)], ranks[here - 1], partner, here % 2 == 0, carries_bulk)
+    return _Ring(ranks[(here + 1) % len(ranks)], ranks[here - 1], ranks[other] if other < len(ranks) else None, here)
 
 
-def _exchange(ring: _Ring, num_messages: int = 1) -> list[Round]:
+def _exchange(ring: _Ring, num_messages: int = 1, *, add: bool = False) -> list[Round]:
     """A round in which everyone sends to its right and receives from its left."""
     sends = [Send(ring.after, range(k, k + 1)) for k in range(num_messages)]
-    receives = [Recv(ring.before, range(k, k + 1), add=False) for k in range(num_messages, 2 * num_messages)]
+    receives = [Recv(ring.before, range(k, k + 1), add) for k in range(num_messages, 2 * num_messages)]
     return [(*sends, *receives)]
 
 
-def _network(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Hosts) -> Network:
-    links = {name: _link(everyone, name, plan) for name, plan in plans.items()}
-    inside = links["inside"] if any(len(host) > 1 for host in hosts) else links["between"]
-    between = links["between"] if len(hosts) > 1 else links["inside"]
-    return Network(hosts, inside, between, _slowest(everyone, "adding") / ADD_BYTES)
+def _measured(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Hosts, usual: str) -> Measured:
+    network, shared = _network(everyone, plans, hosts, usual), _shared(everyone)
+    call_s, mixed_call_s = 0.0, 0.0
+    if network.num_ranks > 1:
+        whole_s = _slowest(everyone, "whole")
+        price_s = price(WHOLE, ALL_REDUCE[WHOLE], SMALL_BYTES, network)
+        if whole_s < price_s:  # note "the last word"
+            network = _scaled(network, whole_s / price_s)
+        call_s = max(0.0, whole_s - price_s)
+    if (mixed_s := _slowest(everyone, "mixed")) and shared is not None:
+        exchange_s = network.between.announce_s + network.between.alpha_s + network.addition_s
+        mixed_call_s = max(0.0, mixed_s - exchange_s - shared.predict_s(MEMORY_BYTES[0], allocated=False))
+    return Measured(network, shared, call_s, mixed_call_s)
 
 
-def _link(everyone: Sequence[Times], name: str, plan: _Plan) -> Link:
-    small_s, many_s, bulk_s, one_way_s = (
-        _slowest(everyone, f"{name} {what}") for what in ("small", "many", "bulk", "one way")
+def _scaled(network: Network, factor: float) -> Network:
+    """All latencies times `factor`."""
+    inside, between = (
+        replace(link, alpha_s=link.alpha_s * factor, announce_s=link.announce_s * factor, gap_s=link.gap_s * factor)
+        for link in (network.inside, network.between)
     )
+    return replace(network, inside=inside, between=between, addition_s=network.addition_s * factor)
+
+
+def _network(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Hosts, usual: str) -> Network:
+    largest = max(map(len, hosts))
+    links = {name: _link(everyone, name, plan, num_sharing=largest) for name, plan in plans.items()}
+    inside = links["inside"] if largest > 1 else links["between"]
+    between = links["between"] if len(hosts) > 1 else links["inside"]
+    return Network(
+        hosts,
+        inside,
+        between,
+        gamma_s=_slowest(everyone, "adding") / ADD_BYTES,
+        addition_s=max(0.0, _slowest(everyone, "sums") - _slowest(everyone, f"{usual} small")),
+    )
+
+
+def _link(everyone: Sequence[Times], name: str, plan: _Plan, *, num_sharing: int) -> Link:
+    small_s, many_s, one_way_s = (_slowest(everyone, f"{name} {what}") for what in ("small", "many", "one way"))
     alpha_s = min(one_way_s or small_s, small_s)
+    beta_s, shared_s = max(0.0, _slowest(everyone, f"{name} bulk") - small_s) / plan.bulk_bytes, 0.0
+    if alone_s := _slowest(everyone, f"{name} bulk one way"):
+        shared_s = beta_s / num_sharing
+        beta_s = min(beta_s, max(0.0, alone_s - alpha_s) / plan.bulk_bytes)
     return Link(
         alpha_s=alpha_s,
-        beta_s=max(0.0, bulk_s - small_s) / plan.bulk_bytes,
+        beta_s=max(beta_s, shared_s),
         announce_s=small_s - alpha_s,
         gap_s=max(0.0, many_s - small_s) / (MANY - 1),
+        shared_s=shared_s,
     )
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _time_memory(group: HostGroup, hosts: Hosts, timeout_s: float) -> Times:
-    """Times the collectives of a host's memory at some sizes, on an ordinary tensor and on one that is shared."""
-    largest = min(MEMORY_BYTES[-1], MEMORY_IN_ALL // group.size)
-    tensors = {"ordinary": torch.zeros(largest // 4)}
-    try:
-        tensors["allocated"] = group.allocate(largest // 4, torch.float32, timeout_s=timeout_s)
-    except NoSharedMemory:  # on all ranks of the host alike; then nobody gets such tensors
-        pass
-    times = {
-        f"{kind} {nbytes}": _time_reductions(group, tensor[: nbytes // 4], hosts, timeout_s)
-        for kind, tensor in tensors.items()
-        for nbytes in MEMORY_BYTES
-        if nbytes <= largest
-    }
-    if "allocated" in tensors:
-        group.free(tensors["allocated"])
-    return times
+class _Memory:
+    """Times what the ranks of a host do in their memory: all of an all-reduce, or the two ends of one between hosts."""
 
+    def __init__(self, group: HostGroup, hosts: Hosts, *, timeout_s: float, empty_call: Callable[[], object]) -> None:
+        self._group, self._timeout_s, self._empty_call = group, timeout_s, empty_call
+        self._is_only_host, self._num_slices = len(hosts) == 1, min(map(len, hosts))
+        self._little = torch.ones(MEMORY_BYTES[0] // 4)
 
-def _time_reductions(group: HostGroup, flat: Tensor, hosts: Hosts, timeout_s: float) -> list[float]:
-    num_slices = min(map(len, hosts))
-    slices = offsets(flat.numel(), num_slices) + [flat.numel()] * (group.size - num_slices)
-    calls, count = (ROUNDS if flat.nbytes <= 1 << 20 else 1), (FEWEST if flat.nbytes >= 1 << 20 else 3 * FEWEST)
-    times = []
-    for _ in range(count + 1):
-        flat.fill_(1.0)  # as a gradient, it was written just now
-        group.barrier(sequence=0, timeout_s=timeout_s)
-        start_s = now_s()
-        for _ in range(calls):
-            if len(hosts) == 1:
-                group.all_reduce(flat, "sum", sequence=0, timeout_s=timeout_s)
-            else:
-                group.reduce_scatter(flat, slices, "sum", sequence=0, timeout_s=timeout_s)
-                group.all_gather(flat, slices, sequence=0, timeout_s=timeout_s)
-        times.append((now_s() - start_s) / calls)
-    return times[1:]
+    def measure(self) -> Times:
+        """At some sizes, on an ordinary tensor and on one that is shared."""
+        group = self._group
+        largest = min(MEMORY_BYTES[-1], MEMORY_IN_ALL // group.size)
+        tensors = {"ordinary": torch.zeros(largest // 4)}
+        try:
+            tensors["allocated"] = group.allocate(largest // 4, torch.float32, timeout_s=self._timeout_s)
+        except NoSharedMemory:  # on all ranks of the host alike; then nobody gets such tensors
+            pass
+        times = {
+            f"{kind} {nbytes}": self._time(tensor[: nbytes // 4])
+            for kind, tensor in tensors.items()
+            for nbytes in MEMORY_BYTES
+            if nbytes <= largest
+        }
+        if "allocated" in tensors:
+            group.free(tensors["allocated"])
+        return times
+
+    def reduce_scatter_little(self) -> None:
+        self._reduce_scatter(self._little)
+
+    def all_gather_little(self) -> None:
+        self._all_gather(self._little)
+
+    def _time(self, flat: Tensor) -> list[float]:
+        calls = ROUNDS if flat.nbytes <= 1 << 18 else ROUNDS // 2 if flat.nbytes <= 1 << 20 else 1
+        count = FEWEST if flat.nbytes < 1 << 24 else FEWEST - 1
+        times = []
+        for _ in range(count + 1):
+            flat.fill_(1.0)  # as a gradient, it was written just now
+            self._group.barrier(sequence=0, timeout_s=self._timeout_s)
+            start_s = now_s()
+            for _ in range(calls):
+                self._empty_call()
+                if self._is_only_host:
+                    self._group.all_reduce(flat, "sum", sequence=0, timeout_s=self._timeout_s)
+                else:
+                    self._reduce_scatter(flat)
+                    self._all_gather(flat)
+            times.append((now_s() - start_s) / calls)
+        return times[1:]
+
+    def _reduce_scatter(self, flat: Tensor) -> None:
+        self._group.reduce_scatter(flat, self._slices(flat), "sum", sequence=0, timeout_s=self._timeout_s)
+
+    def _all_gather(self, flat: Tensor) -> None:
+        self._group.all_gather(flat, self._slices(flat), sequence=0, timeout_s=self._timeout_s)
+
+    def _slices(self, flat: Tensor) -> list[int]:
+        """As `carrier.py` cuts them: the smallest host says how many."""
+        return offsets(flat.numel(), self._num_slices) + [flat.numel()] * (self._group.size - self._num_slices)
 
 
 def _shared(everyone: Sequence[Times]) -> SharedMemory | None:

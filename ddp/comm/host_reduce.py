@@ -62,7 +62,7 @@ from ddp.transport.topology import Gather, Hosts, discover
 
 SMALL_BYTES = 64 << 10
 SMALL_ALLOCATED_BYTES = 8 << 10  # up to here allocated memory is copied, too: one barrier is cheaper than two
-BLOCK_BYTES = 1 << 20  # of all ranks' tensors together: half of a usual second-level cache
+BLOCK_BYTES = 512 << 10  # of all ranks' tensors together: a quarter of a usual second-level cache
 MAX_PLANS = 512
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -5,7 +5,7 @@
     "shared_memory"         looked up among the times that were measured
     "shared_memory+ring"    a reduce-scatter and an all-gather in memory (measured); between them the schedule, played
                             by the ranks of every place on all hosts with that place's slice, all at once over the
-                            hosts' links
+                            hosts' links. Long buffers go piece by piece: memory works while the wire does
 
 The ranks must agree without asking each other: a ranking is a pure function of numbers that all of them have, made by
 additions, multiplications and comparisons alone, whose results are the same bits on every machine (logarithms are not).
@@ -24,11 +24,11 @@ from typing import Literal
 from ddp.collectives.cost import Anatomy, anatomy, price, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Expression, Round, Schedule, canonical
-from ddp.collectives.simulate import SEGMENT_BYTES, Network
+from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
 from ddp.comm.calibrate import Measured
+from ddp.comm.carrier import CROSSING_BYTES, IN_MEMORY
 
 Order = Literal["any", "canonical"]
-IN_MEMORY = "shared_memory"
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,18 @@ class Choice:
 
     Attributes:
         name: as `algorithm=` takes it.
-        predicted_s: `in_memory_s`, the price of `over_transport`, and what a call costs by itself.
-        in_memory_s: the part that is spent in shared memory.
-        over_transport: the part that the transport carries, if any.
+        predicted_s: the sum of what follows, where the transport's part counts `num_crossings` times.
+        call_s: what a call costs before anything is done.
+        in_memory_s: what shared memory takes, without what it does while the wire is busy.
+        over_transport: what the transport carries, if it carries anything.
     """
 
     name: str
     predicted_s: float
+    call_s: float = 0.0
     in_memory_s: float = 0.0
     over_transport: Carried | None = None
+    num_crossings: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,25 +92,50 @@ def rank_choices(
     for name, schedule in ways.items():
         if order == "canonical" and not is_canonical(name, schedule, hosts):
             continue
-        in_memory_s, carried = 0.0, None
-        if name.startswith(IN_MEMORY) and any(len(host) > 1 for host in hosts):
-            assert measured.shared is not None, f"{name} without measured memory"
-            in_memory_s = measured.shared.predict_s(nbytes, allocated=allocated)
-        if schedule is not None:
-            carried = _carried(name, schedule, nbytes, network, segment_bytes)
-        predicted_s = measured.call_s + in_memory_s + (carried.price_s() if carried else 0.0)
-        choices.append(Choice(name, predicted_s, in_memory_s, carried))
+        if schedule is None:
+            in_memory_s = _in_memory_s(nbytes, measured, hosts, allocated=allocated)
+            choices.append(Choice(name, in_memory_s, in_memory_s=in_memory_s))
+        elif name.startswith(IN_MEMORY):
+            in_memory_s = _in_memory_s(nbytes, measured, hosts, allocated=allocated)
+            crossing = _crossing(name, schedule, nbytes, network, segment_bytes)
+            choices.append(_piece_by_piece(name, in_memory_s, crossing, nbytes, measured.mixed_call_s))
+        else:
+            carried = Carried(name, schedule, nbytes, network, segment_bytes)
+            choices.append(Choice(name, measured.call_s + carried.price_s(), measured.call_s, over_transport=carried))
     return sorted(choices, key=lambda choice: (choice.predicted_s, choice.name))
 
 
-def _carried(name: str, schedule: Schedule, nbytes: int, network: Network, segment_bytes: int) -> Carried:
-    """The whole buffer by all ranks; or, after a reduce-scatter in memory, a slice by the ranks of each place."""
-    if not name.startswith(IN_MEMORY):
-        return Carried(name, schedule, nbytes, network, segment_bytes)
-    columns = in_columns(schedule, network.hosts)
-    num_slices = min(map(len, network.hosts))
-    hosts = tuple(tuple(range(h * num_slices, (h + 1) * num_slices)) for h in range(len(network.hosts)))
-    return Carried(name.removeprefix(f"{IN_MEMORY}+"), columns, nbytes, replace(network, hosts=hosts), segment_bytes)
+def _in_memory_s(nbytes: int, measured: Measured, hosts: Hosts, *, allocated: bool) -> float:
+    if all(len(host) == 1 for host in hosts):
+        return 0.0
+    assert measured.shared is not None, "this way needs memory, which nobody has measured"
+    return measured.shared.predict_s(nbytes, allocated=allocated)
+
+
+def _crossing(name: str, schedule: Schedule, nbytes: int, network: Network, segment_bytes: int) -> Carried:
+    """What the transport carries of one piece: a slice by the ranks of each place."""
+    num_slices, num_hosts = min(map(len, network.hosts)), len(network.hosts)
+    return Carried(
+        name.removeprefix(f"{IN_MEMORY}+"),
+        in_columns(schedule, network.hosts),
+        nbytes // _num_pieces(nbytes),
+        replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices)),
+        segment_bytes,
+    )
+
+
+def _num_pieces(nbytes: int) -> int:
+    """As `carrier.py` cuts them."""
+    return max(1, nbytes // CROSSING_BYTES)
+
+
+def _piece_by_piece(name: str, in_memory_s: float, crossing: Carried, nbytes: int, call_s: float) -> Choice:
+    """While one piece crosses, memory works on the next: all but the first and the last half of it is hidden, unless
+    memory is the slower one."""
+    num_pieces, crossing_s = _num_pieces(nbytes), crossing.price_s()
+    piece_s = in_memory_s / num_pieces
+    seen_s = piece_s + (num_pieces - 1) * max(0.0, piece_s - crossing_s)
+    return Choice(name, call_s + seen_s + num_pieces * crossing_s, call_s, seen_s, crossing, num_pieces)
 
 
 @lru_cache(maxsize=256)
@@ -171,12 +199,13 @@ def explain(nbytes: int, choices: Sequence[Choice]) -> str:
 
 
 def _row(choice: Choice) -> tuple[str, str, str, str, str]:
-    parts, num_rounds, sent = {"memory": choice.in_memory_s}, 0, "-"
+    parts, num_rounds, sent = {"calling": choice.call_s, "memory": choice.in_memory_s}, 0, "-"
     carried = choice.over_transport
     if carried is not None:
-        parts |= carried.anatomy()._asdict()
+        parts |= {part: choice.num_crossings * seconds for part, seconds in carried.anatomy()._asdict().items()}
         num_rounds, num_bytes = volume(carried.schedule, carried.nbytes, carried.network.num_ranks)
-        sent = _size(num_bytes)
+        num_rounds *= choice.num_crossings
+        sent = _size(num_bytes * choice.num_crossings)
     most = max(parts, key=lambda part: parts[part])
     share = f"{most.removesuffix('_s')} {100 * parts[most] / choice.predicted_s:.0f} %" if choice.predicted_s else "-"
     return choice.name, _time(choice.predicted_s), str(num_rounds), sent, share

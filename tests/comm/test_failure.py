@@ -69,7 +69,6 @@ def stuck_in_user_code() -> None:
         ("killed", False, "it shows no sign of life"),
         ("killed long before", False, "it shows no sign of life"),
         ("stopped", False, "it shows no sign of life"),
-        ("elsewhere", False, "stuck_in_user_code"),
     ],
 )
 def test_survivors_name_the_lost_rank(how: str, shared_memory: bool, says: str) -> None:
