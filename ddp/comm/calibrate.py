@@ -39,8 +39,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -64,14 +65,15 @@ Gather = Callable[[bytes], list[bytes]]  # everyone's bytes, by rank
 SMALL_BYTES = 8
 LOOK_BYTES = 256 << 10  # of the first look at the bandwidth
 BULK_BYTES = 4 << 20  # at most
-BULK_S = 0.05  # one exchange of many bytes should take about so long
+BULK_S = 0.035  # one exchange of many bytes should take about so long
 ROW_S = 0.01  # and some rounds in a row
 PHASE_S = 0.03  # and all repetitions of one measurement of latency
 ROUNDS = 8  # in a row, at most; and calls of a collective in memory
 MANY = 8  # messages in one round, for the gap
 LOOKS, FEWEST, MOST = 3, 3, 24  # repetitions; another one before them is thrown away
 ADD_BYTES = 4 << 20
-MEMORY_BYTES = tuple(1 << k for k in (10, 15, 16, 18, 20, 22, 24, 25))
+MEMORY_BYTES = tuple(1 << k for k in (10, 15, 16, 20, 22, 24, 25))
+TOGETHER_S = 2e-4
 MEMORY_IN_ALL = 256 << 20  # of a host's memory, lent for the measurement
 
 WHOLE = "recursive_doubling"
@@ -164,7 +166,8 @@ def calibrate(
     if known is not None and {look["known"] for look in looks} == {known.digest}:
         return replace(known.measured, network=replace(known.measured.network, hosts=hosts))
     plans = {
-        name: _Plan.after(_slowest(looks, f"{name} small"), _slowest(looks, f"{name} look")) for name in bench.rings
+        name: _Plan.after(_slowest(looks, f"{name} small", min), _slowest(looks, f"{name} look", min))
+        for name in bench.rings
     }
     times = bench.measure(plans)
     memory = _Memory(group, hosts, timeout_s=timeout_s, empty_call=empty_call) if group is not None else None
@@ -192,10 +195,14 @@ def _exchanged(mine: Mapping[str, object], gather: Gather) -> list[dict[str, Any
     return [json.loads(text) for text in gather(json.dumps(mine).encode())]
 
 
-def _slowest(everyone: Sequence[Mapping[str, list[float]]], name: str) -> float:
-    """Of every repetition the slowest rank, of the repetitions the median; 0 for what nobody measured."""
+def _slowest(
+    everyone: Sequence[Mapping[str, list[float]]],
+    name: str,
+    among: Callable[[Iterable[float]], float] = median,
+) -> float:
+    """Of every repetition the slowest rank; of the repetitions the median, or another; 0 for what nobody measured."""
     repetitions = list(zip(*(times[name] for times in everyone if times.get(name)), strict=True))
-    return median(map(max, repetitions)) if repetitions else 0.0
+    return among([max(times) for times in repetitions]) if repetitions else 0.0
 
 
 class _Plan(NamedTuple):
@@ -280,19 +287,20 @@ class _Bench:
 
     def whole_collectives(self, plans: Mapping[str, _Plan], memory: _Memory | None) -> Times:
         """All-reduces of few bytes, called one by one: by recursive doubling; through memory and once between hosts."""
-        plan = min(plans.values())  # that of the slower link
+        slower = min(plans.values())
+        calls, count = max(1, slower.num_rounds // 2), max(2 * FEWEST, slower.num_repetitions)
         rank, num_ranks = self._transport.rank, self._transport.world_size
         if num_ranks == 1:
             return {}
         rounds = list(ALL_REDUCE[WHOLE].algorithm(rank, num_ranks))
-        times = {"whole": self._time(rounds, SMALL_BYTES, plan.num_repetitions, calls=plan.num_rounds)}
+        times = {"whole": self._time(rounds, SMALL_BYTES, count, calls=calls)}
         if self._is_mixed:
             across = self.rings["between"]
             times["mixed"] = self._time(
                 [()] if across is None else _exchange(across, add=True),
                 SMALL_BYTES,
-                plan.num_repetitions,
-                calls=plan.num_rounds,
+                count,
+                calls=calls,
                 before=memory.reduce_scatter_little if memory else nothing,
                 after=memory.all_gather_little if memory else nothing,
             )
@@ -483,12 +491,11 @@ class _Memory:
         self._all_gather(self._little)
 
     def _time(self, flat: Tensor) -> list[float]:
-        calls = ROUNDS if flat.nbytes <= 1 << 18 else ROUNDS // 2 if flat.nbytes <= 1 << 20 else 1
-        count = FEWEST if flat.nbytes < 1 << 24 else FEWEST - 1
+        calls, count = (ROUNDS // 2, 2 * FEWEST) if flat.nbytes <= 1 << 20 else (1, FEWEST)
         times = []
         for _ in range(count + 1):
             flat.fill_(1.0)  # as a gradient, it was written just now
-            self._group.barrier(sequence=0, timeout_s=self._timeout_s)
+            self._begin_together()
             start_s = now_s()
             for _ in range(calls):
                 self._empty_call()
@@ -499,6 +506,19 @@ class _Memory:
                     self._all_gather(flat)
             times.append((now_s() - start_s) / calls)
         return times[1:]
+
+    def _begin_together(self) -> None:
+        """Returns on all ranks of the host at the same moment, which they agree on by their common clock.
+
+        Out of a barrier they come one after another, then wait for each other in every collective that follows. Where
+        they share cores, waiting for a moment would take the core from those who are late: there they do come so.
+        """
+        moment = torch.tensor([now_s() + TOGETHER_S], dtype=torch.float64)
+        self._group.all_reduce(moment, "max", sequence=0, timeout_s=self._timeout_s)
+        if self._group.size <= (os.cpu_count() or 1):
+            moment_s = moment.item()
+            while now_s() < moment_s:
+                pass
 
     def _reduce_scatter(self, flat: Tensor) -> None:
         self._group.reduce_scatter(flat, self._slices(flat), "sum", sequence=0, timeout_s=self._timeout_s)

@@ -19,6 +19,13 @@ def flatten(tensor: Tensor) -> Tensor:
 
     Wide unsigned integers, which torch hardly computes with, come as signed ones: sums and products have the same bits.
     """
+    if (
+        tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.is_floating_point()
+        and not (tensor.requires_grad or tensor.is_neg())
+    ):
+        return tensor  # a bucket: what all this is for, and the quickest way through
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     signed = _SIGNED.get(flat.dtype)
     return flat if signed is None else flat.view(signed)
@@ -26,6 +33,8 @@ def flatten(tensor: Tensor) -> Tensor:
 
 def write_back(flat: Tensor, tensor: Tensor) -> Tensor:
     """Copies what `flatten` gave to where it came from, unless it is still there."""
+    if flat is tensor:
+        return tensor
     if flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
         tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
     return tensor

@@ -40,8 +40,8 @@ def test_every_way_is_ranked_by_its_time() -> None:
     for hosts in (ONE_HOST, TWO_HOSTS, ((0, 1, 2), (3,))):
         choices = rank_choices(1 << 16, ways(hosts), measured(hosts), hosts=hosts)
         assert {choice.name for choice in choices} == set(ways(hosts))
-        times = [choice.predicted_s for choice in choices]
-        assert times == sorted(times)
+        times = [choice.predicted_s * (0.95 if choice.in_memory_s else 1.0) for choice in choices]
+        assert times == sorted(times)  # of nearly equal ones, those through memory first
         assert times[0] > 0
 
 
