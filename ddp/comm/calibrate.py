@@ -102,7 +102,8 @@ class Curve:
         after = min(bisect_left(self.nbytes, nbytes), len(self.nbytes) - 1)
         x0, x1 = self.nbytes[after - 1 : after + 1]
         y0, y1 = self.seconds[after - 1 : after + 1]
-        return max(y0, y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0))
+        on_the_line = y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
+        return on_the_line if nbytes <= x1 else max(on_the_line, y1)
 
 
 @dataclass(frozen=True)
