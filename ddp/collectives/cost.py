@@ -175,12 +175,7 @@ def _terms(num_ranks: int, nbytes: float, link: Link, network: Network) -> Terms
 
 def _crowded(link: Link, num_ranks: int) -> Link:
     """As if all ranks of a host always sent at the same time."""
-    return replace(
-        link,
-        beta_s=max(link.beta_s, num_ranks * link.shared_s),
-        gap_s=max(link.gap_s, num_ranks * link.shared_gap_s),
-        announce_s=link.announce_s + (num_ranks - 1) * link.shared_gap_s,
-    )
+    return replace(link, beta_s=max(link.beta_s, num_ranks * link.shared_s))
 
 
 def _worst(one: Link, other: Link) -> Link:

@@ -1,12 +1,10 @@
 """Measures what the prices are made of, on the links that are there, once for a layout of ranks; under a second in all.
 
     what         how                                                                   who
-    α            ping-pong of 8 bytes: half of there and back                          a pair inside a host; between
-                                                                                       hosts as many as can at once
-    announce     exchange of 8 bytes, which both sides post at once: what it takes     the same
+    α            ping-pong of 8 bytes: half of there and back                          all pairs at once
+    announce     exchange of 8 bytes, which both sides post at once: what it takes     all ranks at once, in a ring
                  above α
-    shared gap   the same exchange in a ring: what each further rank adds              all ranks of a host at once
-    gap          eight messages in one round: what each further one adds               all ranks at once, in a ring
+    gap          eight messages in one round: what each further one adds               the same
     β            inside a host: ping-pong of many bytes; between: their exchange       a pair; one rank of each host
     shared       exchange of many bytes, divided by the number of those who do it      all ranks of a host at once
     γ            `add_`, per byte; and the exchange of 8 bytes which are added         every rank
@@ -280,7 +278,7 @@ class _Bench:
         times: Times = {"adding": self._add()}
         for name, ring in self.rings.items():
             if ring is not None:
-                times |= {f"{name} {what}": found for what, found in self._latencies(name, ring, plans[name]).items()}
+                times |= {f"{name} {what}": found for what, found in self._latencies(ring, plans[name]).items()}
                 times |= {f"{name} {what}": found for what, found in self._bandwidths(name, ring, plans[name]).items()}
                 if name == self.usual:
                     rounds, count, _ = plans[name]
@@ -309,20 +307,15 @@ class _Bench:
             )
         return times
 
-    def _latencies(self, name: str, ring: _Ring, plan: _Plan) -> Times:
-        """Inside a host those of all ranks together, and those of one pair by itself; between hosts of all at once."""
+    def _latencies(self, ring: _Ring, plan: _Plan) -> Times:
         rounds, count = plan.num_rounds, plan.num_repetitions
         few = max(1, rounds // 4)
         times = {
             "small": self._time(_exchange(ring) * rounds, SMALL_BYTES, count, divide_by=rounds),
             "many": self._time(_exchange(ring, MANY) * few, SMALL_BYTES, count, divide_by=few),
         }
-        if (name == "between" or ring.place < 2) and (ping_pong := self._ping_pong(ring)):
+        if ping_pong := self._ping_pong(ring):
             times["one way"] = self._time(ping_pong * rounds, SMALL_BYTES, count, divide_by=2 * rounds)
-            partner = ring.partner
-            if name == "inside" and partner is not None and ring.after != ring.before:  # a ring of two is a pair
-                pair = ring._replace(after=partner, before=partner)
-                times["pair"] = self._time(_exchange(pair) * rounds, SMALL_BYTES, count, divide_by=rounds)
         return times
 
     def _bandwidths(self, name: str, ring: _Ring, plan: _Plan) -> Times:
@@ -426,13 +419,7 @@ def _measured(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Host
 def _scaled(network: Network, factor: float) -> Network:
     """All latencies times `factor`."""
     inside, between = (
-        replace(
-            link,
-            alpha_s=link.alpha_s * factor,
-            announce_s=link.announce_s * factor,
-            gap_s=link.gap_s * factor,
-            shared_gap_s=link.shared_gap_s * factor,
-        )
+        replace(link, alpha_s=link.alpha_s * factor, announce_s=link.announce_s * factor, gap_s=link.gap_s * factor)
         for link in (network.inside, network.between)
     )
     return replace(network, inside=inside, between=between, addition_s=network.addition_s * factor)
@@ -454,11 +441,7 @@ def _network(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Hosts
 
 def _link(everyone: Sequence[Times], name: str, plan: _Plan, *, num_sharing: int) -> Link:
     small_s, many_s, one_way_s = (_slowest(everyone, f"{name} {what}") for what in ("small", "many", "one way"))
-    pair_s, shared_gap_s = min(_slowest(everyone, f"{name} pair") or small_s, small_s), 0.0
-    if num_sharing > 2:  # a ring's messages begin one after another: n − 1 wait, of a pair one
-        shared_gap_s = (small_s - pair_s) / (num_sharing - 2)
-    exchange_s = max(0.0, pair_s - shared_gap_s)
-    alpha_s = min(one_way_s or exchange_s, exchange_s)
+    alpha_s = min(one_way_s or small_s, small_s)
     beta_s, shared_s = max(0.0, _slowest(everyone, f"{name} bulk") - small_s) / plan.bulk_bytes, 0.0
     if alone_s := _slowest(everyone, f"{name} bulk one way"):
         shared_s = beta_s / num_sharing
@@ -466,10 +449,9 @@ def _link(everyone: Sequence[Times], name: str, plan: _Plan, *, num_sharing: int
     return Link(
         alpha_s=alpha_s,
         beta_s=max(beta_s, shared_s),
-        announce_s=exchange_s - alpha_s,
+        announce_s=small_s - alpha_s,
         gap_s=max(0.0, many_s - small_s) / (MANY - 1),
         shared_s=shared_s,
-        shared_gap_s=shared_gap_s,
     )
 
 

@@ -103,8 +103,6 @@ def test_what_a_host_shares() -> None:
     for shared_s, expected_s in ((0.0, 4000 * BETA), (BETA / 4, 4000 * BETA * 7 / 4), (BETA, 4 * 4000 * BETA)):
         network = Network(equal_hosts(4, 4), Link(ALPHA, BETA, shared_s=shared_s), Link(1, 1))
         assert simulate(exchange, network, 1000).makespan_s == pytest.approx(ALPHA + expected_s)
-    network = Network(equal_hosts(4, 4), Link(ALPHA, 0, shared_gap_s=5e-6), Link(1, 1))
-    assert simulate(exchange, network, 1000).makespan_s == pytest.approx(ALPHA + 3 * 5e-6)
 
 
 def test_every_addition_costs_something_by_itself() -> None:

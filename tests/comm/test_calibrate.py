@@ -11,6 +11,8 @@ import torch
 from ranks import run_ranks
 
 import ddp.comm.calibrate as calibration
+from ddp.collectives.catalog import ALL_REDUCE
+from ddp.collectives.cost import price
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import equal_hosts
 from ddp.comm.calibrate import Curve, Measured, calibrate
@@ -114,6 +116,59 @@ def test_a_rank_that_fails_ends_it_within_the_deadline() -> None:
         return "no error"
 
     assert all("timed out" in text for text in SimulatedNetwork(3).run(program))
+
+
+# --- from times to figures -------------------------------------------------------------------------------------------
+
+PLAN = calibration._Plan(num_rounds=8, num_repetitions=4, bulk_bytes=1_000_000)
+
+
+def measured_from(hosts: Hosts, whole_s: float, **more: float) -> Measured:
+    """What three repetitions of these times give, on every rank; the rest is a link of one microsecond."""
+    usual = "inside" if max(map(len, hosts)) > 1 else "between"
+    times = {"adding": 4e-4, "sums": 9e-6, "whole": whole_s, **more}
+    for link in ("inside", "between"):
+        times |= {f"{link} small": 7e-6, f"{link} one way": 4e-6, f"{link} many": 14e-6, f"{link} bulk": 7e-6 + 1e-3}
+    everyone = [{name: [seconds] * 3 for name, seconds in times.items()} for host in hosts for _ in host]
+    return calibration._measured(everyone, {"inside": PLAN, "between": PLAN}, hosts, usual)
+
+
+def test_what_the_times_become() -> None:
+    measured = measured_from(((0, 1), (2, 3)), 1.0)
+    link = measured.network.between
+    assert (link.alpha_s, link.announce_s, link.gap_s, link.beta_s) == pytest.approx((4e-6, 3e-6, 1e-6, 1e-9))
+    assert measured.network.inside.shared_s == 0.0  # no pair was measured alone
+    assert measured.network.addition_s == pytest.approx(2e-6)
+    assert measured.network.gamma_s == pytest.approx(4e-4 / calibration.ADD_BYTES)
+
+
+def test_a_pair_alone_tells_what_the_ranks_of_a_host_share() -> None:
+    link = measured_from(((0, 1, 2, 3),), 1.0, **{"inside bulk one way": 4e-6 + 4e-4}).network.inside
+    assert (link.beta_s, link.shared_s) == pytest.approx((4e-10, 1e-9 / 4))
+
+
+@pytest.mark.parametrize("whole_s", [5e-6, 1e-3])
+def test_the_whole_collective_has_the_last_word(whole_s: float) -> None:
+    """Faster than its rounds: they are scaled down. Slower: that is what a call costs."""
+    measured = measured_from(equal_hosts(4, 1), whole_s)
+    price_s = price("recursive_doubling", ALL_REDUCE["recursive_doubling"], calibration.SMALL_BYTES, measured.network)
+    assert price_s + measured.call_s == pytest.approx(whole_s, rel=0.02)
+    assert (measured.call_s > 0) == (whole_s == 1e-3)
+
+
+def test_what_memory_and_wire_cost_together_beyond_their_parts() -> None:
+    memory = {f"ordinary {size}": 1e-5 for size in calibration.MEMORY_BYTES}
+    measured = measured_from(((0, 1), (2, 3)), 1e-3, mixed=1e-4, **memory)
+    assert measured.shared is not None
+    assert measured.shared.allocated == measured.shared.ordinary  # nobody could allocate
+    assert measured.mixed_call_s == pytest.approx(1e-4 - 1e-5 - 9e-6)
+
+
+def test_a_slow_link_is_measured_less_often_and_with_fewer_bytes() -> None:
+    fast, slow = calibration._Plan.after(2e-5, 1e-4), calibration._Plan.after(2e-2, 5e-2)
+    assert slow.num_rounds == 1 < fast.num_rounds
+    assert slow.num_repetitions < fast.num_repetitions
+    assert calibration.LOOK_BYTES <= slow.bulk_bytes < fast.bulk_bytes == calibration.BULK_BYTES
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Schedule
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured, SharedMemory
+from ddp.comm.carrier import CROSSING_BYTES
 from ddp.comm.select import Choice, explain, in_columns, is_canonical, rank_choices
 
 FAST, SLOW = Link(2e-6, 1e-10), Link(1e-3, 1e-8)
@@ -92,6 +93,27 @@ def test_hosts_of_different_size_carry_as_many_slices_as_the_smallest_has_ranks(
     assert choice.over_transport is not None
     assert choice.over_transport.network.hosts == ((0, 1), (2, 3))
     assert choice.predicted_s == pytest.approx(choice.in_memory_s + choice.over_transport.price_s())
+
+
+def test_memory_works_while_the_wire_does() -> None:
+    """Ten pieces: of what memory takes, a tenth is seen, unless it is the slower one."""
+    nbytes = 10 * CROSSING_BYTES
+    for memory_s in (1e-3, 10.0):
+        memory = Curve((1 << 10, nbytes), (0.0, memory_s))
+        figures = Measured(Network(TWO_HOSTS, FAST, SLOW), SharedMemory(memory, memory), 5e-3, mixed_call_s=3e-3)
+        ring = {"shared_memory+ring": ALL_REDUCE["ring"]}
+        (choice,) = rank_choices(nbytes, ring, figures, hosts=TWO_HOSTS)
+        assert choice.num_crossings == 10
+        assert choice.over_transport is not None
+        crossing_s = choice.over_transport.price_s()
+        expected_s = memory_s / 10 + 10 * crossing_s if memory_s == 1e-3 else memory_s + crossing_s
+        assert choice.predicted_s == pytest.approx(3e-3 + expected_s)
+
+
+def test_a_call_has_its_price() -> None:
+    figures = Measured(Network(ONE_HOST, FAST, SLOW), None, call_s=1e-3)
+    (choice,) = rank_choices(0, {"ring": ALL_REDUCE["ring"]}, figures, hosts=ONE_HOST)
+    assert choice.predicted_s == choice.call_s == 1e-3
 
 
 # --- the canonical order ---------------------------------------------------------------------------------------------
