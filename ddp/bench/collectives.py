@@ -6,12 +6,13 @@ that a machine whose speed drifts is the same machine for both:
     turn 1    ours ▓▓▓▓▓   Gloo ▓▓▓▓▓
     turn 2    Gloo ▓▓▓▓▓   ours ▓▓▓▓▓
     …
-    ▓         one repetition: refill the buffer, meet the other ranks, call, take the time; the slowest rank counts
+    ▓         one repetition: refill the buffer, meet, call, take the time, meet again; the slowest rank counts
     a turn    median of its repetitions
     a cell    median over turns of Gloo's turn ÷ our turn
 
 With a core for every rank they leave the meeting together. Where ranks outnumber cores they leave it one after another,
 as cores come free; so up to `SMALL_BYTES` a repetition is then several calls, and its time is divided by their number.
+They meet again so that nobody's refill takes the core of a rank that is still on its way out of the call.
 The sum of each turn is checked, and before the first turn so are rounding and the equality of all ranks' bits, on
 random numbers.
 
@@ -28,7 +29,6 @@ random numbers.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import statistics
@@ -50,7 +50,7 @@ from ddp.comm.setup import init, shutdown
 from ddp.errors import ConfigError
 
 SMALL_BYTES = 1 << 20
-CALLS_IF_CROWDED = 8
+CALLS_IF_CROWDED = 32
 MIN_REPETITIONS, MAX_REPETITIONS = 5, 200
 ABORT_S = 60.0
 
@@ -282,10 +282,8 @@ class _Cell:
 
     def __init__(self, comm: Communicator, meet: Meeting, case: Case, nbytes: int) -> None:
         self._comm, self._meet, self._case, self._nbytes = comm, meet, case, nbytes
-        # Ones, summed k times over n ranks, grow to n^k: no further than float32 counts exactly.
-        exact = int(24 / math.log2(max(2, comm.world_size)))
         is_crowded = comm.world_size > available_cores()
-        self._calls = min(CALLS_IF_CROWDED, exact) if is_crowded and nbytes <= SMALL_BYTES else 1
+        self._calls = min(CALLS_IF_CROWDED, _exact_sums(comm.world_size)) if is_crowded and nbytes <= SMALL_BYTES else 1
 
     def measure(self, plan: Plan) -> Figures:
         watch = Watch([*_processes(), *(running("hosts.py") if plan.bed else ())])  # a bed's cable is its own
@@ -359,6 +357,7 @@ class _Cell:
             for _ in range(self._calls):
                 side.call()
             times.append((now_s() - start_s) / self._calls)
+            self._meet()
         slowest = torch.tensor(times[1:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.tolist()
@@ -410,6 +409,12 @@ class _Cell:
 
     def _what(self) -> str:
         return f"{self._case.name}, {format_size(self._nbytes)}, {self._comm.world_size} ranks, rank {self._comm.rank}"
+
+
+def _exact_sums(world_size: int) -> int:
+    """How often ones can be summed over n ranks, growing to n, n², …, with all partial sums exact in float32."""
+    odd = world_size // (world_size & -world_size)
+    return max(k for k in range(1, 64) if odd**k * world_size <= 1 << 24 and world_size**k < 1 << 127)
 
 
 def _processes() -> Sequence[int]:

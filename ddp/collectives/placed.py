@@ -12,7 +12,7 @@ Ranks that do not play yield as many empty rounds, so that round k stays the sam
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 from ddp.collectives.chunks import around
 from ddp.collectives.schedule import Recv, Round, Schedule, Send
@@ -44,6 +44,7 @@ def side_by_side(schedule: Schedule, rank: int, *, groups: Hosts, chunks: range)
     yield from [()] * (longest - num_rounds(schedule, len(mine)))
 
 
+@cache  # the same object each time: what is worked out for a schedule is kept by it
 def rooted(schedule: Schedule, root: int) -> Schedule:
     """The same schedule with `root` in the place of rank 0: ranks, and chunks that belong to ranks, move on by it."""
     return schedule._replace(algorithm=partial(_rotated, schedule, root))

@@ -52,12 +52,9 @@ class Auto:
     def way(self, flat: Tensor, algorithm: str) -> str:
         """The way of this tensor, for a name that may leave something open."""
         asked = self.algorithm if algorithm == "auto" else algorithm
-        if asked in self._carrier.all_reduces:
-            return asked
-        nbytes = flat.numel() * flat.element_size()
         if asked == "auto":
-            return self.choose(nbytes, device=flat.device.type)
-        return cheapest(self.ranking(nbytes), asked).name
+            return self.choose(flat.nbytes, device=flat.device.type)
+        return asked if asked in self._carrier.all_reduces else cheapest(self.ranking(flat.nbytes), asked).name
 
     def choose(self, nbytes: int, *, device: str = "cpu") -> str:
         """The cheapest way for so many bytes."""

@@ -56,7 +56,7 @@ from ddp.collectives.cost import price
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Recv, Round, Send
 from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network
-from ddp.comm.execute import Scratch, Slot, execute
+from ddp.comm.execute import Scratch, execute, lanes
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
 from ddp.transport.edge import Transport
 
@@ -353,7 +353,7 @@ class _Bench:
         """
         num_chunks = max((op.chunks.stop for ops in rounds for op in ops), default=1)
         flat = torch.ones(num_chunks * num_bytes, dtype=torch.uint8, device=self._device)
-        slot = Slot(flat, range(0, flat.numel() + 1, num_bytes))
+        program = lanes(rounds, [range(0, flat.numel() + 1, num_bytes)], segment_numel=SEGMENT_BYTES)
         times = []
         for _ in range(count + 1):
             start_s = now_s()
@@ -362,12 +362,11 @@ class _Bench:
                     self._empty_call()
                 before()
                 execute(
-                    lambda: rounds,
-                    [slot],
+                    program,
+                    [flat],
                     self._transport,
                     scratch=self._scratch,
                     combine=Tensor.add_,
-                    segment_bytes=SEGMENT_BYTES,
                     timeout_s=self._timeout_s,
                 )
                 after()

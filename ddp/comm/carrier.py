@@ -26,7 +26,7 @@ from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Schedule
-from ddp.comm.execute import Combine, Scratch, Slot, execute
+from ddp.comm.execute import Combine, Scratch, execute, program
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.work import Runner, Work, done
 from ddp.transport.edge import Transport, TransportError
@@ -209,14 +209,19 @@ class Carrier:
         """Brings the root's flat[bounds[r]:bounds[r + 1]] to rank r; the rest is undefined."""
         self._run(rooted(SCHEDULES["tree_scatter"], root), flat, bounds)
 
-    def all_to_all(self, outgoing: Slot, incoming: Slot, *, longest: int) -> None:
+    def all_to_all(
+        self, outgoing: Tensor, going: Sequence[int], incoming: Tensor, coming: Sequence[int], *, longest: int
+    ) -> None:
         """Chunk r of every rank's `outgoing` becomes chunk (that rank) of rank r's `incoming`.
 
         Args:
+            going, coming: where their chunks begin, and where the last one ends.
             longest: elements of the longest chunk on any rank.
         """
-        _chunk(incoming, self.rank).copy_(_chunk(outgoing, self.rank))
-        self._execute(SCHEDULES["all_to_all_exchange"], [outgoing, incoming], self.transport, longest=longest)
+        mine = slice(going[self.rank], going[self.rank + 1])
+        incoming[coming[self.rank] : coming[self.rank + 1]].copy_(outgoing[mine])
+        buffers, bounds = [outgoing, incoming], [going, coming]
+        self._execute(SCHEDULES["all_to_all_exchange"], buffers, bounds, self.transport, longest=longest)
 
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has come."""
@@ -261,12 +266,13 @@ class Carrier:
         transport = transport or self.transport
         if bounds is None:
             bounds = offsets(flat.numel(), schedule.num_chunks(transport.world_size))
-        self._execute(schedule, [Slot(flat, bounds)], transport, op=op, wire_dtype=wire_dtype)
+        self._execute(schedule, [flat], [bounds], transport, op=op, wire_dtype=wire_dtype)
 
     def _execute(
         self,
         schedule: Schedule,
-        slots: Sequence[Slot],
+        buffers: Sequence[Tensor],
+        bounds: Sequence[Sequence[int]],
         transport: Transport,
         *,
         op: str = "sum",
@@ -275,15 +281,20 @@ class Carrier:
     ) -> None:
         ranks = self._counterparts if transport is self._across else range(self.world_size)
         execute(
-            partial(schedule.algorithm, transport.rank, transport.world_size),
-            slots,
+            program(
+                schedule.algorithm,
+                transport.rank,
+                transport.world_size,
+                tuple(map(tuple, bounds)),
+                segment_numel=max(1, self._segment_bytes // buffers[0].element_size()),
+                longest=longest,
+            ),
+            buffers,
             transport,
             scratch=self._scratch,
             combine=COMBINE[op],
-            segment_bytes=self._segment_bytes,
             timeout_s=self._timeout_s,
             wire_dtype=wire_dtype,
-            longest=longest,
             waiting_for=lambda peer: self.waiting_for(ranks[peer]),
         )
 
@@ -297,7 +308,3 @@ class Carrier:
 
     def _num_slices(self) -> int:
         return min(len(host) for host in self.hosts)
-
-
-def _chunk(slot: Slot, chunk: int) -> Tensor:
-    return slot.flat[slot.offsets[chunk] : slot.offsets[chunk + 1]]

@@ -42,7 +42,6 @@ from ddp.comm import call as calls
 from ddp.comm.auto import Auto, cheapest
 from ddp.comm.call import Call
 from ddp.comm.carrier import IN_MEMORY, Carrier
-from ddp.comm.execute import Slot
 from ddp.comm.flat import (
     bounds_of,
     by_rank,
@@ -128,6 +127,7 @@ class Communicator:
         )
         self._runner = Runner(f"ddp-collectives-{self.rank}", self.device)
         self._sequence = 0
+        self._neighbour = (self.rank + 1) % self.world_size
         self._channels = _Channels()
         self._groups: list[Communicator] = []
         self._shares_memory = False
@@ -187,9 +187,9 @@ class Communicator:
             CommunicatorBroken: an earlier collective failed.
         """
         for one in (tensor,) if isinstance(tensor, Tensor) else tensor:
-            check_op(op, one)
+            check_op(op, one.dtype)
+            check_wire(wire_dtype, one.dtype)
             check_in_place(one)
-            check_wire(wire_dtype, one)
         self.auto.check(algorithm)
         call = self._call("all_reduce", op, tensor, label, how=(algorithm, wire_dtype))
 
@@ -217,7 +217,7 @@ class Communicator:
         Returns:
             [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
         """
-        check_op(op, tensor)
+        check_op(op, tensor.dtype)
         call = self._call("reduce_scatter", op, tensor)
 
         def run() -> Tensor:
@@ -270,7 +270,7 @@ class Communicator:
     def reduce(self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
         self._check_root(root)
-        check_op(op, tensor)
+        check_op(op, tensor.dtype)
         check_in_place(tensor)
         call = self._call("reduce", f"{op} to {root}", tensor)
 
@@ -349,13 +349,13 @@ class Communicator:
             counts = torch.zeros(ranks, ranks, dtype=torch.int64, device=self.device)  # [from, to]
             counts[self.rank] = torch.tensor([len(piece) for piece in pieces])
             self._carrier.all_gather(counts.view(-1), range(0, ranks**2 + 1, ranks), sequence=call.sequence)
-            going, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()
-            outgoing = Slot(torch.cat([piece.reshape(-1) for piece in pieces]), bounds_of(going, pieces[0]))
-            bounds = bounds_of(coming, pieces[0])
-            incoming = Slot(outgoing.flat.new_empty(bounds[-1]), bounds)
+            rows = counts[:, self.rank].tolist()
+            going, coming = bounds_of(counts[self.rank].tolist(), pieces[0]), bounds_of(rows, pieces[0])
+            outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
+            incoming = outgoing.new_empty(coming[-1])
             longest = int(counts.max()) * pieces[0].shape[1:].numel()
-            self._carrier.all_to_all(outgoing, incoming, longest=longest)
-            return by_rank(incoming.flat, coming, pieces[0])
+            self._carrier.all_to_all(outgoing, going, incoming, coming, longest=longest)
+            return by_rank(incoming, rows, pieces[0])
 
         return self._start(call, run, async_op)
 
@@ -568,22 +568,19 @@ class Communicator:
             raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
 
     def _start(self, call: Call, collective: Callable[[], Any], async_op: bool) -> Any:
-        work = partial(self._perform, call, collective)
-        return self._runner.submit(work) if async_op else self._runner.run(work)
+        """Now, or on the background thread: behind what is in flight."""
+        if async_op:
+            return self._runner.submit(partial(self._perform, call, collective))
+        if self._runner.is_idle():
+            return self._perform(call, collective)
+        return self._runner.submit(partial(self._perform, call, collective)).wait()
 
     def _perform(self, call: Call, collective: Callable[[], Any]) -> Any:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
-        self._refuse_if_broken()
+        self._refuse_if_broken()  # what was in flight may have failed since the call was made
         watchdog = self._watchdog
-        if watchdog is None or self.world_size == 1:
-            return self._attempt(call, collective)
-        watchdog.begin(call, (self.rank + 1) % self.world_size)
-        try:
-            return self._attempt(call, collective)
-        finally:
-            watchdog.end()
-
-    def _attempt(self, call: Call, collective: Callable[[], Any]) -> Any:
+        if watchdog is not None:
+            watchdog.begin(call, self._neighbour)
         try:
             if self.debug:
                 self._compare(call)
@@ -595,9 +592,12 @@ class Communicator:
             raise  # said by every rank alike, before anything was sent
         except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
             self._broken = error
-            if self._watchdog is not None and not isinstance(error, CollectiveMismatch):
-                self._watchdog.fail(f"{type(error).__name__}: {error}")
+            if watchdog is not None and not isinstance(error, CollectiveMismatch):
+                watchdog.fail(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            if watchdog is not None:
+                watchdog.end()
 
     def _lost(self, call: Call, error: TransportError) -> PeerLost:
         """Who is to blame, by what the ranks say of themselves; without a watchdog, by what the transport saw."""

@@ -1,7 +1,11 @@
 """Runs a schedule on real memory: the one executor behind every collective.
 
-Segments and lanes. Every chunk is cut into segments of at most `segment_bytes`. Segment j of all chunks is *lane*
-j: a whole collective of its own, on its own pieces of the buffer. All lanes post their first round at once; then
+    program     what a schedule means for one rank and one length of buffer: which elements go where, round by round.
+                Pure numbers, worked out once and kept
+    execute     runs it on tensors
+
+Segments and lanes. Every chunk is cut into segments of at most `segment_numel` elements. Segment j of all chunks is
+*lane* j: a whole collective of its own, on its own pieces of the buffer. All lanes post their first round at once; then
 the executor takes them in turn: wait for the lane's round, add what came in, post the lane's next round. So while
 one segment is being added, the others are on the wire: that is the pipelining.
 
@@ -19,66 +23,131 @@ What never travelled is rounded at the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp.collectives.schedule import Recv, Round, Send
+from ddp.collectives.schedule import Algorithm, Recv, Round, Send
 from ddp.transport.edge import Pending, Transfer, Transport
 
 Combine = Callable[[Tensor, Tensor], object]  # combine(here, arrived) updates `here` in place
+Offsets = tuple[int, ...]  # where a buffer's chunks begin, in elements; the last entry is its length
+
+# --- what is to be done ----------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """One message of a round: a run of elements of a buffer."""
+
+    peer: int
+    slot: int
+    start: int
+    stop: int
+    add: bool  # what arrives is added; else it replaces what is there
+
+
+class Step(NamedTuple):
+    """One round of a lane. May be empty: a rank that left rounds out would lose the order of its messages."""
+
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+
+
+Program = list[list[Step]]  # by lane, by round
+
+
+@lru_cache(maxsize=512)
+def program(
+    algorithm: Algorithm,
+    rank: int,
+    num_ranks: int,
+    offsets: tuple[Offsets, ...],
+    *,
+    segment_numel: int,
+    longest: int | None = None,
+) -> Program:
+    """What `rank` does in a schedule.
+
+    Args:
+        offsets: by buffer; almost always of one.
+        segment_numel: elements of a pipelining piece of a chunk. The same on all ranks.
+        longest: elements of the longest chunk on any rank, where this rank's offsets do not tell.
+    """
+    return lanes(list(algorithm(rank, num_ranks)), offsets, segment_numel=segment_numel, longest=longest)
+
+
+def lanes(
+    rounds: Sequence[Round], offsets: Sequence[Sequence[int]], *, segment_numel: int, longest: int | None = None
+) -> Program:
+    """The same for rounds that are there already."""
+    if longest is None:
+        longest = max((stop - start for bounds in offsets for start, stop in pairwise(bounds)), default=0)
+    num_lanes = max(1, -(-longest // segment_numel))
+    cuts = [_Cuts(offsets, segment_numel, lane, num_lanes) for lane in range(num_lanes)]
+    return [[cut.step(ops) for ops in rounds] for cut in cuts]
+
+
+class _Cuts(NamedTuple):
+    """Which elements a lane has of given chunks."""
+
+    offsets: Sequence[Sequence[int]]
+    segment_numel: int
+    lane: int
+    num_lanes: int
+
+    def step(self, ops: Round) -> Step:
+        sends = tuple(piece for op in ops if isinstance(op, Send) for piece in self._pieces(op, add=False))
+        receives = tuple(piece for op in ops if isinstance(op, Recv) for piece in self._pieces(op, add=op.add))
+        return Step(sends, receives)
+
+    def _pieces(self, op: Send | Recv, *, add: bool) -> Iterable[Piece]:
+        """None of them empty; where a lane has all of its chunks, neighbours travel as one."""
+        bounds = self.offsets[op.slot]
+        if self.num_lanes == 1:
+            runs = [(bounds[op.chunks.start], bounds[op.chunks.stop])]
+        else:
+            done = self.lane * self.segment_numel
+            runs = [(bounds[k] + done, min(bounds[k] + done + self.segment_numel, bounds[k + 1])) for k in op.chunks]
+        return (Piece(op.peer, op.slot, start, stop, add) for start, stop in runs if stop > start)
+
+
+# --- doing it --------------------------------------------------------------------------------------------------------
 
 
 def execute(
-    rounds: Callable[[], Iterable[Round]],
-    slots: Sequence[Slot],
+    program: Program,
+    buffers: Sequence[Tensor],
     transport: Transport,
     *,
     scratch: Scratch,
     combine: Combine,
-    segment_bytes: int,
     timeout_s: float,
     wire_dtype: torch.dtype | None = None,
-    longest: int | None = None,
     waiting_for: Callable[[int], object] = lambda peer: None,
 ) -> None:
     """Runs one collective on this rank, in place.
 
     Args:
-        rounds: makes this rank's schedule anew; called once per lane.
-        slots: the buffers; almost always one.
+        buffers: [numel] each, contiguous.
         scratch: where incoming parts land before they are added; kept by the caller from one collective to the next.
         combine: adds (or takes the maximum of, …) what arrived into what is there.
-        segment_bytes: size of a pipelining piece of a chunk. The same on all ranks.
         timeout_s: longest silence of a neighbour, in seconds.
         wire_dtype: what travels, if not the buffers' own type (note "narrow wire").
-        longest: elements of the longest chunk on any rank, where this rank's offsets do not tell.
         waiting_for: told, before each wait, which peer a round's first transfer is with.
 
     Raises:
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.
     """
-    segment_numel = max(1, segment_bytes // slots[0].flat.element_size())
-    if longest is None:
-        longest = max((stop - start for slot in slots for start, stop in pairwise(slot.offsets)), default=0)
-    num_lanes = max(1, -(-longest // segment_numel))
     scratch.reset()
-    lanes = [
-        _Lane(
-            iter(rounds()),
-            [slot.flat for slot in slots],
-            [_Pieces(slot.offsets, segment_numel, lane, num_lanes) for slot in slots],
-            transport,
-            scratch,
-            combine,
-            wire_dtype,
-        )
-        for lane in range(num_lanes)
-    ]
-    active = deque(lane for lane in lanes if lane.post_next())
+    active = deque(_Lane(steps, buffers, transport, scratch, combine, wire_dtype) for steps in program)
+    for _ in range(len(active)):
+        lane = active.popleft()
+        if lane.post_next():
+            active.append(lane)
     while active:
         lane = active.popleft()
         waiting_for(lane.first_peer)
@@ -86,15 +155,8 @@ def execute(
         if lane.post_next():
             active.append(lane)
     if wire_dtype is not None:
-        for slot in slots:
-            slot.flat.copy_(slot.flat.to(wire_dtype))
-
-
-class Slot(NamedTuple):
-    """One buffer of a collective, and where its chunks begin."""
-
-    flat: Tensor  # [numel], contiguous
-    offsets: Sequence[int]  # in elements; the last entry is numel
+        for flat in buffers:
+            flat.copy_(flat.to(wire_dtype))
 
 
 class Scratch:
@@ -121,58 +183,32 @@ class Scratch:
         return block[start : self._used]
 
 
-class _Pieces:
-    """Which runs of elements a lane has of given chunks; neighbours are merged into one message."""
-
-    def __init__(self, offsets: Sequence[int], segment_numel: int, lane: int, num_lanes: int) -> None:
-        self._offsets, self._segment_numel, self._lane, self._num_lanes = offsets, segment_numel, lane, num_lanes
-
-    def of(self, chunks: range) -> list[tuple[int, int]]:
-        """(start, stop) pairs, none of them empty."""
-        if self._num_lanes == 1:
-            runs = [(self._offsets[chunks.start], self._offsets[chunks.stop])]
-        else:
-            runs = [self._of_one(chunk) for chunk in chunks]
-        return [(start, stop) for start, stop in runs if stop > start]
-
-    def _of_one(self, chunk: int) -> tuple[int, int]:
-        start = self._offsets[chunk] + self._lane * self._segment_numel
-        return start, min(start + self._segment_numel, self._offsets[chunk + 1])
-
-
 class _Lane:
-    """One segment of every chunk on its way through the schedule."""
+    """One segment of every chunk on its way through the rounds."""
 
     def __init__(
         self,
-        rounds: Iterator[Round],
-        slots: list[Tensor],
-        pieces: list[_Pieces],
+        steps: list[Step],
+        buffers: Sequence[Tensor],
         transport: Transport,
         scratch: Scratch,
         combine: Combine,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._rounds, self._slots, self._pieces = rounds, slots, pieces
-        self._transport, self._scratch, self._combine = transport, scratch, combine
-        self._wire_dtype = wire_dtype
+        self._steps, self._buffers, self._transport = iter(steps), buffers, transport
+        self._scratch, self._combine, self._wire_dtype = scratch, combine, wire_dtype
         self._pending: Pending | None = None
         self._arriving: list[_Arriving] = []
-        wide = slots[0]
-        self._departure = self._landing = torch.empty(0, dtype=wire_dtype or wide.dtype, device=wide.device)
+        self._departure: Tensor | None = None  # both kept from round to round
+        self._landing: Tensor | None = None
         self.first_peer = transport.rank
 
     def post_next(self) -> bool:
-        """Posts the next round; False when the schedule has ended.
-
-        A round that moves nothing for this lane (its piece of a short chunk is empty) takes its turn all the same:
-        if ranks skipped rounds, each by itself, their messages would no longer match in order.
-        """
-        ops = next(self._rounds, None)
-        if ops is None:
+        """Posts the next round; False when there is none."""
+        step = next(self._steps, None)
+        if step is None:
             return False
-        sends = self._outgoing([op for op in ops if isinstance(op, Send)])
-        receives = self._incoming([op for op in ops if isinstance(op, Recv)])
+        sends, receives = self._outgoing(step.sends), self._incoming(step.receives)
         self._pending = self._transport.post(sends, receives) if sends or receives else None
         if self._pending is not None:
             self.first_peer = (receives or sends)[0].peer
@@ -191,42 +227,50 @@ class _Lane:
             else:
                 here.copy_(arrived)
 
-    def _outgoing(self, ops: list[Send]) -> list[Transfer]:
-        parts = [(op.peer, part) for op in ops for part in self._parts(op)]
-        if self._wire_dtype is None:
-            return [Transfer(peer, part) for peer, part in parts]
-        self._departure = self._enough(self._departure, sum(part.numel() for _, part in parts))
-        transfers, used = [], 0
-        for peer, part in parts:
-            narrow = self._departure[used : used + part.numel()].copy_(part)
+    def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
+        if self._wire_dtype is None or not pieces:
+            return [Transfer(piece.peer, self._part(piece)) for piece in pieces]
+        self._departure, narrows = self._room(self._departure, pieces)
+        transfers = []
+        for piece, narrow in zip(pieces, narrows, strict=True):
+            part = self._part(piece)
+            narrow.copy_(part)
             part.copy_(narrow)  # note "narrow wire"
-            used += part.numel()
-            transfers.append(Transfer(peer, narrow))
+            transfers.append(Transfer(piece.peer, narrow))
         return transfers
 
-    def _incoming(self, ops: list[Recv]) -> list[Transfer]:
+    def _incoming(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         """Straight to where it belongs, or by way of scratch if it is to be added or widened."""
-        parts = [(op, part) for op in ops for part in self._parts(op)]
-        by_scratch = [op.add or self._wire_dtype is not None for op, _ in parts]
-        needed = sum(part.numel() for (_, part), by in zip(parts, by_scratch, strict=True) if by)
-        self._landing = self._enough(self._landing, needed)
         self._arriving = []
-        transfers, used = [], 0
-        for (op, part), by in zip(parts, by_scratch, strict=True):
-            landing = part
-            if by:
-                landing = self._landing[used : used + part.numel()]
-                used += part.numel()
-                self._arriving.append(_Arriving(part, landing, op.add))
-            transfers.append(Transfer(op.peer, landing))
+        detours = [piece for piece in pieces if piece.add or self._wire_dtype is not None]
+        if not detours:
+            return [Transfer(piece.peer, self._part(piece)) for piece in pieces]
+        self._landing, room = self._room(self._landing, detours)
+        landings = iter(room)
+        transfers = []
+        for piece in pieces:
+            here = landing = self._part(piece)
+            if piece.add or self._wire_dtype is not None:
+                landing = next(landings)
+                self._arriving.append(_Arriving(here, landing, piece.add))
+            transfers.append(Transfer(piece.peer, landing))
         return transfers
 
-    def _parts(self, op: Send | Recv) -> list[Tensor]:
-        """This lane's pieces of the chunks of a transfer."""
-        return [self._slots[op.slot][start:stop] for start, stop in self._pieces[op.slot].of(op.chunks)]
+    def _part(self, piece: Piece) -> Tensor:
+        flat = self._buffers[piece.slot]
+        return flat if piece.stop - piece.start == flat.numel() else flat[piece.start : piece.stop]
 
-    def _enough(self, block: Tensor, numel: int) -> Tensor:
-        return block if block.numel() >= numel else self._scratch.take(numel, block.dtype, block.device)
+    def _room(self, block: Tensor | None, pieces: Sequence[Piece]) -> tuple[Tensor, Sequence[Tensor]]:
+        """A block that is large enough, this one if it is; and a place in it for each piece."""
+        sizes = [piece.stop - piece.start for piece in pieces]
+        needed = sum(sizes)
+        if block is None or block.numel() < needed:
+            wide = self._buffers[0]
+            block = self._scratch.take(needed, self._wire_dtype or wide.dtype, wide.device)
+        if len(sizes) == 1 and block.numel() == needed:
+            return block, (block,)
+        ends = list(accumulate(sizes))
+        return block, [block[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 class _Arriving(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -84,28 +85,30 @@ def check_in_place(tensor: Tensor) -> None:
         raise ConfigError(f"a tensor {list(tensor.shape)} that is expanded cannot hold a result: pass its .clone()")
 
 
-def check_op(op: str, tensor: Tensor) -> None:
-    """Raises ConfigError for an operation that is unknown, or that this tensor's dtype does not allow."""
+@cache  # asked at every call
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError for an operation that is unknown, or that this dtype does not allow."""
     if op not in ("mean", *COMBINE):
         raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(f"op='mean' on {tensor.dtype}: use op='sum' and divide, or a floating point tensor")
-    if op in ("min", "max") and tensor.is_complex():
-        raise ConfigError(f"op={op!r} on {tensor.dtype}: complex numbers have no order")
-    if op in ("min", "max") and tensor.dtype in _SIGNED:
-        raise ConfigError(f"op={op!r} on {tensor.dtype}: torch does not compare these; use a signed type")
-    if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
-        raise ConfigError(f"op={op!r} on {tensor.dtype}: torch does not add these; use float16 or bfloat16")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(f"op='mean' on {dtype}: use op='sum' and divide, or a floating point tensor")
+    if op in ("min", "max") and dtype.is_complex:
+        raise ConfigError(f"op={op!r} on {dtype}: complex numbers have no order")
+    if op in ("min", "max") and dtype in _SIGNED:
+        raise ConfigError(f"op={op!r} on {dtype}: torch does not compare these; use a signed type")
+    if dtype.is_floating_point and dtype.itemsize < 2:
+        raise ConfigError(f"op={op!r} on {dtype}: torch does not add these; use float16 or bfloat16")
 
 
-def check_wire(wire_dtype: torch.dtype | None, tensor: Tensor) -> None:
-    """Raises ConfigError unless the tensor may travel in that type."""
+@cache
+def check_wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Raises ConfigError unless such a tensor may travel in that type."""
     if wire_dtype is None:
         return
-    if not (wire_dtype.is_floating_point and tensor.is_floating_point()):
-        raise ConfigError(f"wire_dtype={wire_dtype} with {tensor.dtype}: both must be floating point")
-    if wire_dtype.itemsize > tensor.dtype.itemsize:
-        raise ConfigError(f"wire_dtype={wire_dtype} is wider than the tensor's {tensor.dtype}; leave it out")
+    if not (wire_dtype.is_floating_point and dtype.is_floating_point):
+        raise ConfigError(f"wire_dtype={wire_dtype} with {dtype}: both must be floating point")
+    if wire_dtype.itemsize > dtype.itemsize:
+        raise ConfigError(f"wire_dtype={wire_dtype} is wider than the tensor's {dtype}; leave it out")
 
 
 def check_pieces(tensors: Sequence[Tensor] | None, world_size: int) -> None:

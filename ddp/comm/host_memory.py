@@ -3,8 +3,8 @@
     barrier     semaphores                             `transport/shared_memory.py`
     records     2 × n            what each rank is calling, compared at the first barrier of every collective
     notes       n                a line of text per rank, for the rare exchange of one
-    rows        2 × PIECE_BYTES  what one rank has for all others: results, what is broadcast
-    inboxes     2 × n × PIECE_BYTES   what each rank contributes, for all others to read
+    rows        2 × a piece      what one rank has for all others: results, what is broadcast
+    inboxes     2 × n × a piece  what each rank contributes, for all others to read
     regions     allocated memory: n planes, one per rank, in one mapping
 
 Everybody maps all of it, and touches it once at the beginning.
@@ -39,7 +39,7 @@ from ddp.transport.shared_memory import LINE_BYTES, Barrier, Kind, Offer, Shared
 Op = Literal["sum", "product", "min", "max"]
 OPS: tuple[Op, ...] = ("sum", "product", "min", "max")
 
-PIECE_BYTES = 1 << 20
+SLICE_BYTES, PIECE_BYTES = 256 << 10, 1 << 20  # of a rank's part of a piece, and of a piece, at most
 NOTE_BYTES = 256
 
 
@@ -122,8 +122,13 @@ def _places(size: int) -> _Places:
     records = Barrier.num_bytes(size)
     notes = records + 2 * size * LINE_BYTES
     rows = _whole_pages(notes + size * NOTE_BYTES)
-    inboxes = rows + 2 * PIECE_BYTES
-    return _Places(records, notes, rows, inboxes, inboxes + 2 * size * PIECE_BYTES)
+    inboxes = rows + 2 * _piece_bytes(size)
+    return _Places(records, notes, rows, inboxes, inboxes + 2 * size * _piece_bytes(size))
+
+
+def _piece_bytes(size: int) -> int:
+    """A tensor goes through inboxes in pieces of so many bytes: small enough for the caches, and worth a barrier."""
+    return min(size * SLICE_BYTES, PIECE_BYTES)
 
 
 def _whole_pages(num_bytes: int) -> int:
@@ -167,8 +172,9 @@ class HostMemory:
         ranks: the communicator's ranks on this host, ascending.
         index: this rank's place among them.
         barrier: where they wait for each other.
-        rows: [half][PIECE_BYTES].
-        inboxes: [half][index][PIECE_BYTES].
+        piece_bytes: so much of a tensor goes through rows and inboxes at a time.
+        rows: [half][piece_bytes].
+        inboxes: [half][index][piece_bytes].
     """
 
     def __init__(
@@ -189,9 +195,10 @@ class HostMemory:
             for half in (0, 1)
         ]
         self._notes = [_slice(places.notes + i * NOTE_BYTES, NOTE_BYTES) for i in members]
-        self.rows = [memory.bytes[_slice(places.rows + half * PIECE_BYTES, PIECE_BYTES)] for half in (0, 1)]
+        self.piece_bytes = piece = _piece_bytes(self.size)
+        self.rows = [memory.bytes[_slice(places.rows + half * piece, piece)] for half in (0, 1)]
         self.inboxes = [
-            [memory.bytes[_slice(places.inboxes + (half * self.size + i) * PIECE_BYTES, PIECE_BYTES)] for i in members]
+            [memory.bytes[_slice(places.inboxes + (half * self.size + i) * piece, piece)] for i in members]
             for half in (0, 1)
         ]
         self._half_of_records = self._half = 0

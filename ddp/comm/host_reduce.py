@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ddp.comm.host_memory import DTYPE_CODES, OP_CODES, PIECE_BYTES, HostMemory, Operation, Record, Region
+from ddp.comm.host_memory import DTYPE_CODES, OP_CODES, HostMemory, Operation, Record, Region
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
 from ddp.transport.edge import TransportError
@@ -289,7 +289,7 @@ class HostGroup:
                 arithmetic.in_place(leaves, leaves[self.index])
             self._memory.barrier.meet(deadline_s)
             return
-        memory, step = self._memory, _piece_numel(flat.dtype) // self.size
+        memory, step = self._memory, self._memory.piece_bytes // flat.element_size() // self.size
         for runs in _runs(bounds, step):
             half = memory.next_half()
             boxes = [box.view(flat.dtype) for box in memory.inboxes[half]]
@@ -321,7 +321,7 @@ class HostGroup:
                 copy_bytes(here + cuts[other], there + cuts[other], cuts[other + 1] - cuts[other])
             self._memory.barrier.meet(deadline_s)
             return
-        memory, step = self._memory, PIECE_BYTES // self.size
+        memory, step = self._memory, self._memory.piece_bytes // self.size
         for runs in _runs(cuts, step):
             row = memory.rows[memory.next_half()].data_ptr()
             start, stop = runs[self.index]
@@ -348,8 +348,8 @@ class HostGroup:
             self._memory.barrier.meet(deadline_s)
             return
         memory = self._memory
-        for start in range(0, flat.nbytes, PIECE_BYTES):
-            num_bytes = min(PIECE_BYTES, flat.nbytes - start)
+        for start in range(0, flat.nbytes, memory.piece_bytes):
+            num_bytes = min(memory.piece_bytes, flat.nbytes - start)
             row = memory.rows[memory.next_half()].data_ptr()
             if self.index == root_index:
                 copy_bytes(row, here + start, num_bytes)
@@ -437,12 +437,13 @@ class HostGroup:
         if numel * item <= SMALL_BYTES:
             pieces = [_Piece(0, numel * item, 0, 0, slice(0, numel), self._bench(0, numel * item, dtype))]
         else:
-            for start in range(0, numel * item, PIECE_BYTES):
-                stop = min(start + PIECE_BYTES, numel * item)
+            piece_bytes = self._memory.piece_bytes
+            for start in range(0, numel * item, piece_bytes):
+                stop = min(start + piece_bytes, numel * item)
                 cuts = [cut * item for cut in _cuts((stop - start) // item, self.size, item)]
                 first, last = cuts[self.index], cuts[self.index + 1]
                 mine = slice((start + first) // item, (start + last) // item)
-                bench = pieces[0].bench if pieces and stop - start == PIECE_BYTES else self._bench(first, last, dtype)
+                bench = pieces[0].bench if pieces and stop - start == piece_bytes else self._bench(first, last, dtype)
                 pieces.append(_Piece(start, stop, start + first, start + last, mine, bench))
         call = _Call(record.packed(), _Arithmetic(op, divide_by, self.size), pieces)
         return _remember(self._calls, (numel, dtype, op, divide_by), call)
@@ -533,10 +534,6 @@ def _cuts(numel: int, size: int, itemsize: int) -> list[int]:
     return [min(index * step, numel) for index in range(size + 1)]
 
 
-def _piece_numel(dtype: torch.dtype) -> int:
-    return PIECE_BYTES // dtype.itemsize
-
-
 def _runs(bounds: Sequence[int], step: int) -> Iterator[list[tuple[int, int]]]:
     """Piece by piece, what it has of each member's slice: (start, stop)."""
     slices = list(pairwise(bounds))
@@ -588,8 +585,8 @@ def meet(
     index = ranks.index(rank)
     processors = set().union(*(told[other][2] for other in ranks))
     pids = [layout.pids[other] for other in ranks]
-    patient = len(processors) >= len(ranks)
-    barrier = Barrier(memory, 0, index=index, ranks=ranks, pids=pids, patient=patient)
+    crowded = len(ranks) > len(processors)
+    barrier = Barrier(memory, 0, index=index, ranks=ranks, pids=pids, crowded=crowded)
     names = [told[other][0] for other in ranks]
     shared = HostMemory(memory, barrier, kind=kind, ranks=ranks, index=index, hosts=names)
     group = HostGroup(shared, kind)

@@ -55,7 +55,7 @@ def done(result: Any = None) -> Work:
 
 
 class Runner:
-    """Runs collectives in order: inline while idle, else on the background thread."""
+    """Runs collectives in order, on the background thread."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
@@ -64,11 +64,9 @@ class Runner:
         self._last: Work | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, collective: Callable[[], Any]) -> Any:
-        """Runs it now and returns its result."""
-        if self._last is None or self._last.is_completed():
-            return collective()
-        return self.submit(collective).wait()
+    def is_idle(self) -> bool:
+        """True if all that was submitted has ended: the caller may as well run the next one itself."""
+        return self._last is None or self._last.is_completed()
 
     def submit(self, collective: Callable[[], Any]) -> Work:
         """Queues it behind everything submitted before."""

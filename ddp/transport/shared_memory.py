@@ -18,12 +18,13 @@ on the monotonic clock, so that setting the wall clock neither ends nor prolongs
 handled and somebody looks whether the other side is still alive. Where it is missing (macOS, musl, glibc before 2.30)
 `why_unsupported` says so and the caller stays with its sockets.
 
-Note "patience". To sleep and be woken costs 10 to 50 µs, on a virtual machine mostly for waking up the processor; two
-ranks that come at about the same time need not pay for that. So where each rank can have a processor to itself, a wait
-tries for about as long as a sleep would cost before it sleeps, which is never more than twice the best possible cost
-(Karlin, Li, Manasse and Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP
-1991). Measured on two cores, 2 ranks: 2 µs a barrier, against 25 µs. Where ranks outnumber processors it would take the
-time of those that are waited for, and is left out.
+Note "patience". To sleep and be woken on another processor costs 10 to 50 µs, on a virtual machine mostly for waking
+up the processor; ranks that come at about the same time need not pay for that. So a wait tries for about as long as a
+sleep would cost before it sleeps, which is never more than twice the best possible cost (Karlin, Li, Manasse and
+Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP 1991). Where ranks
+outnumber processors, it gives the processor away after each try (`sched_yield`), to the very ranks that it waits for:
+going from one process to the next costs 2 µs there, and no processor falls asleep in between. Measured on two cores, a
+barrier of 2 ranks: 1 µs, against 25 µs without trying; of 4 ranks: 6 µs, against 40; of 8: 35, against 80.
 
 Read next: `topology.py`, then `comm/host_memory.py`.
 """
@@ -50,7 +51,7 @@ KINDS: tuple[Kind, ...] = ("memfd", "/dev/shm")
 
 LINE_BYTES = 64  # a cache line: what two processes write stands on two of them
 SLICE_S = 0.5  # longest sleep without looking up
-TRIES = 128  # some 40 µs: note "patience"
+TRIES = 128  # some 40 to 80 µs: note "patience"
 KEEP_LOCK_BYTES = 32 << 10  # a copy of so much takes less time than handing the interpreter lock over and back
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
@@ -255,6 +256,10 @@ class _Life:
             self._descriptor = None
 
 
+def _nothing() -> None:
+    pass
+
+
 _RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because of process i
 
 
@@ -270,7 +275,7 @@ class Barrier:
             first, before the others attach.
         ranks: what the processes are called in errors.
         pids: by process; None where unknown.
-        patient: try `TRIES` times before sleeping; for processes that have a processor each.
+        crowded: there are more processes than processors (note "patience").
     """
 
     def __init__(
@@ -281,13 +286,14 @@ class Barrier:
         index: int,
         ranks: Sequence[int],
         pids: Sequence[int | None],
-        patient: bool = False,
+        crowded: bool = False,
     ) -> None:
         size = len(ranks)
         self._memory, self._index, self._ranks, self._pid = memory, index, tuple(ranks), os.getpid()
         self._semaphores = _Semaphores()
         self._post, self._try_wait = self._semaphores.post, self._semaphores.try_wait
-        self._tries = range(TRIES if patient else 1)
+        self._tries = range(TRIES)
+        self._between_tries = os.sched_yield if crowded else _nothing
         others = [(index + distance) % size for distance in range(1, size)]  # not all in a row before one door
         address = memory.address + start
         self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
@@ -323,6 +329,7 @@ class Barrier:
             missing = [each for each in missing if self._try_wait(each[0]) != 0]
             if not missing:
                 return
+            self._between_tries()
         while missing:
             self._wait(*missing.pop(), deadline_s)
             missing = [each for each in missing if self._try_wait(each[0]) != 0]

@@ -22,7 +22,8 @@ from ddp.collectives.simulate import (
     simulate,
 )
 from ddp.comm import communicator
-from ddp.comm.execute import Scratch, Slot, execute
+from ddp.comm.execute import Scratch, execute
+from ddp.comm.execute import program as program_of
 from ddp.transport.edge import Pending, Transfer
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
@@ -169,6 +170,7 @@ def test_segments_are_the_communicators() -> None:
 def test_messages_are_those_of_the_executor(name: str, numel: int, segment_bytes: int) -> None:
     """Edge by edge, in order of posting, to the byte."""
     num_ranks, schedule = 5, SCHEDULES[name]
+    bounds = tuple(offsets(numel, schedule.num_chunks(num_ranks)))
     sent: dict[tuple[int, int], list[int]] = {}
 
     def recorded(transport: SimulatedTransport, sends: list[Transfer], receives: list[Transfer]) -> Pending:
@@ -179,12 +181,11 @@ def test_messages_are_those_of_the_executor(name: str, numel: int, segment_bytes
     def program(transport: SimulatedTransport) -> None:
         transport.post = partial(recorded, transport)  # type: ignore[method-assign]
         execute(
-            partial(schedule.algorithm, transport.rank, num_ranks),
-            [Slot(torch.zeros(numel), offsets(numel, schedule.num_chunks(num_ranks)))],
+            program_of(schedule.algorithm, transport.rank, num_ranks, (bounds,), segment_numel=segment_bytes // 4),
+            [torch.zeros(numel)],
             transport,
             scratch=Scratch(),
             combine=torch.Tensor.add_,
-            segment_bytes=segment_bytes,
             timeout_s=20,
         )
 

@@ -52,15 +52,13 @@ def mapped() -> set[str]:
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapping some megabytes for each of eight ranks would cost more than the collectives."""
-    for module in (host_memory, host_reduce):
-        monkeypatch.setattr(module, "PIECE_BYTES", host_reduce.SMALL_BYTES)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", host_reduce.SMALL_BYTES)
 
 
 @pytest.fixture
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths of some thousand take every path: many pieces, many blocks, no mailbox."""
-    for module in (host_memory, host_reduce):
-        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 4096)
     monkeypatch.setattr(host_reduce, "SMALL_BYTES", 0)
     monkeypatch.setattr(host_reduce, "SMALL_ALLOCATED_BYTES", 0)
     monkeypatch.setattr(host_reduce, "BLOCK_BYTES", 2048)
@@ -342,8 +340,7 @@ def run_with_pauses(group: HostGroup, program: list[Step]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_fast_and_slow_ranks_do_not_run_into_each_other(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_memory, host_reduce):
-        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 4096)
     monkeypatch.setattr(host_reduce, "SMALL_BYTES", 1024)
     monkeypatch.setattr(host_reduce, "SMALL_ALLOCATED_BYTES", 512)
     monkeypatch.setattr(host_reduce, "BLOCK_BYTES", 2048)
