@@ -9,8 +9,8 @@ every machine. What is modelled is what `ddp/comm/execute.py` does, on links of 
                              later: where the transport makes a send wait for its receiver (rendezvous), two ranks that
                              post to each other at the same moment pay for that, and one that was awaited does not
     many messages            use one way one after another, at a distance of `gap` besides their bytes
-    cores and memory         carry the bytes inside a host: a message of n bytes keeps all others of its host waiting
-                             for n·shared. Zero where every rank has a link of its own
+    cores and memory         carry the messages inside a host: one of n bytes keeps all others of its host waiting for
+                             busy + n·shared. Zero where every rank has a core and a link of its own
     inside a host            every rank has a way out and a way in, used by one message at a time
     between hosts            the ranks of a host share one way out and one way in: its network interface, full duplex
     a rank                   takes its lanes in turn: waits for a lane's round, adds what arrived (gamma per byte),
@@ -63,6 +63,7 @@ class Link:
         gap_s: for how long a message keeps its way busy besides its bytes.
         shared_s: per byte, for how long a message keeps every other one of its host from beginning. Inside hosts only:
             between them the way is shared anyway.
+        busy_s: for how long it does so besides its bytes.
     """
 
     alpha_s: float
@@ -70,6 +71,7 @@ class Link:
     announce_s: float = 0.0
     gap_s: float = 0.0
     shared_s: float = 0.0
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,10 +401,10 @@ class _Run:
         message = event.message
         link, way = self._way(message.sender.rank, message)
         message.start_s = max(now_s, self.out_free_s[way])
-        if link.shared_s and not message.crosses:
+        if (link.shared_s or link.busy_s) and not message.crosses:
             host = message.sender.rank.host
             message.start_s = max(message.start_s, self.host_free_s[host])
-            self.host_free_s[host] = message.start_s + message.num_bytes * link.shared_s
+            self.host_free_s[host] = message.start_s + link.busy_s + message.num_bytes * link.shared_s
         left_s = message.start_s + message.num_bytes * link.beta_s
         self.out_free_s[way] = left_s + link.gap_s
         message.under_way = True
@@ -466,7 +468,7 @@ def _period(job: _Job, schedule: Schedule, network: Network) -> int:
     """The smallest number of neighbouring ranks that stand for all: 1, a host's, or all of them."""
     if not job.chunks_alike or not repeats(schedule, network.hosts):
         return job.num_ranks
-    ranks_share_nothing = len(network.hosts) == 1 and not network.inside.shared_s
+    ranks_share_nothing = len(network.hosts) == 1 and not (network.inside.shared_s or network.inside.busy_s)
     return 1 if ranks_share_nothing else len(network.hosts[0])
 
 

@@ -11,7 +11,7 @@ bit by bit takes over its `choices`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -28,13 +28,23 @@ class Auto:
         algorithm: what "auto" stands for: "auto", or the name of a way.
         order: "canonical" takes only ways whose additions follow the canonical binary tree over the ranks.
         timeout_s: longest silence while measuring.
+        empty_call: see `calibrate`.
 
     Attributes:
         choices: bytes → way, of what was chosen by price.
     """
 
-    def __init__(self, carrier: Carrier, *, algorithm: str, order: Order, segment_bytes: int, timeout_s: float) -> None:
-        self.algorithm, self.order = algorithm, order
+    def __init__(
+        self,
+        carrier: Carrier,
+        *,
+        algorithm: str,
+        order: Order,
+        segment_bytes: int,
+        timeout_s: float,
+        empty_call: Callable[[], object],
+    ) -> None:
+        self.algorithm, self.order, self._empty_call = algorithm, order, empty_call
         self.choices: dict[int, str] = {}
         self._carrier, self._segment_bytes, self._timeout_s = carrier, segment_bytes, timeout_s
         self._measured: Measured | None = None
@@ -81,6 +91,7 @@ class Auto:
                 carrier.gather_bytes,
                 timeout_s=self._timeout_s,
                 device=carrier.device,
+                empty_call=self._empty_call,
             )
         return rank_choices(
             nbytes,

@@ -1,9 +1,11 @@
 """Measures what the prices are made of, on the links that are there, once for a layout of ranks; under a second in all.
 
     what         how                                                                   who
-    α            ping-pong of 8 bytes: half of there and back                          all pairs at once
-    announce     exchange of 8 bytes, which both sides post at once: what it takes     all ranks at once, in a ring
+    α            ping-pong of 8 bytes: half of there and back                          a pair
+    announce     exchange of 8 bytes, which both sides post at once: what it takes     the same
                  above α
+    busy         that exchange: what it takes above, divided by the number of those    all ranks of a host at once
+                 who do it
     gap          eight messages in one round: what each further one adds               the same
     β            inside a host: ping-pong of many bytes; between: their exchange       a pair; one rank of each host
     shared       exchange of many bytes, divided by the number of those who do it      all ranks of a host at once
@@ -278,7 +280,7 @@ class _Bench:
         times: Times = {"adding": self._add()}
         for name, ring in self.rings.items():
             if ring is not None:
-                times |= {f"{name} {what}": found for what, found in self._latencies(ring, plans[name]).items()}
+                times |= {f"{name} {what}": found for what, found in self._latencies(name, ring, plans[name]).items()}
                 times |= {f"{name} {what}": found for what, found in self._bandwidths(name, ring, plans[name]).items()}
                 if name == self.usual:
                     rounds, count, _ = plans[name]
@@ -307,14 +309,19 @@ class _Bench:
             )
         return times
 
-    def _latencies(self, ring: _Ring, plan: _Plan) -> Times:
+    def _latencies(self, name: str, ring: _Ring, plan: _Plan) -> Times:
+        """Inside a host those of all ranks together, and of one pair by itself; between hosts of all pairs together."""
         rounds, count = plan.num_rounds, plan.num_repetitions
         few = max(1, rounds // 4)
         times = {
             "small": self._time(_exchange(ring) * rounds, SMALL_BYTES, count, divide_by=rounds),
             "many": self._time(_exchange(ring, MANY) * few, SMALL_BYTES, count, divide_by=few),
         }
-        if ping_pong := self._ping_pong(ring):
+        is_alone = name == "inside" and ring.place < 2 and ring.partner is not None
+        if ring.partner is not None and is_alone:
+            pair = _Ring(ring.partner, ring.partner, ring.partner, ring.place)
+            times["pair"] = self._time(_exchange(pair) * rounds, SMALL_BYTES, count, divide_by=rounds)
+        if (name == "between" or is_alone) and (ping_pong := self._ping_pong(ring)):
             times["one way"] = self._time(ping_pong * rounds, SMALL_BYTES, count, divide_by=2 * rounds)
         return times
 
@@ -418,7 +425,13 @@ def _measured(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Host
 def _scaled(network: Network, factor: float) -> Network:
     """All latencies times `factor`."""
     inside, between = (
-        replace(link, alpha_s=link.alpha_s * factor, announce_s=link.announce_s * factor, gap_s=link.gap_s * factor)
+        replace(
+            link,
+            alpha_s=link.alpha_s * factor,
+            announce_s=link.announce_s * factor,
+            gap_s=link.gap_s * factor,
+            busy_s=link.busy_s * factor,
+        )
         for link in (network.inside, network.between)
     )
     return replace(network, inside=inside, between=between, addition_s=network.addition_s * factor)
@@ -440,7 +453,8 @@ def _network(everyone: Sequence[Times], plans: Mapping[str, _Plan], hosts: Hosts
 
 def _link(everyone: Sequence[Times], name: str, plan: _Plan, *, num_sharing: int) -> Link:
     small_s, many_s, one_way_s = (_slowest(everyone, f"{name} {what}") for what in ("small", "many", "one way"))
-    alpha_s = min(one_way_s or small_s, small_s)
+    pair_s = min(small_s, _slowest(everyone, f"{name} pair") or small_s)
+    alpha_s, busy_s = min(one_way_s or pair_s, pair_s), (small_s - pair_s) / num_sharing
     beta_s, shared_s = max(0.0, _slowest(everyone, f"{name} bulk") - small_s) / plan.bulk_bytes, 0.0
     if alone_s := _slowest(everyone, f"{name} bulk one way"):
         shared_s = beta_s / num_sharing
@@ -448,9 +462,10 @@ def _link(everyone: Sequence[Times], name: str, plan: _Plan, *, num_sharing: int
     return Link(
         alpha_s=alpha_s,
         beta_s=max(beta_s, shared_s),
-        announce_s=small_s - alpha_s,
-        gap_s=max(0.0, many_s - small_s) / (MANY - 1),
+        announce_s=pair_s - alpha_s,
+        gap_s=max(0.0, (many_s - small_s) / (MANY - 1) - num_sharing * busy_s),
         shared_s=shared_s,
+        busy_s=busy_s,
     )
 
 
@@ -464,6 +479,7 @@ class _Memory:
         self._group, self._timeout_s, self._empty_call = group, timeout_s, empty_call
         self._is_only_host, self._num_slices = len(hosts) == 1, min(map(len, hosts))
         self._little = torch.ones(MEMORY_BYTES[0] // 4)
+        self._is_crowded = group.size > (os.cpu_count() or 1)
 
     def measure(self) -> Times:
         """At some sizes, on an ordinary tensor and on one that is shared."""
@@ -491,7 +507,8 @@ class _Memory:
         self._all_gather(self._little)
 
     def _time(self, flat: Tensor) -> list[float]:
-        calls, count = (ROUNDS // 2, 2 * FEWEST) if flat.nbytes <= 1 << 20 else (1, FEWEST)
+        calls = ROUNDS if self._is_crowded and flat.nbytes <= 1 << 20 else 1
+        count = FEWEST * (4 if flat.nbytes <= 1 << 20 else 2 if flat.nbytes <= 4 << 20 else 1)
         times = []
         for _ in range(count + 1):
             flat.fill_(1.0)  # as a gradient, it was written just now
@@ -515,7 +532,7 @@ class _Memory:
         """
         moment = torch.tensor([now_s() + TOGETHER_S], dtype=torch.float64)
         self._group.all_reduce(moment, "max", sequence=0, timeout_s=self._timeout_s)
-        if self._group.size <= (os.cpu_count() or 1):
+        if not self._is_crowded:
             moment_s = moment.item()
             while now_s() < moment_s:
                 pass

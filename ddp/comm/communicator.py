@@ -123,8 +123,14 @@ class Communicator:
         if watchdog is not None:
             self._carrier.waiting_for = watchdog.waits_for
         self.auto = Auto(
-            self._carrier, algorithm=algorithm, order=order, segment_bytes=segment_bytes, timeout_s=abort_s
+            self._carrier,
+            algorithm=algorithm,
+            order=order,
+            segment_bytes=segment_bytes,
+            timeout_s=abort_s,
+            empty_call=self._call_nothing,
         )
+        self._nothing = torch.empty(0)
         self._runner = Runner(f"ddp-collectives-{self.rank}", self.device)
         self._sequence = 0
         self._neighbour = (self.rank + 1) % self.world_size
@@ -563,6 +569,20 @@ class Communicator:
         total = sum(tensor.numel() for tensor in tensors)
         return Call(self._sequence, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
 
+    def _call_nothing(self) -> None:
+        """All that an all-reduce passes besides what moves and adds: the calibration counts it in."""
+        if self.debug:
+            return  # comparing is a collective of its own, and not the one to be timed
+        tensor = self._nothing
+        check_op("sum", tensor.dtype)
+        check_wire(None, tensor.dtype)
+        check_in_place(tensor)
+        call = Call(self._sequence, "all_reduce", "sum", tensor.shape, tensor.dtype, "calibration", ("auto", None))
+        self._perform(call, partial(in_place, self._find_way_of, tensor))
+
+    def _find_way_of(self, flat: Tensor) -> None:
+        self.auto.way(flat, "ring")
+
     def _refuse_if_broken(self) -> None:
         if self._broken is not None:
             raise CommunicatorBroken(f"the communicator is out of use since: {self._broken}") from self._broken
@@ -579,8 +599,7 @@ class Communicator:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
         self._refuse_if_broken()  # what was in flight may have failed since the call was made
         watchdog = self._watchdog
-        if watchdog is not None:
-            watchdog.begin(call, self._neighbour)
+        outer = watchdog.begin(call, self._neighbour) if watchdog is not None else None
         try:
             if self.debug:
                 self._compare(call)
@@ -597,7 +616,7 @@ class Communicator:
             raise
         finally:
             if watchdog is not None:
-                watchdog.end()
+                watchdog.end(outer)
 
     def _lost(self, call: Call, error: TransportError) -> PeerLost:
         """Who is to blame, by what the ranks say of themselves; without a watchdog, by what the transport saw."""

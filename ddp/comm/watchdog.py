@@ -112,17 +112,19 @@ class Watchdog:
         """Takes the ranks' host names, for the case that a rank is lost and the store with it."""
         self._hosts = list(names)
 
-    def begin(self, call: Call, peer: int) -> None:
-        """Notes that a call begins, and whom it waits for first."""
-        self._note = self._last_note = Note(call, peer, now_s())
+    def begin(self, call: Call, peer: int) -> Note | None:
+        """Notes that a call begins, and whom it waits for first. Returns the note of the call around it, if any."""
+        outer, self._note = self._note, Note(call, peer, now_s())
+        self._last_note = self._note
+        return outer
 
     def waits_for(self, peer: int) -> None:
         """Notes a wait that begins now, in the call that has begun."""
         self._note = self._last_note = Note(self._last_note.call, peer, now_s())
 
-    def end(self) -> None:
-        """Notes that the wait is over."""
-        self._note = None
+    def end(self, outer: Note | None = None) -> None:
+        """Notes that the call is over, and that the one around it goes on."""
+        self._note = outer
 
     def fail(self, reason: str, *, blames: int | None = None) -> None:
         """Tells the others that this rank cannot go on, before they have to find out by waiting."""
