@@ -11,8 +11,9 @@ that a machine whose speed drifts is the same machine for both:
     a cell    median over turns of Gloo's turn ÷ our turn
 
 With a core for every rank they leave the meeting together. Where ranks outnumber cores they leave it one after another,
-as cores come free; so up to `SMALL_BYTES` a repetition is then several calls, and its time is divided by their number.
-They meet again so that nobody's refill takes the core of a rank that is still on its way out of the call.
+as cores come free; so a repetition is then as many calls as fit into `CROWDED_S`, and its time is divided by that. They
+meet again so that nobody's refill takes the core of a rank that is still on its way out of the call.
+
 The sum of each turn is checked, and before the first turn so are rounding and the equality of all ranks' bits, on
 random numbers.
 
@@ -36,6 +37,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,8 +51,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
 from ddp.errors import ConfigError
 
-SMALL_BYTES = 1 << 20
-CALLS_IF_CROWDED = 32
+CROWDED_S, MAX_CALLS = 0.005, 32
 MIN_REPETITIONS, MAX_REPETITIONS = 5, 200
 ABORT_S = 60.0
 
@@ -277,25 +278,31 @@ class _Side:
     buffer: Tensor | None
 
 
+class _Pace(NamedTuple):
+    """How much of a side a turn measures."""
+
+    num_repetitions: int
+    num_calls: int  # of each
+
+
 class _Cell:
     """One case at one size, on one rank."""
 
     def __init__(self, comm: Communicator, meet: Meeting, case: Case, nbytes: int) -> None:
         self._comm, self._meet, self._case, self._nbytes = comm, meet, case, nbytes
-        is_crowded = comm.world_size > available_cores()
-        self._calls = min(CALLS_IF_CROWDED, _exact_sums(comm.world_size)) if is_crowded and nbytes <= SMALL_BYTES else 1
+        self._is_crowded = comm.world_size > available_cores()
 
     def measure(self, plan: Plan) -> Figures:
         watch = Watch([*_processes(), *(running("hosts.py") if plan.bed else ())])  # a bed's cable is its own
         ours, gloo = self._sides()
         if ours.buffer is not None and gloo.buffer is not None:
             self._check(ours, gloo)
-        num = {side: self._num_repetitions(side, plan.turn_s) for side in (ours, gloo)}
+        pace = {side: self._pace(side, plan.turn_s) for side in (ours, gloo)}
         turns: dict[_Side, list[float]] = {ours: [], gloo: []}
         for turn in range(plan.num_turns):
             for side in (ours, gloo) if turn % 2 == 0 else (gloo, ours):
-                turns[side].append(statistics.median(self._repetitions(side, num[side])))
-                self._expect_sum(side)
+                turns[side].append(statistics.median(self._repetitions(side, pace[side])))
+                self._expect_sum(side, pace[side])
         copy_s = self._copy_s(plan.turn_s / 4) if self._nbytes else None
         chosen, predicted_s = self._prediction()
         if self._case.is_allocated and ours.buffer is not None:
@@ -338,25 +345,27 @@ class _Cell:
 
     # --- time --------------------------------------------------------------------------------------------------------
 
-    def _num_repetitions(self, side: _Side, turn_s: float) -> int:
-        """How many fill a turn; found by the warm-up."""
-        start_s = now_s()
-        self._repetitions(side, 3)
-        slowest = torch.tensor([now_s() - start_s], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return int(min(max(turn_s / (slowest.item() / 4), MIN_REPETITIONS), MAX_REPETITIONS))
+    def _pace(self, side: _Side, turn_s: float) -> _Pace:
+        """How often it takes to fill a turn; found by the warm-up."""
+        warm_up = _Pace(num_repetitions=3, num_calls=1)
+        call_s = max(statistics.median(self._repetitions(side, warm_up)), 1e-7)
+        num_calls = 1
+        if self._is_crowded:
+            num_calls = int(min(max(CROWDED_S / call_s, 1), MAX_CALLS, _exact_sums(self._comm.world_size)))
+        num_repetitions = turn_s / (call_s * num_calls)
+        return _Pace(int(min(max(num_repetitions, MIN_REPETITIONS), MAX_REPETITIONS)), num_calls)
 
-    def _repetitions(self, side: _Side, num: int) -> list[float]:
+    def _repetitions(self, side: _Side, pace: _Pace) -> list[float]:
         """Seconds per call of the slowest rank, by repetition; without the first one, since the rival ran before it."""
         times = []
-        for _ in range(num + 1):
+        for _ in range(pace.num_repetitions + 1):
             if side.buffer is not None:
                 side.buffer.fill_(1.0)
             self._meet()
             start_s = now_s()
-            for _ in range(self._calls):
+            for _ in range(pace.num_calls):
                 side.call()
-            times.append((now_s() - start_s) / self._calls)
+            times.append((now_s() - start_s) / pace.num_calls)
             self._meet()
         slowest = torch.tensor(times[1:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -400,11 +409,11 @@ class _Cell:
         if bits[0] != -bits[1]:
             raise WrongSum(f"{self._what()}: the ranks hold different bits")
 
-    def _expect_sum(self, side: _Side) -> None:
+    def _expect_sum(self, side: _Side, pace: _Pace) -> None:
         """After a turn: ones, summed over the ranks as many times as a repetition has calls."""
         if side.buffer is not None:
             least, most = torch.aminmax(side.buffer)
-            if not least == most == float(self._comm.world_size) ** self._calls:
+            if not least == most == float(self._comm.world_size) ** pace.num_calls:
                 raise WrongSum(f"{self._what()}: a sum of ones came out between {least} and {most}")
 
     def _what(self) -> str:

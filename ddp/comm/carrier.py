@@ -38,7 +38,8 @@ COMBINE: dict[str, Combine] = {
     "max": lambda here, arrived: torch.maximum(here, arrived, out=here),
 }
 IN_MEMORY = "shared_memory"
-CROSSING_BYTES = 3 << 20  # so much of a buffer crosses between hosts while more is added up inside them
+FEW_BYTES, FEW_RANKS = 256 << 10, 8  # up to so many, rounds cost more than messages
+CROSSING_BYTES = 2 << 20  # so much of a buffer crosses between hosts while more is added up inside them
 
 
 class Carrier:
@@ -155,8 +156,8 @@ class Carrier:
         op: str,
         schedule: Schedule,
         *,
-        divide_by: int,
-        wire_dtype: torch.dtype | None,
+        divide_by: int = 1,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         """Reduces this rank's slice with its counterparts', if it carries one."""
         if self._across is None:
@@ -181,14 +182,14 @@ class Carrier:
         if self._is_in_memory(flat):
             self._memory.reduce_scatter(flat, bounds, op, sequence=sequence, timeout_s=self._timeout_s)
         else:
-            self._run(SCHEDULES["ring_reduce_scatter"], flat, bounds, op=op)
+            self._run(_by_size("reduce_scatter", flat, self.world_size), flat, bounds, op=op)
 
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
         """Gives rank r's flat[bounds[r]:bounds[r + 1]] to everyone."""
         if self._is_in_memory(flat):
             self._memory.all_gather(flat, bounds, sequence=sequence, timeout_s=self._timeout_s)
         else:
-            self._run(SCHEDULES["ring_all_gather"], flat, bounds)
+            self._run(_by_size("all_gather", flat, self.world_size), flat, bounds)
 
     def broadcast(self, flat: Tensor, root: int, *, sequence: int) -> None:
         """Gives the root's `flat` to everyone."""
@@ -225,21 +226,28 @@ class Carrier:
 
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has come."""
-        if self.group is not None and len(self.hosts) == 1:
-            self._memory.barrier(sequence=sequence, timeout_s=self._timeout_s)
-        else:
-            self._run(SCHEDULES["recursive_doubling"], torch.zeros(1, dtype=torch.uint8, device=self.device), op="max")
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if not any(way.startswith(IN_MEMORY) for way in self.all_reduces):
+            self._run(SCHEDULES["recursive_doubling"], flag, op="max")
+            return
+        if self.group is not None:  # all of this host are here
+            self.group.barrier(sequence=sequence, timeout_s=self._timeout_s)
+        if len(self.hosts) > 1:
+            if self.group is None or self.group.index == 0:
+                self._cross(flag, [0, 1], "max", SCHEDULES["recursive_doubling"])
+            if self.group is not None:  # and all of the others
+                self.group.barrier(sequence=sequence, timeout_s=self._timeout_s)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, by rank; always over the transport, so that it works where memory is in doubt."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(payload)
-        self._run(SCHEDULES["ring_all_gather"], sizes, range(self.world_size + 1))
+        self._run(_by_size("all_gather", sizes, self.world_size), sizes, range(self.world_size + 1))
         bounds = [0, *accumulate(sizes.tolist())]
         data = torch.zeros(bounds[-1], dtype=torch.uint8, device=self.device)
         if payload:
             data[bounds[self.rank] : bounds[self.rank + 1]] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self._run(SCHEDULES["ring_all_gather"], data, bounds)
+        self._run(_by_size("all_gather", data, self.world_size), data, bounds)
         everything = data.cpu().numpy().tobytes()
         return [everything[start:stop] for start, stop in pairwise(bounds)]
 
@@ -308,3 +316,10 @@ class Carrier:
 
     def _num_slices(self) -> int:
         return min(len(host) for host in self.hosts)
+
+
+def _by_size(operation: str, flat: Tensor, num_ranks: int) -> Schedule:
+    """Of those that move no byte twice: a ring, which keeps to neighbours; for few bytes those of few rounds."""
+    if flat.nbytes > FEW_BYTES:
+        return SCHEDULES[f"ring_{operation}"]
+    return SCHEDULES[f"{'all_to_all' if num_ranks <= FEW_RANKS else 'circulant'}_{operation}"]
