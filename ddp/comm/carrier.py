@@ -26,17 +26,12 @@ from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Schedule
-from ddp.comm.execute import Combine, Scratch, execute, program
+from ddp.comm.arithmetic import COMBINE
+from ddp.comm.execute import Scratch, execute, program
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.work import Runner, Work, done
 from ddp.transport.edge import Transport, TransportError
 
-COMBINE: dict[str, Combine] = {
-    "sum": Tensor.add_,
-    "product": Tensor.mul_,
-    "min": lambda here, arrived: torch.minimum(here, arrived, out=here),
-    "max": lambda here, arrived: torch.maximum(here, arrived, out=here),
-}
 IN_MEMORY = "shared_memory"
 FEW_BYTES, FEW_RANKS = 256 << 10, 8  # up to so many, rounds cost more than messages
 CROSSING_BYTES = 2 << 20  # so much of a buffer crosses between hosts while more is added up inside them
@@ -300,7 +295,7 @@ class Carrier:
             buffers,
             transport,
             scratch=self._scratch,
-            combine=COMBINE[op],
+            combine=COMBINE[op].into,
             timeout_s=self._timeout_s,
             wire_dtype=wire_dtype,
             waiting_for=lambda peer: self.waiting_for(ranks[peer]),

@@ -9,10 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ddp.comm.carrier import COMBINE
+from ddp.comm.arithmetic import COMBINE, SIGNED
 from ddp.errors import ConfigError
-
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -28,7 +26,7 @@ def flatten(tensor: Tensor) -> Tensor:
     ):
         return tensor  # a bucket: what all this is for, and the quickest way through
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    signed = _SIGNED.get(flat.dtype)
+    signed = SIGNED.get(flat.dtype)
     return flat if signed is None else flat.view(signed)
 
 
@@ -94,7 +92,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"op='mean' on {dtype}: use op='sum' and divide, or a floating point tensor")
     if op in ("min", "max") and dtype.is_complex:
         raise ConfigError(f"op={op!r} on {dtype}: complex numbers have no order")
-    if op in ("min", "max") and dtype in _SIGNED:
+    if op in ("min", "max") and dtype in SIGNED:
         raise ConfigError(f"op={op!r} on {dtype}: torch does not compare these; use a signed type")
     if dtype.is_floating_point and dtype.itemsize < 2:
         raise ConfigError(f"op={op!r} on {dtype}: torch does not add these; use float16 or bfloat16")

@@ -259,22 +259,24 @@ class HostMemory:
         self._num_allocations += 1
         num_bytes = _whole_pages(numel * dtype.itemsize) * self.size
         memory, problem = self._make(num_bytes) if self.index == 0 and num_bytes else (None, "")
-        self._write_note(memory.offer.path if memory is not None else "")
         record = Record(Operation.ALLOCATE, dtype=DTYPE_CODES[dtype], numel=numel)
-        self.enter(record.packed(), self._num_allocations, deadline_s)
-        if not num_bytes:
-            return torch.empty(0, dtype=dtype)
-        if self.index != 0 and (path := self._note(0)):
-            memory, problem = _attached(Offer(path, num_bytes))
-        if memory is not None:
-            problem = self._prefault_own(memory, num_bytes // self.size)
-        self.barrier.meet(deadline_s)  # all have read the path
-        self._write_note(problem)
-        self.barrier.meet(deadline_s)
-        notes = [self._note(index) for index in range(self.size)]
-        self.barrier.meet(deadline_s)  # all have read the notes
-        if memory is not None:
-            memory.forget()
+        try:
+            self._write_note(memory.offer.path if memory is not None else "")
+            self.enter(record.packed(), self._num_allocations, deadline_s)
+            if not num_bytes:
+                return torch.empty(0, dtype=dtype)
+            if self.index != 0 and (path := self._note(0)):
+                memory, problem = _attached(Offer(path, num_bytes))
+            if memory is not None:
+                problem = self._prefault_own(memory, num_bytes // self.size)
+            self.barrier.meet(deadline_s)  # all have read the path
+            self._write_note(problem)
+            self.barrier.meet(deadline_s)
+            notes = [self._note(index) for index in range(self.size)]
+            self.barrier.meet(deadline_s)  # all have read the notes
+        finally:
+            if memory is not None:
+                memory.forget()
         if memory is None or any(notes):
             problems = [f"rank {rank}: {note}" for rank, note in zip(self.ranks, notes, strict=True) if note]
             raise NoSharedMemory(f"{num_bytes} bytes for the {self.size} ranks of this host: {'; '.join(problems)}")

@@ -44,6 +44,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ddp.comm.arithmetic import COMBINE, SIGNED
 from ddp.comm.host_memory import DTYPE_CODES, OP_CODES, HostMemory, Operation, Record, Region
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
@@ -71,22 +72,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # --- additions and their order ---------------------------------------------------------------------------------------
 
 
-class _Combine(NamedTuple):
-    """Adding, or what stands for it: into the first operand, or to a third place."""
-
-    into: Callable[[Tensor, Tensor], Tensor]
-    to: Callable[..., Tensor]
-
-
-_COMBINE = {
-    "sum": _Combine(Tensor.add_, torch.add),
-    "product": _Combine(Tensor.mul_, torch.mul),
-    "min": _Combine(lambda here, other: torch.minimum(here, other, out=here), torch.minimum),
-    "max": _Combine(lambda here, other: torch.maximum(here, other, out=here), torch.maximum),
-}
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # sums have the same bits
-
-
 def tree_steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The canonical binary tree over start … stop−1, as additions (into, other) in order; the sum ends at `start`."""
     if stop - start > 1:
@@ -100,7 +85,7 @@ class _Arithmetic:
     """How this group adds up: operation, order, and the division at the end."""
 
     def __init__(self, op: str, divide_by: int, size: int) -> None:
-        self._combine, self._divide_by = _COMBINE[op], divide_by
+        self._combine, self._divide_by = COMBINE[op], divide_by
         self._steps = tuple(tree_steps(0, size))
 
     def in_place(self, leaves: Sequence[Tensor], out: Tensor) -> None:
@@ -142,13 +127,13 @@ class _Arithmetic:
 
 def _computable(flat: Tensor, op: str, divide_by: int) -> Tensor:
     """The tensor as something that torch computes with."""
-    if op not in _COMBINE:
-        raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(_COMBINE)}")
+    if op not in COMBINE:
+        raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(COMBINE)}")
     if divide_by != 1 and not (flat.is_floating_point() or flat.is_complex()):
         raise ConfigError(f"a mean of {flat.dtype} is not a {flat.dtype}; convert to floating point, or sum and divide")
-    if op in ("min", "max") and (flat.is_complex() or flat.dtype in _SIGNED):
+    if op in ("min", "max") and (flat.is_complex() or flat.dtype in SIGNED):
         raise ConfigError(f"torch has no {op} of {flat.dtype}; convert to another type")
-    return flat.view(_SIGNED[flat.dtype]) if flat.dtype in _SIGNED else flat
+    return flat.view(SIGNED[flat.dtype]) if flat.dtype in SIGNED else flat
 
 
 # --- plans: what can be prepared once for many calls -----------------------------------------------------------------
@@ -567,17 +552,20 @@ def meet(
     num_bytes = HostMemory.num_bytes(len(ranks))
     if kind is not None and rank == ranks[0] and not problem:
         memory, problem = _first(kind, num_bytes, len(ranks))
-    offers = gather((memory.offer.path if memory is not None else "").encode())
-    if kind is not None and rank != ranks[0] and not problem and (path := offers[ranks[0]].decode()):
-        try:
-            memory = SharedMemory.attach(Offer(path, num_bytes))
-            memory.prefault(0, num_bytes)
-        except OSError as error:
-            problem = str(error)
-    told = [json.loads(text) for text in gather(json.dumps([socket.gethostname(), problem, _processors()]).encode())]
+    try:
+        offers = gather((memory.offer.path if memory is not None else "").encode())
+        if kind is not None and rank != ranks[0] and not problem and (path := offers[ranks[0]].decode()):
+            try:
+                memory = SharedMemory.attach(Offer(path, num_bytes))
+                memory.prefault(0, num_bytes)
+            except OSError as error:
+                problem = str(error)
+        about = [socket.gethostname(), problem, _processors()]
+        told = [json.loads(text) for text in gather(json.dumps(about).encode())]
+    finally:
+        if memory is not None:
+            memory.forget()
     problems = [each for _, each, _ in told]
-    if memory is not None:
-        memory.forget()
     if kind is None:
         return layout.hosts, None, "; ".join(sorted(set(layout.reasons.values())))
     if memory is None or any(problems[other] for other in ranks):

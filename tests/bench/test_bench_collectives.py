@@ -232,11 +232,12 @@ def wrong_results() -> list[str]:
             said.append("")
         except WrongSum as error:
             said.append(str(error))
-    buffer.fill_(float(comm.world_size) ** cell._calls)
-    cell._expect_sum(collectives._Side(gloo.call, buffer))
+    pace = collectives._Pace(num_repetitions=1, num_calls=3)
+    buffer.fill_(float(comm.world_size) ** pace.num_calls)
+    cell._expect_sum(collectives._Side(gloo.call, buffer), pace)
     buffer[3] = 1.0
     with pytest.raises(WrongSum, match="a sum of ones"):
-        cell._expect_sum(collectives._Side(gloo.call, buffer))
+        cell._expect_sum(collectives._Side(gloo.call, buffer), pace)
     dist.destroy_process_group()
     return said
 
@@ -321,3 +322,15 @@ def test_a_netbed_without_root_or_tools_is_refused_in_one_line(
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "")
     assert "--netbed needs ip, tc, unshare: install iproute2" in refusal("--netbed", "2x1")
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_ones_summed_so_often_are_counted_exactly(world_size: int) -> None:
+    """Also half-way: Gloo adds one rank after another."""
+    ones = torch.ones(1)
+    for count in range(collectives._exact_sums(world_size)):
+        partial = torch.zeros(1)
+        for number in range(1, world_size + 1):
+            partial += ones
+            assert partial.item() == number * world_size**count
+        ones = partial

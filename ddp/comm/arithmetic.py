@@ -1,0 +1,27 @@
+"""How two tensors become one: what stands behind `op=`. (The mean is a sum that is divided once, at the end.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Combination(NamedTuple):
+    """Adding, or what stands for it: into the first operand, or to a third place."""
+
+    into: Callable[[Tensor, Tensor], Tensor]
+    to: Callable[..., Tensor]
+
+
+COMBINE = {
+    "sum": Combination(Tensor.add_, torch.add),
+    "product": Combination(Tensor.mul_, torch.mul),
+    "min": Combination(lambda here, other: torch.minimum(here, other, out=here), torch.minimum),
+    "max": Combination(lambda here, other: torch.maximum(here, other, out=here), torch.maximum),
+}
+
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Types that torch hardly computes with, and those whose sums and products have the same bits."""
