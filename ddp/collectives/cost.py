@@ -176,7 +176,7 @@ def _terms(num_ranks: int, nbytes: float, link: Link, network: Network) -> Terms
 def _crowded(link: Link, num_ranks: int) -> Link:
     """As if all ranks of a host always sent at the same time."""
     beta_s, gap_s = max(link.beta_s, num_ranks * link.shared_s), max(link.gap_s, num_ranks * link.busy_s)
-    return replace(link, beta_s=beta_s, gap_s=gap_s, alpha_s=link.alpha_s + (num_ranks - 1) * link.busy_s)
+    return replace(link, beta_s=beta_s, gap_s=gap_s, alpha_s=link.alpha_s + num_ranks * link.busy_s)
 
 
 def _worst(one: Link, other: Link) -> Link:

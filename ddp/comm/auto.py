@@ -120,7 +120,7 @@ class Auto:
             return self.algorithm
         if IN_MEMORY in self._carrier.all_reduces:
             return "shared memory"
-        memory = "shared memory and " if any(way.startswith(IN_MEMORY) for way in self._carrier.all_reduces) else ""
+        memory = "shared memory and " if self._carrier.shares_memory else ""
         sizes = "+".join(str(len(host)) for host in hosts)
         return f"auto over {memory}transport, hosts of {sizes}{', canonical' if self.order == 'canonical' else ''}"
 

@@ -1,12 +1,12 @@
 """Measures what the prices are made of, on the links that are there, once for a layout of ranks; under a second in all.
 
     what         how                                                                   who
-    α            ping-pong of 8 bytes: half of there and back                          a pair
-    announce     exchange of 8 bytes, which both sides post at once: what it takes     the same
+    α            ping-pong of 8 bytes: half of there and back                          a pair of each host; between
+    announce     exchange of 8 bytes, which both sides post at once: what it takes     hosts all pairs at once
                  above α
     busy         that exchange: what it takes above, divided by the number of those    all ranks of a host at once
                  who do it
-    gap          eight messages in one round: what each further one adds               the same
+    gap          eight messages in one round: what each further one adds               all ranks at once
     β            inside a host: ping-pong of many bytes; between: their exchange       a pair; one rank of each host
     shared       exchange of many bytes, divided by the number of those who do it      all ranks of a host at once
     γ            `add_`, per byte; and the exchange of 8 bytes which are added         every rank
@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +57,7 @@ from ddp.collectives.cost import price
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Recv, Round, Send
 from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network
-from ddp.comm.execute import Scratch, execute, lanes
+from ddp.comm.execute import Scratch, execute, program_of
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
 from ddp.transport.edge import Transport
 
@@ -76,7 +75,7 @@ LOOKS, FEWEST, MOST = 3, 3, 24  # repetitions; another one before them is thrown
 ADD_BYTES = 4 << 20
 MEMORY_BYTES = tuple(1 << k for k in (10, 15, 16, 20, 22, 24, 25))
 TOGETHER_S = 2e-4
-MEMORY_IN_ALL = 256 << 20  # of a host's memory, lent for the measurement
+MEMORY_IN_ALL = 64 << 20  # of a host's memory, lent for the measurement
 
 WHOLE = "recursive_doubling"
 
@@ -317,11 +316,11 @@ class _Bench:
             "small": self._time(_exchange(ring) * rounds, SMALL_BYTES, count, divide_by=rounds),
             "many": self._time(_exchange(ring, MANY) * few, SMALL_BYTES, count, divide_by=few),
         }
-        is_alone = name == "inside" and ring.place < 2 and ring.partner is not None
-        if ring.partner is not None and is_alone:
+        is_the_pair = name == "inside" and ring.place < 2
+        if is_the_pair and ring.partner is not None and ring.after != ring.before:
             pair = _Ring(ring.partner, ring.partner, ring.partner, ring.place)
             times["pair"] = self._time(_exchange(pair) * rounds, SMALL_BYTES, count, divide_by=rounds)
-        if (name == "between" or is_alone) and (ping_pong := self._ping_pong(ring)):
+        if (name == "between" or is_the_pair) and (ping_pong := self._ping_pong(ring)):
             times["one way"] = self._time(ping_pong * rounds, SMALL_BYTES, count, divide_by=2 * rounds)
         return times
 
@@ -360,7 +359,7 @@ class _Bench:
         """
         num_chunks = max((op.chunks.stop for ops in rounds for op in ops), default=1)
         flat = torch.ones(num_chunks * num_bytes, dtype=torch.uint8, device=self._device)
-        program = lanes(rounds, [range(0, flat.numel() + 1, num_bytes)], segment_numel=SEGMENT_BYTES)
+        program = program_of(rounds, [range(0, flat.numel() + 1, num_bytes)], segment_numel=SEGMENT_BYTES)
         times = []
         for _ in range(count + 1):
             start_s = now_s()
@@ -479,7 +478,6 @@ class _Memory:
         self._group, self._timeout_s, self._empty_call = group, timeout_s, empty_call
         self._is_only_host, self._num_slices = len(hosts) == 1, min(map(len, hosts))
         self._little = torch.ones(MEMORY_BYTES[0] // 4)
-        self._is_crowded = group.size > (os.cpu_count() or 1)
 
     def measure(self) -> Times:
         """At some sizes, on an ordinary tensor and on one that is shared."""
@@ -507,7 +505,7 @@ class _Memory:
         self._all_gather(self._little)
 
     def _time(self, flat: Tensor) -> list[float]:
-        calls = ROUNDS if self._is_crowded and flat.nbytes <= 1 << 20 else 1
+        calls = ROUNDS if self._group.is_crowded and flat.nbytes <= 1 << 20 else 1
         count = FEWEST * (4 if flat.nbytes <= 1 << 20 else 2 if flat.nbytes <= 4 << 20 else 1)
         times = []
         for _ in range(count + 1):
@@ -532,7 +530,7 @@ class _Memory:
         """
         moment = torch.tensor([now_s() + TOGETHER_S], dtype=torch.float64)
         self._group.all_reduce(moment, "max", sequence=0, timeout_s=self._timeout_s)
-        if not self._is_crowded:
+        if not self._group.is_crowded:
             moment_s = moment.item()
             while now_s() < moment_s:
                 pass

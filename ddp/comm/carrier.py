@@ -33,7 +33,7 @@ from ddp.comm.work import Runner, Work, done
 from ddp.transport.edge import Transport, TransportError
 
 IN_MEMORY = "shared_memory"
-FEW_BYTES, FEW_RANKS = 256 << 10, 8  # up to so many, rounds cost more than messages
+FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all together; up to so many, rounds cost more than messages
 CROSSING_BYTES = 2 << 20  # so much of a buffer crosses between hosts while more is added up inside them
 
 
@@ -67,6 +67,11 @@ class Carrier:
         self._crossings = Runner(f"ddp-crossings-{self.rank}", device)
         self._counterparts: Sequence[int] = ()  # the ranks in this one's place on every host, if it carries a slice
         self._across: Transport | None = None  # the edges between those
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some ranks reach each other through memory."""
+        return any(way.startswith(IN_MEMORY) for way in self.all_reduces)
 
     def know_hosts(self, hosts: Hosts) -> None:
         """Takes the layout that the ranks have found out together."""
@@ -221,15 +226,14 @@ class Carrier:
 
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has come."""
-        flag = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        if not any(way.startswith(IN_MEMORY) for way in self.all_reduces):
-            self._run(SCHEDULES["recursive_doubling"], flag, op="max")
+        if not self.shares_memory:
+            self._run(SCHEDULES["recursive_doubling"], self._flag(), op="max")
             return
         if self.group is not None:  # all of this host are here
             self.group.barrier(sequence=sequence, timeout_s=self._timeout_s)
         if len(self.hosts) > 1:
             if self.group is None or self.group.index == 0:
-                self._cross(flag, [0, 1], "max", SCHEDULES["recursive_doubling"])
+                self._cross(self._flag(), [0, 1], "max", SCHEDULES["recursive_doubling"])
             if self.group is not None:  # and all of the others
                 self.group.barrier(sequence=sequence, timeout_s=self._timeout_s)
 
@@ -308,6 +312,9 @@ class Carrier:
 
     def _is_in_memory(self, flat: Tensor) -> bool:
         return self.group is not None and len(self.hosts) == 1 and flat.device.type == "cpu"
+
+    def _flag(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device=self.device)
 
     def _num_slices(self) -> int:
         return min(len(host) for host in self.hosts)

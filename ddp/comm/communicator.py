@@ -50,6 +50,7 @@ from ddp.comm.flat import (
     check_op,
     check_pieces,
     check_rows,
+    check_tensors,
     check_wire,
     flatten,
     in_place,
@@ -131,6 +132,7 @@ class Communicator:
             empty_call=self._call_nothing,
         )
         self._nothing = torch.empty(0)
+        self._running = Call(0, "start-up")
         self._runner = Runner(f"ddp-collectives-{self.rank}", self.device)
         self._sequence = 0
         self._neighbour = (self.rank + 1) % self.world_size
@@ -192,7 +194,7 @@ class Communicator:
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
         """
-        for one in (tensor,) if isinstance(tensor, Tensor) else tensor:
+        for one in (tensor,) if isinstance(tensor, Tensor) else check_tensors(tensor):
             check_op(op, one.dtype)
             check_wire(wire_dtype, one.dtype)
             check_in_place(one)
@@ -451,14 +453,18 @@ class Communicator:
         if self._carrier.group is not None and self.device.type == "cpu":
             self._carrier.group.free(tensor)
 
-    def meet_neighbours(self, *, shared_memory: bool = True) -> None:
-        """Finds out which ranks share a host and, if asked to, meets them in its memory. Collective."""
-        call = self._call("meet_neighbours")
-        self._start(call, partial(self._meet, shared_memory), False)
+    def meet_neighbours(self, *, shared_memory: bool = True, crowded: bool = False) -> None:
+        """Finds out which ranks share a host and, if asked to, meets them in its memory. Collective.
 
-    def _meet(self, shared_memory: bool) -> None:
+        Args:
+            crowded: with ranks of other groups, there are more of them on the host than processors.
+        """
+        call = self._call("meet_neighbours")
+        self._start(call, partial(self._meet, shared_memory, crowded), False)
+
+    def _meet(self, shared_memory: bool, crowded: bool) -> None:
         carrier = self._carrier
-        hosts, group, reason = meet(self.rank, carrier.gather_bytes, timeout_s=self.abort_s)
+        hosts, group, reason = meet(self.rank, carrier.gather_bytes, timeout_s=self.abort_s, crowded=crowded)
         carrier.know_hosts(hosts)
         obstacles = [answer.decode() for answer in carrier.gather_bytes(reason.encode()) if answer]
         self._shares_memory = shared_memory
@@ -504,7 +510,9 @@ class Communicator:
         )
         group._channels = self._channels
         group.world_ranks = [self.world_ranks[rank] for rank in ranks]
-        group.meet_neighbours(shared_memory=self._shares_memory)
+        neighbours = self._carrier.group
+        crowded = neighbours is not None and neighbours.is_crowded
+        group.meet_neighbours(shared_memory=self._shares_memory, crowded=crowded)
         self._groups = [other for other in self._groups if not other._closed] + [group]
         return group
 
@@ -577,8 +585,8 @@ class Communicator:
         check_op("sum", tensor.dtype)
         check_wire(None, tensor.dtype)
         check_in_place(tensor)
-        call = Call(self._sequence, "all_reduce", "sum", tensor.shape, tensor.dtype, "calibration", ("auto", None))
-        self._perform(call, partial(in_place, self._find_way_of, tensor))
+        Call(0, "all_reduce", "sum", tensor.shape, tensor.dtype, how=("auto", None))  # that, too, takes its time
+        self._perform(self._running, partial(in_place, self._find_way_of, tensor))
 
     def _find_way_of(self, flat: Tensor) -> None:
         self.auto.way(flat, "ring")
@@ -598,6 +606,7 @@ class Communicator:
     def _perform(self, call: Call, collective: Callable[[], Any]) -> Any:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
         self._refuse_if_broken()  # what was in flight may have failed since the call was made
+        self._running = call
         watchdog = self._watchdog
         outer = watchdog.begin(call, self._neighbour) if watchdog is not None else None
         try:

@@ -57,7 +57,7 @@ class Step(NamedTuple):
     receives: tuple[Piece, ...]
 
 
-Program = list[list[Step]]  # by lane, by round
+Program = tuple[tuple[Step, ...], ...]  # by lane, by round
 
 
 @lru_cache(maxsize=512)
@@ -77,18 +77,18 @@ def program(
         segment_numel: elements of a pipelining piece of a chunk. The same on all ranks.
         longest: elements of the longest chunk on any rank, where this rank's offsets do not tell.
     """
-    return lanes(list(algorithm(rank, num_ranks)), offsets, segment_numel=segment_numel, longest=longest)
+    return program_of(list(algorithm(rank, num_ranks)), offsets, segment_numel=segment_numel, longest=longest)
 
 
-def lanes(
+def program_of(
     rounds: Sequence[Round], offsets: Sequence[Sequence[int]], *, segment_numel: int, longest: int | None = None
 ) -> Program:
-    """The same for rounds that are there already."""
+    """What these rounds mean; see `program`."""
     if longest is None:
         longest = max((stop - start for bounds in offsets for start, stop in pairwise(bounds)), default=0)
     num_lanes = max(1, -(-longest // segment_numel))
     cuts = [_Cuts(offsets, segment_numel, lane, num_lanes) for lane in range(num_lanes)]
-    return [[cut.step(ops) for ops in rounds] for cut in cuts]
+    return tuple(tuple(cut.step(ops) for ops in rounds) for cut in cuts)
 
 
 class _Cuts(NamedTuple):
@@ -188,7 +188,7 @@ class _Lane:
 
     def __init__(
         self,
-        steps: list[Step],
+        steps: Sequence[Step],
         buffers: Sequence[Tensor],
         transport: Transport,
         scratch: Scratch,

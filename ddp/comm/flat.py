@@ -75,17 +75,32 @@ def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
     return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
 
 
+def check_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Raises ConfigError unless it is a sequence of tensors."""
+    if not isinstance(tensors, Sequence) or not all(isinstance(each, Tensor) for each in tensors):
+        raise ConfigError(f"needs a tensor or a list of tensors, got {tensors!r}")
+    return tensors
+
+
 def check_in_place(tensor: Tensor) -> None:
-    """Raises ConfigError for a tensor with several elements in one place of memory: it cannot hold a result."""
+    """Raises ConfigError for a tensor that cannot hold a result: sparse, or with elements that share their memory."""
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"a tensor with layout {tensor.layout}: collectives take dense ones; pass its .to_dense()")
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         raise ConfigError(f"a tensor {list(tensor.shape)} that is expanded cannot hold a result: pass its .clone()")
 
 
-@cache  # asked at every call
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Raises ConfigError for an operation that is unknown, or that this dtype does not allow."""
+    if not isinstance(op, str):
+        raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
+    _check_op(op, dtype)
+
+
+@cache  # asked at every call
+def _check_op(op: str, dtype: torch.dtype) -> None:
     if op not in ("mean", *COMBINE):
         raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -98,15 +113,18 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"op={op!r} on {dtype}: torch does not add these; use float16 or bfloat16")
 
 
-@cache
 def check_wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Raises ConfigError unless such a tensor may travel in that type."""
     if wire_dtype is None:
         return
+    if not isinstance(wire_dtype, torch.dtype):
+        raise ConfigError(f"wire_dtype={wire_dtype!r}: must be a torch.dtype, as torch.bfloat16")
     if not (wire_dtype.is_floating_point and dtype.is_floating_point):
         raise ConfigError(f"wire_dtype={wire_dtype} with {dtype}: both must be floating point")
     if wire_dtype.itemsize > dtype.itemsize:
         raise ConfigError(f"wire_dtype={wire_dtype} is wider than the tensor's {dtype}; leave it out")
+    if wire_dtype.itemsize < 2:
+        raise ConfigError(f"wire_dtype={wire_dtype}: torch does not add these; use torch.bfloat16 or torch.float16")
 
 
 def check_pieces(tensors: Sequence[Tensor] | None, world_size: int) -> None:

@@ -208,10 +208,12 @@ class HostGroup:
         ranks: the communicator's ranks on this host, ascending.
         index, size: this rank's place among them, and how many they are.
         kind: which memory they share.
+        is_crowded: there are more ranks than processors on the host.
     """
 
-    def __init__(self, memory: HostMemory, kind: Kind) -> None:
+    def __init__(self, memory: HostMemory, kind: Kind, *, is_crowded: bool) -> None:
         self.ranks, self.index, self.size, self.kind = memory.ranks, memory.index, memory.size, kind
+        self.is_crowded = is_crowded
         self._memory, self._out_of_use, self._closed = memory, "", False
         self._others = [other for other in range(self.size) if other != self.index]
         self._calls: dict[tuple[int, torch.dtype, str, int], _Call] = {}
@@ -530,7 +532,7 @@ def _runs(bounds: Sequence[int], step: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def meet(
-    rank: int, gather: Gather, *, timeout_s: float, kinds: Sequence[Kind] = KINDS
+    rank: int, gather: Gather, *, timeout_s: float, kinds: Sequence[Kind] = KINDS, crowded: bool = False
 ) -> tuple[Hosts, HostGroup | None, str]:
     """Finds out which ranks share a host and joins those that share this one. Collective over all ranks of `gather`.
 
@@ -538,6 +540,7 @@ def meet(
         gather: all-gather of bytes; keeps a deadline of its own.
         timeout_s: longest wait for a rank of this host.
         kinds: which memory to try, in order of preference; the same on every rank.
+        crowded: with ranks that are not in `gather`, there are more of them on the host than processors.
 
     Returns:
         The ranks of each host; this host's group, None where this rank is alone or the ranks cannot share memory; and
@@ -573,11 +576,11 @@ def meet(
     index = ranks.index(rank)
     processors = set().union(*(told[other][2] for other in ranks))
     pids = [layout.pids[other] for other in ranks]
-    crowded = len(ranks) > len(processors)
+    crowded = crowded or len(ranks) > len(processors)
     barrier = Barrier(memory, 0, index=index, ranks=ranks, pids=pids, crowded=crowded)
     names = [told[other][0] for other in ranks]
     shared = HostMemory(memory, barrier, kind=kind, ranks=ranks, index=index, hosts=names)
-    group = HostGroup(shared, kind)
+    group = HostGroup(shared, kind, is_crowded=crowded)
     barrier.meet(time.monotonic() + timeout_s)
     return layout.hosts, group, ""
 
@@ -589,10 +592,13 @@ def _processors() -> list[int]:
 
 def _first(kind: Kind, num_bytes: int, size: int) -> tuple[SharedMemory | None, str]:
     """The memory, made by the first rank of a host."""
+    memory = None
     try:
         memory = SharedMemory.create(kind, num_bytes)
         memory.prefault(0, num_bytes)
         Barrier.create(memory, 0, size=size)
     except OSError as error:
+        if memory is not None:
+            memory.forget()
         return None, str(error)
     return memory, ""

@@ -125,6 +125,8 @@ class Watchdog:
     def end(self, outer: Note | None = None) -> None:
         """Notes that the call is over, and that the one around it goes on."""
         self._note = outer
+        if outer is not None:
+            self._last_note = outer
 
     def fail(self, reason: str, *, blames: int | None = None) -> None:
         """Tells the others that this rank cannot go on, before they have to find out by waiting."""

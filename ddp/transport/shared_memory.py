@@ -11,9 +11,9 @@ user or another PID namespace has not; then a file in /dev/shm is tried. Its mem
 both kinds, the path is needed only until every neighbour has mapped the memory. Then the creator calls `forget`, and
 the memory ends with its last mapping.
 
-The barrier is n × n semaphores, glibc's `sem_t`, called through ctypes. What never blocks (a post, a try) keeps the
+The barrier is n × n semaphores, glibc's `sem_t`, called through ctypes. What never waits (a post, a try) keeps the
 interpreter lock: giving it up costs more than the call, and up to 5 ms while another thread is busy in Python. What
-blocks is `sem_clockwait`, with the lock released: it takes no processor time from the rank that is waited for. It waits
+waits is `sem_clockwait`, with the lock released: it takes no processor time from the rank that is waited for. It waits
 on the monotonic clock, so that setting the wall clock neither ends nor prolongs it, and in slices, so that signals are
 handled and somebody looks whether the other side is still alive. Where it is missing (macOS, musl, glibc before 2.30)
 `why_unsupported` says so and the caller stays with its sockets.

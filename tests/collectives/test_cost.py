@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
@@ -50,6 +52,17 @@ def test_the_textbook_is_what_the_simulator_says(name: str, num_ranks: int, link
         assert simulated_s == pytest.approx(formula_s, rel=1e-9)
     else:
         assert formula_s / 2 <= simulated_s * (1 + 1e-9) <= formula_s * (1 + 2e-9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("name", FLAT)
+def test_the_textbook_is_a_bound_where_ranks_share_cores(name: str, num_ranks: int) -> None:
+    network = homogeneous(num_ranks, replace(LINK, busy_s=4 * LINK.alpha_s))
+    schedule = all_reduce_schedules(network.hosts)[name]
+    nbytes = schedule.num_chunks(num_ranks) * 480
+    formula_s = textbook(name, nbytes, network)
+    assert formula_s is not None
+    assert simulate(schedule, network, nbytes // 4, segment_bytes=ANY).makespan_s <= formula_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 2), (4, 2), (2, 4), (4, 4), (3, 3), (5, 2)])

@@ -23,7 +23,7 @@ from ddp.collectives.simulate import (
 )
 from ddp.comm import communicator
 from ddp.comm.execute import Scratch, execute
-from ddp.comm.execute import program as program_of
+from ddp.comm.execute import program as program_for
 from ddp.transport.edge import Pending, Transfer
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
@@ -106,6 +106,13 @@ def test_what_a_host_shares() -> None:
         assert simulate(exchange, network, 1000).makespan_s == pytest.approx(ALPHA + expected_s)
 
 
+def test_messages_of_a_crowded_host_begin_one_after_another() -> None:
+    busy_s = 5e-6
+    exchange = schedule_of(*[[(Send(r ^ 1, CHUNK), Recv(r ^ 1, CHUNK, add=False))] for r in range(4)])
+    network = Network(equal_hosts(4, 4), Link(ALPHA, BETA, busy_s=busy_s), Link(1, 1))
+    assert simulate(exchange, network, 1000).makespan_s == pytest.approx(ALPHA + 3 * busy_s + 4000 * BETA)
+
+
 def test_every_addition_costs_something_by_itself() -> None:
     addition_s = 2e-6
     sums = schedule_of([tuple(Recv(r, CHUNK, add=True) for r in (1, 2))], *[[(Send(0, CHUNK),)] for _ in range(2)])
@@ -181,7 +188,7 @@ def test_messages_are_those_of_the_executor(name: str, numel: int, segment_bytes
     def program(transport: SimulatedTransport) -> None:
         transport.post = partial(recorded, transport)  # type: ignore[method-assign]
         execute(
-            program_of(schedule.algorithm, transport.rank, num_ranks, (bounds,), segment_numel=segment_bytes // 4),
+            program_for(schedule.algorithm, transport.rank, num_ranks, (bounds,), segment_numel=segment_bytes // 4),
             [torch.zeros(numel)],
             transport,
             scratch=Scratch(),

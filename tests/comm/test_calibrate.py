@@ -147,6 +147,12 @@ def test_a_pair_alone_tells_what_the_ranks_of_a_host_share() -> None:
     assert (link.beta_s, link.shared_s) == pytest.approx((4e-10, 1e-9 / 4))
 
 
+def test_what_an_exchange_takes_longer_among_all_than_alone_keeps_the_host_busy() -> None:
+    link = measured_from(((0, 1, 2, 3),), 1.0, **{"inside pair": 5e-6}).network.inside
+    assert (link.alpha_s, link.announce_s, link.busy_s) == pytest.approx((4e-6, 1e-6, 2e-6 / 4))
+    assert link.gap_s == 0.0  # eight times as many messages took no longer than their share
+
+
 @pytest.mark.parametrize("whole_s", [5e-6, 1e-3])
 def test_the_whole_collective_has_the_last_word(whole_s: float) -> None:
     """Faster than its rounds: they are scaled down. Slower: that is what a call costs."""

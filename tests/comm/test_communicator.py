@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
+from ddp.comm.call import Call
 from ddp.comm.communicator import Communicator
+from ddp.comm.watchdog import Note, Watchdog
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.transport.edge import Pending, Transfer
 from ddp.transport.faulty import Faulty
@@ -462,6 +464,17 @@ def test_wrong_arguments() -> None:
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), wire_dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float32 is wider than the tensor's torch\.float16"):
         comm.all_reduce(torch.zeros(1, dtype=torch.float16), wire_dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"op=\['sum'\] is unknown"):
+        comm.all_reduce(torch.zeros(1), ["sum"])  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match=r"wire_dtype='bfloat16': must be a torch.dtype"):
+        comm.all_reduce(torch.zeros(1), wire_dtype="bfloat16")  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float8_e5m2: torch does not add these"):
+        comm.all_reduce(torch.zeros(1), wire_dtype=torch.float8_e5m2)
+    for nonsense in ([1.0], 1.0, None):
+        with pytest.raises(ConfigError, match="needs a tensor or a list of tensors, got"):
+            comm.all_reduce(nonsense)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo: collectives take dense ones"):
+        comm.all_reduce(torch.zeros(2).to_sparse())
     for rooted in (comm.broadcast, comm.reduce, comm.gather):
         with pytest.raises(ConfigError, match="root=1 is no rank of a world of 1"):
             rooted(torch.zeros(1), root=1)
@@ -508,3 +521,56 @@ def test_an_error_of_any_kind_ends_the_communicator() -> None:
     comm.close()
     with pytest.raises(CommunicatorBroken, match="out of use since: it was closed"):
         comm.barrier()
+
+
+def test_a_run_is_pinned_to_the_choices_of_another() -> None:
+    def program(comm: Communicator) -> tuple[str, str, str]:
+        comm.auto.pin({4000: "tree"})
+        with pytest.raises(ConfigError, match="'abacus' is not possible here"):
+            comm.auto.pin({8: "abacus"})
+        comm.all_reduce(torch.ones(1000))
+        return comm.choose(4000), comm.choose(400), str(comm.auto.choices[4000])
+
+    for pinned, chosen, kept in each_rank(3, program, algorithm="auto"):
+        assert pinned == kept == "tree"
+        assert chosen in all_reduce_schedules(hosts_of(3))
+
+
+class Listener(Watchdog):
+    """Keeps what it is told, and tells nobody."""
+
+    def __init__(self) -> None:
+        self._note, self._last_note = None, Note(Call(0, "start-up"), 0, 0.0)
+        self.heard: list[tuple[int, str]] = []
+
+    def waits_for(self, peer: int) -> None:
+        super().waits_for(peer)
+        self.heard.append((self._last_note.call.sequence, self._last_note.call.label))
+
+
+def test_calibration_is_part_of_the_call_that_needs_it() -> None:
+    """Also in the background, while others are waiting to be begun: in what is counted, and in what is published."""
+
+    def program(transport: SimulatedTransport) -> list[tuple[int, str]]:
+        watchdog = Listener()
+        comm = Communicator(transport, watchdog=watchdog, algorithm="auto", hosts=hosts_of(3), abort_s=20)
+        works = [comm.all_reduce(torch.ones(1000), async_op=True, label=f"bucket {number}") for number in (1, 2)]
+        for work in works:
+            work.wait()
+        return list(dict.fromkeys(watchdog.heard))
+
+    for heard in SimulatedNetwork(3).run(program):
+        assert heard == [(1, "bucket 1"), (2, "bucket 2")]
+
+
+@pytest.mark.parametrize("numel", [5, 40_000])
+def test_more_ranks_than_take_one_round_for_few_bytes(numel: int) -> None:
+    def program(comm: Communicator) -> tuple[Tensor, Tensor]:
+        everyone = torch.stack(comm.all_gather(values(comm.rank, numel)))
+        return everyone, comm.reduce_scatter(values(comm.rank, 9 * numel), "max")
+
+    results = each_rank(9, program)
+    for everyone, _ in results:
+        assert torch.equal(everyone, torch.stack([values(rank, numel) for rank in range(9)]))
+    largest = torch.stack([values(rank, 9 * numel) for rank in range(9)]).amax(0)
+    assert torch.equal(torch.cat([mine for _, mine in results]), largest)

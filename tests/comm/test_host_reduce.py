@@ -5,6 +5,7 @@ Most ranks are threads of this process, each with mappings of its own; where it 
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -672,3 +673,20 @@ def test_every_survivor_names_the_lost_member(how: str) -> None:
                 assert not timed_out
     finally:
         started[1][0].kill()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_cannot_be_prepared_leaves_nothing(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(memory: SharedMemory, start: int, stop: int) -> None:
+        raise OSError(errno.ENOMEM, "no more")
+
+    monkeypatch.setattr(SharedMemory, "prefault", fail)
+    before = len(list(Path("/proc/self/fd").iterdir())), named()
+    memory, problem = host_reduce._first(kind, 1 << 16, 2)
+    assert memory is None and "no more" in problem
+    assert (len(list(Path("/proc/self/fd").iterdir())), named()) == before
+
+
+def named() -> set[str]:
+    """This process's names in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").glob(f"ddp-{os.getpid()}-*")}

@@ -5,6 +5,7 @@ Hosts are made up by telling some ranks another boot id: what lies between them 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ def sessions(world_size: int) -> None:
     comm = ddp.init(abort_s=20)
     assert comm.hosts == (tuple(range(world_size)),)
     assert world_size == 1 or "shared_memory" in comm.ways()
+    nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
     allocated_memory_is_shared_and_freed(comm)
@@ -40,6 +42,7 @@ def sessions(world_size: int) -> None:
     comm = ddp.init(abort_s=20, segment_bytes=1 << 12)
     assert comm.hosts == tuple(tuple(range(r, min(r + 3, world_size))) for r in range(0, world_size, 3))
     assert ("shared_memory+ring" in comm.ways()) == (world_size > 3)
+    nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
     allocated_memory_is_shared_and_freed(comm)
@@ -52,6 +55,17 @@ def sessions(world_size: int) -> None:
     in_order = canonical_sum([normal(rank, 999) for rank in range(world_size)])
     assert torch.equal(chosen, in_order)
     ddp.shutdown()
+
+
+def nobody_leaves_a_barrier_early(comm: Communicator) -> None:
+    """By the clock that the processes of a machine share. Somebody else comes last each time."""
+    for last in range(comm.world_size):
+        time.sleep(0.02 * (comm.rank == last))
+        came_s = time.monotonic()
+        comm.barrier()
+        left_s = time.monotonic()
+        moments = comm.all_gather(torch.tensor([came_s, left_s], dtype=torch.float64))
+        assert max(came.item() for came, _ in moments) <= min(left.item() for _, left in moments)
 
 
 def canonical_sum(terms: list[Tensor]) -> Tensor:

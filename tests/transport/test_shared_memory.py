@@ -84,7 +84,7 @@ def test_a_platform_without_the_semaphores_says_what_it_lacks(monkeypatch: pytes
 # --- the barrier -----------------------------------------------------------------------------------------------------
 
 
-def barriers(size: int, ranks: list[int] | None = None) -> tuple[SharedMemory, list[Barrier]]:
+def barriers(size: int, ranks: list[int] | None = None, *, crowded: bool = False) -> tuple[SharedMemory, list[Barrier]]:
     """A barrier of `size` members of this process, each with a mapping of its own; counters stand behind it."""
     start = Barrier.num_bytes(size)
     memory = SharedMemory.create("memfd", 2 * PAGE * size)
@@ -97,6 +97,7 @@ def barriers(size: int, ranks: list[int] | None = None) -> tuple[SharedMemory, l
             index=index,
             ranks=ranks or range(size),
             pids=[os.getpid()] * size,
+            crowded=crowded,
         )
         for index in range(size)
     ]
@@ -108,9 +109,10 @@ def soon(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
+@pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("size", range(1, 9))
-def test_nobody_passes_before_everyone_has_come(size: int) -> None:
-    memory, members = barriers(size)
+def test_nobody_passes_before_everyone_has_come(size: int, crowded: bool) -> None:
+    memory, members = barriers(size, crowded=crowded)
     counters = memory.bytes[Barrier.num_bytes(size) :].view(torch.int64)[:size]
 
     def run(index: int) -> None:
@@ -217,7 +219,7 @@ def wait_for_the_lost(path: str, pids_at: str, how: str) -> tuple[int, bool, flo
         lambda: all((Path(pids_at) / str(i)).exists() and (Path(pids_at) / str(i)).read_text() for i in range(3))
     )
     pids = [int((Path(pids_at) / str(i)).read_text()) for i in range(3)]
-    barrier = Barrier(memory, 0, index=index, ranks=RANKS, pids=pids)
+    barrier = Barrier(memory, 0, index=index, ranks=RANKS, pids=pids, crowded=True)
     barrier.meet(soon(30))
     if index == 2:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
