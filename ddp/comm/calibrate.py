@@ -66,15 +66,16 @@ Gather = Callable[[bytes], list[bytes]]  # everyone's bytes, by rank
 SMALL_BYTES = 8
 LOOK_BYTES = 256 << 10  # of the first look at the bandwidth
 BULK_BYTES = 4 << 20  # at most
-BULK_S = 0.035  # one exchange of many bytes should take about so long
+BULK_S, BULK_IN_ALL_S = 0.035, 0.07  # one exchange of many bytes should take at most so long, and all repetitions
 ROW_S = 0.01  # and some rounds in a row
 PHASE_S = 0.03  # and all repetitions of one measurement of latency
 ROUNDS = 8  # in a row, at most; and calls of a collective in memory
 MANY = 8  # messages in one round, for the gap
-LOOKS, FEWEST, MOST = 3, 3, 24  # repetitions; another one before them is thrown away
+LOOKS, FEWEST, MOST, MOST_BULKS = 3, 3, 24, 12  # repetitions; another one before them is thrown away
 ADD_BYTES = 4 << 20
 MEMORY_BYTES = tuple(1 << k for k in (10, 15, 16, 20, 22, 24, 25))
 TOGETHER_S = 2e-4
+MIXED_BYTES = 4 << 20  # enough where a tensor goes through memory in pieces, to cross between hosts
 MEMORY_IN_ALL = 64 << 20  # of a host's memory, lent for the measurement
 
 WHOLE = "recursive_doubling"
@@ -213,6 +214,7 @@ class _Plan(NamedTuple):
     num_rounds: int
     num_repetitions: int
     bulk_bytes: int
+    num_bulks: int  # several: the first ones find TCP's windows small
 
     @classmethod
     def after(cls, small_s: float, look_s: float) -> _Plan:
@@ -221,7 +223,9 @@ class _Plan(NamedTuple):
         num_rounds = min(ROUNDS, max(1, int(ROW_S / small_s)))
         num_repetitions = min(MOST, max(FEWEST, int(PHASE_S / (small_s * num_rounds))))
         beta_s = max(look_s - small_s, 1e-7) / LOOK_BYTES
-        return cls(num_rounds, num_repetitions, min(BULK_BYTES, max(LOOK_BYTES, int(BULK_S / beta_s))))
+        bulk_bytes = min(BULK_BYTES, max(LOOK_BYTES, int(BULK_S / beta_s)))
+        num_bulks = min(MOST_BULKS, max(FEWEST, int(BULK_IN_ALL_S / (bulk_bytes * beta_s))))
+        return cls(num_rounds, num_repetitions, bulk_bytes, num_bulks)
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -282,7 +286,7 @@ class _Bench:
                 times |= {f"{name} {what}": found for what, found in self._latencies(name, ring, plans[name]).items()}
                 times |= {f"{name} {what}": found for what, found in self._bandwidths(name, ring, plans[name]).items()}
                 if name == self.usual:
-                    rounds, count, _ = plans[name]
+                    rounds, count = plans[name][:2]
                     summing = _exchange(ring, add=True) * rounds
                     times["sums"] = self._time(summing, SMALL_BYTES, count, divide_by=rounds)
         return times
@@ -328,9 +332,9 @@ class _Bench:
         """Inside a host that of all ranks together, and that of one pair by itself; between hosts that of one rank."""
         times: Times = {}
         if name == "inside" or self._place == 0:
-            times["bulk"] = self._time(_exchange(ring), plan.bulk_bytes, FEWEST)
+            times["bulk"] = self._time(_exchange(ring), plan.bulk_bytes, plan.num_bulks)
         if name == "inside" and ring.place < 2 and (ping_pong := self._ping_pong(ring)):
-            times["bulk one way"] = self._time(ping_pong, plan.bulk_bytes, FEWEST, divide_by=2)
+            times["bulk one way"] = self._time(ping_pong, plan.bulk_bytes, plan.num_bulks, divide_by=2)
         return times
 
     def _ping_pong(self, ring: _Ring) -> list[Round]:
@@ -482,7 +486,7 @@ class _Memory:
     def measure(self) -> Times:
         """At some sizes, on an ordinary tensor and on one that is shared."""
         group = self._group
-        largest = min(MEMORY_BYTES[-1], MEMORY_IN_ALL // group.size)
+        largest = min(MEMORY_BYTES[-1], MEMORY_IN_ALL // group.size if self._is_only_host else MIXED_BYTES)
         tensors = {"ordinary": torch.zeros(largest // 4)}
         try:
             tensors["allocated"] = group.allocate(largest // 4, torch.float32, timeout_s=self._timeout_s)

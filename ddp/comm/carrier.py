@@ -226,16 +226,17 @@ class Carrier:
 
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has come."""
-        if not self.shares_memory:
-            self._run(SCHEDULES["recursive_doubling"], self._flag(), op="max")
-            return
         if self.group is not None:  # all of this host are here
             self.group.barrier(sequence=sequence, timeout_s=self._timeout_s)
-        if len(self.hosts) > 1:
-            if self.group is None or self.group.index == 0:
-                self._cross(self._flag(), [0, 1], "max", SCHEDULES["recursive_doubling"])
-            if self.group is not None:  # and all of the others
-                self.group.barrier(sequence=sequence, timeout_s=self._timeout_s)
+            if len(self.hosts) == 1:
+                return
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if not self.shares_memory:
+            self._run(SCHEDULES["recursive_doubling"], flag, op="max")
+        elif self.group is None or self.group.index == 0:
+            self._cross(flag, [0, 1], "max", SCHEDULES["recursive_doubling"])
+        if self.group is not None:  # and all of the others
+            self.group.barrier(sequence=sequence, timeout_s=self._timeout_s)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, by rank; always over the transport, so that it works where memory is in doubt."""
@@ -312,9 +313,6 @@ class Carrier:
 
     def _is_in_memory(self, flat: Tensor) -> bool:
         return self.group is not None and len(self.hosts) == 1 and flat.device.type == "cpu"
-
-    def _flag(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.uint8, device=self.device)
 
     def _num_slices(self) -> int:
         return min(len(host) for host in self.hosts)

@@ -97,9 +97,9 @@ def rank_choices(
             in_memory_s = _in_memory_s(nbytes, measured, hosts, allocated=allocated)
             choices.append(Choice(name, in_memory_s, in_memory_s=in_memory_s))
         elif name.startswith(IN_MEMORY):
-            in_memory_s = _in_memory_s(nbytes, measured, hosts, allocated=allocated)
+            piece_s = _in_memory_s(nbytes // _num_pieces(nbytes), measured, hosts, allocated=allocated)
             crossing = _crossing(name, schedule, nbytes, network, segment_bytes)
-            choices.append(_piece_by_piece(name, in_memory_s, crossing, nbytes, measured.mixed_call_s))
+            choices.append(_piece_by_piece(name, piece_s, crossing, nbytes, measured.mixed_call_s))
         else:
             carried = Carried(name, schedule, nbytes, network, segment_bytes)
             choices.append(Choice(name, measured.call_s + carried.price_s(), measured.call_s, over_transport=carried))
@@ -135,11 +135,10 @@ def _num_pieces(nbytes: int) -> int:
     return max(1, nbytes // CROSSING_BYTES)
 
 
-def _piece_by_piece(name: str, in_memory_s: float, crossing: Carried, nbytes: int, call_s: float) -> Choice:
+def _piece_by_piece(name: str, piece_s: float, crossing: Carried, nbytes: int, call_s: float) -> Choice:
     """While one piece crosses, memory works on the next: all but the first and the last half of it is hidden, unless
     memory is the slower one."""
     num_pieces, crossing_s = _num_pieces(nbytes), crossing.price_s()
-    piece_s = in_memory_s / num_pieces
     seen_s = piece_s + (num_pieces - 1) * max(0.0, piece_s - crossing_s)
     return Choice(name, call_s + seen_s + num_pieces * crossing_s, call_s, seen_s, crossing, num_pieces)
 

@@ -120,7 +120,7 @@ def test_a_rank_that_fails_ends_it_within_the_deadline() -> None:
 
 # --- from times to figures -------------------------------------------------------------------------------------------
 
-PLAN = calibration._Plan(num_rounds=8, num_repetitions=4, bulk_bytes=1_000_000)
+PLAN = calibration._Plan(num_rounds=8, num_repetitions=4, bulk_bytes=1_000_000, num_bulks=3)
 
 
 def measured_from(hosts: Hosts, whole_s: float, **more: float) -> Measured:

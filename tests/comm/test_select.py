@@ -106,7 +106,8 @@ def test_memory_works_while_the_wire_does() -> None:
         assert choice.num_crossings == 10
         assert choice.over_transport is not None
         crossing_s = choice.over_transport.price_s()
-        expected_s = memory_s / 10 + 10 * crossing_s if memory_s == 1e-3 else memory_s + crossing_s
+        piece_s = memory.at(CROSSING_BYTES)
+        expected_s = piece_s + 10 * crossing_s if memory_s == 1e-3 else 10 * piece_s + crossing_s
         assert choice.predicted_s == pytest.approx(3e-3 + expected_s)
 
 
