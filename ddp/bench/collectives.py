@@ -51,7 +51,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
 from ddp.errors import ConfigError
 
-CROWDED_S, MAX_CALLS = 0.005, 32
+CROWDED_S, MAX_CALLS = 0.005, 64
 MIN_REPETITIONS, MAX_REPETITIONS = 5, 200
 ABORT_S = 60.0
 

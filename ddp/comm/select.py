@@ -29,7 +29,7 @@ from ddp.comm.calibrate import Measured
 from ddp.comm.carrier import CROSSING_BYTES, IN_MEMORY
 
 Order = Literal["any", "canonical"]
-MEMORY_FIRST = 0.95  # prices are no better than that
+MEMORY_FIRST, PER_BUFFER_SENT = 0.95, 0.04  # prices are no better than that
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def rank_choices(
     order: Order = "any",
     segment_bytes: int = SEGMENT_BYTES,
 ) -> list[Choice]:
-    """Every way of an all-reduce of `nbytes`, the cheapest first; of nearly equal ones, those through memory.
+    """Every way of an all-reduce of `nbytes`, the cheapest first; of nearly equal ones, what asks less of one rank.
 
     Args:
         ways: by name, the schedule that runs over the transport, if any.
@@ -107,8 +107,13 @@ def rank_choices(
 
 
 def _handicapped_s(choice: Choice) -> float:
-    """Where prices are nearly equal, memory goes first: it asks less of the processor, which no price knows."""
-    return choice.predicted_s * (MEMORY_FIRST if choice.in_memory_s else 1.0)
+    """Where prices are nearly equal, memory goes first: it asks less of the processor, which no price knows. Then those
+    that give every rank as much to do: a busy master is what everybody waits for, should a link be slower than it was.
+    """
+    burden, carried = 0.0, choice.over_transport
+    if carried is not None and carried.nbytes:
+        burden = volume(carried.schedule, carried.nbytes, carried.network.num_ranks).bytes_sent / carried.nbytes
+    return choice.predicted_s * (MEMORY_FIRST if choice.in_memory_s else 1.0) * (1.0 + PER_BUFFER_SENT * burden)
 
 
 def _in_memory_s(nbytes: int, measured: Measured, hosts: Hosts, *, allocated: bool) -> float:
