@@ -250,13 +250,20 @@ class Volume(NamedTuple):
 
 def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
     """Counted from the schedule."""
+    num_rounds, share = _busiest(schedule, num_ranks)
+    return Volume(num_rounds, nbytes * share)
+
+
+@lru_cache(maxsize=4096)
+def _busiest(schedule: Schedule, num_ranks: int) -> tuple[int, float]:
+    """Rounds, and what the busiest rank sends, in buffers."""
     ranks = range(num_ranks) if _about_messages(schedule, num_ranks) <= SIMULATED_MESSAGES else range(1)
     chunks, rounds = [0] * len(ranks), [0] * len(ranks)
     for rank in ranks:
         for ops in schedule.algorithm(rank, num_ranks):
             rounds[rank] += 1
             chunks[rank] += sum(len(op.chunks) for op in ops if isinstance(op, Send))
-    return Volume(max(rounds), nbytes * max(chunks) / schedule.num_chunks(num_ranks))
+    return max(rounds), max(chunks) / schedule.num_chunks(num_ranks)
 
 
 # --- bandwidth -------------------------------------------------------------------------------------------------------

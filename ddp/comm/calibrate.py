@@ -286,9 +286,9 @@ class _Bench:
                 times |= {f"{name} {what}": found for what, found in self._latencies(name, ring, plans[name]).items()}
                 times |= {f"{name} {what}": found for what, found in self._bandwidths(name, ring, plans[name]).items()}
                 if name == self.usual:
-                    rounds, count = plans[name][:2]
-                    summing = _exchange(ring, add=True) * rounds
-                    times["sums"] = self._time(summing, SMALL_BYTES, count, divide_by=rounds)
+                    plan = plans[name]
+                    summing = _exchange(ring, add=True) * plan.num_rounds
+                    times["sums"] = self._time(summing, SMALL_BYTES, plan.num_repetitions, divide_by=plan.num_rounds)
         return times
 
     def whole_collectives(self, plans: Mapping[str, _Plan], memory: _Memory | None) -> Times:

@@ -45,13 +45,13 @@ from ddp.comm.carrier import IN_MEMORY, Carrier
 from ddp.comm.flat import (
     bounds_of,
     by_rank,
+    check_all_reduce,
     check_in_place,
     check_nbytes,
     check_op,
     check_pieces,
     check_rows,
     check_tensors,
-    check_wire,
     flatten,
     in_place,
     together,
@@ -195,9 +195,7 @@ class Communicator:
             CommunicatorBroken: an earlier collective failed.
         """
         for one in (tensor,) if isinstance(tensor, Tensor) else check_tensors(tensor):
-            check_op(op, one.dtype)
-            check_wire(wire_dtype, one.dtype)
-            check_in_place(one)
+            check_all_reduce(one, op, wire_dtype)
         self.auto.check(algorithm)
         call = self._call("all_reduce", op, tensor, label, how=(algorithm, wire_dtype))
 
@@ -582,9 +580,7 @@ class Communicator:
         if self.debug:
             return  # comparing is a collective of its own, and not the one to be timed
         tensor = self._nothing
-        check_op("sum", tensor.dtype)
-        check_wire(None, tensor.dtype)
-        check_in_place(tensor)
+        check_all_reduce(tensor, "sum", None)
         Call(0, "all_reduce", "sum", tensor.shape, tensor.dtype, how=("auto", None))  # that, too, takes its time
         self._perform(self._running, partial(in_place, self._find_way_of, tensor))
 
@@ -597,11 +593,10 @@ class Communicator:
 
     def _start(self, call: Call, collective: Callable[[], Any], async_op: bool) -> Any:
         """Now, or on the background thread: behind what is in flight."""
-        if async_op:
-            return self._runner.submit(partial(self._perform, call, collective))
-        if self._runner.is_idle():
+        if not async_op and self._runner.is_idle():
             return self._perform(call, collective)
-        return self._runner.submit(partial(self._perform, call, collective)).wait()
+        work = self._runner.submit(partial(self._perform, call, collective))
+        return work if async_op else work.wait()
 
     def _perform(self, call: Call, collective: Callable[[], Any]) -> Any:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""

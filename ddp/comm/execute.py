@@ -143,11 +143,8 @@ def execute(
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.
     """
     scratch.reset()
-    active = deque(_Lane(steps, buffers, transport, scratch, combine, wire_dtype) for steps in program)
-    for _ in range(len(active)):
-        lane = active.popleft()
-        if lane.post_next():
-            active.append(lane)
+    lanes = [_Lane(steps, buffers, transport, scratch, combine, wire_dtype) for steps in program]
+    active = deque(lane for lane in lanes if lane.post_next())
     while active:
         lane = active.popleft()
         waiting_for(lane.first_peer)

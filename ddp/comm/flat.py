@@ -92,6 +92,13 @@ def check_in_place(tensor: Tensor) -> None:
         raise ConfigError(f"a tensor {list(tensor.shape)} that is expanded cannot hold a result: pass its .clone()")
 
 
+def check_all_reduce(tensor: Tensor, op: str, wire_dtype: torch.dtype | None) -> None:
+    """Raises ConfigError unless an all-reduce can combine it so, in place."""
+    check_op(op, tensor.dtype)
+    check_wire(wire_dtype, tensor.dtype)
+    check_in_place(tensor)
+
+
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Raises ConfigError for an operation that is unknown, or that this dtype does not allow."""
     if not isinstance(op, str):

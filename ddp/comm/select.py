@@ -111,8 +111,8 @@ def _handicapped_s(choice: Choice) -> float:
     that give every rank as much to do: a busy master is what everybody waits for, should a link be slower than it was.
     """
     burden, carried = 0.0, choice.over_transport
-    if carried is not None and carried.nbytes:
-        burden = volume(carried.schedule, carried.nbytes, carried.network.num_ranks).bytes_sent / carried.nbytes
+    if carried is not None:
+        burden = volume(carried.schedule, 1, carried.network.num_ranks).bytes_sent
     return choice.predicted_s * (MEMORY_FIRST if choice.in_memory_s else 1.0) * (1.0 + PER_BUFFER_SENT * burden)
 
 
