@@ -6,6 +6,7 @@
     └── CheckpointError   cannot load   ├── Diverged            the loss is not a number
                                         ├── UnusedParameters    a gradient never came
                                         ├── CollectiveMismatch  ranks called different collectives
+                                        ├── HookFailed          a communication hook broke its promise
                                         └── WorkersFailed       what the parent reports
 
 Every message carries the offending value and a remedy. `assert` is for invariants of this package alone.
@@ -42,6 +43,10 @@ class Diverged(RuntimeError):
 
 class UnusedParameters(RuntimeError):
     """Some parameters took no part in producing the loss, and `find_unused_parameters` is off."""
+
+
+class HookFailed(RuntimeError):
+    """A communication hook raised, or did not return a future of a tensor like its bucket; names hook and bucket."""
 
 
 class WorkersFailed(RuntimeError):

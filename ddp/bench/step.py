@@ -90,7 +90,7 @@ def measure_step(workload_name: str, *, num_turns: int = 9, steps_per_turn: int 
     torch.manual_seed(0)
     module = workload.make()
     batch = workload.batch()
-    variants = {
+    variants: dict[str, nn.Module] = {
         "ours": DistributedDataParallel(copy.deepcopy(module), broadcast_buffers=False),
         "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True),
         "naive": NaiveDataParallel(copy.deepcopy(module), broadcast_buffers=False),

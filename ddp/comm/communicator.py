@@ -46,6 +46,7 @@ from ddp.comm.flat import (
     bounds_of,
     by_rank,
     check_all_reduce,
+    check_divisor,
     check_in_place,
     check_nbytes,
     check_op,
@@ -67,6 +68,7 @@ from ddp.log import log
 from ddp.transport.edge import Transport, TransportError
 
 Op = Literal["sum", "mean", "product", "min", "max"]
+Divisor = int | Callable[[], int]
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 SEGMENT_BYTES = 4 << 20
 
@@ -152,6 +154,7 @@ class Communicator:
         op: Op = ...,
         *,
         algorithm: str = ...,
+        divide_by: Divisor = ...,
         wire_dtype: torch.dtype | None = ...,
         async_op: Literal[False] = ...,
         label: str = ...,
@@ -163,6 +166,7 @@ class Communicator:
         op: Op = ...,
         *,
         algorithm: str = ...,
+        divide_by: Divisor = ...,
         wire_dtype: torch.dtype | None = ...,
         async_op: Literal[True],
         label: str = ...,
@@ -173,6 +177,7 @@ class Communicator:
         op: Op = "sum",
         *,
         algorithm: str = "auto",
+        divide_by: Divisor = 1,
         wire_dtype: torch.dtype | None = None,
         async_op: bool = False,
         label: str = "",
@@ -183,6 +188,8 @@ class Communicator:
             tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
             op: "sum", "mean" (floating point only), "product", "min" or "max". Of bools, sum means any, product all.
             algorithm: a way from `ways()`, or "auto".
+            divide_by: a number that the result is divided by on its way, for nearly nothing; or a function that gives
+                it when this collective's turn has come, and all before it are done. The same on every rank.
             wire_dtype: torch.bfloat16 or torch.float16: what travels between hosts is cast to it, sums are kept in the
                 tensor's own type. What goes through a host's memory is not cast.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
@@ -196,8 +203,11 @@ class Communicator:
         """
         for one in (tensor,) if isinstance(tensor, Tensor) else check_tensors(tensor):
             check_all_reduce(one, op, wire_dtype)
+            check_divisor(divide_by, op, one.dtype)
         self.auto.check(algorithm)
         call = self._call("all_reduce", op, tensor, label, how=(algorithm, wire_dtype))
+        if op == "mean":
+            divide_by = self.world_size
 
         def reduce(flat: Tensor) -> None:
             self._carrier.all_reduce(
@@ -205,7 +215,7 @@ class Communicator:
                 "sum" if op == "mean" else op,
                 self.auto.way(flat, algorithm),
                 sequence=call.sequence,
-                divide_by=self.world_size if op == "mean" else 1,
+                divide_by=divide_by if isinstance(divide_by, int) else divide_by(),
                 wire_dtype=wire_dtype,
             )
 
@@ -392,6 +402,23 @@ class Communicator:
                 self._broken = lost
                 raise
 
+    def wait_for(self, wait: Callable[[float], bool], *, label: str) -> None:
+        """Waits for what the ranks do together by other means (a future of torch.distributed, say), with this
+        communicator's number, warning, deadline and blame. Every rank calls it.
+
+        Args:
+            wait: waits for so many seconds at most; True if what it waits for is there.
+
+        Raises:
+            PeerLost: it was not there within the deadline.
+        """
+
+        def until_there() -> None:
+            if not wait(self.abort_s):
+                raise TransportError(self._neighbour, f"nothing came for {self.abort_s:g} s", timed_out=True)
+
+        self._start(self._call("wait", label=label), until_there, False)
+
     # --- which way an all-reduce goes --------------------------------------------------------------------------------
 
     @property
@@ -407,6 +434,16 @@ class Communicator:
         """Every way of an all-reduce of so many bytes, by predicted time. Collective: the first call measures."""
         check_nbytes(nbytes)
         return explain(nbytes, self._ask("explain", partial(self.auto.ranking, nbytes)))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an all-reduce in the background leaves the caller its processor: there is a wire to wait for, or a
+        processor to spare. Else it takes less time in the foreground, where nothing changes threads."""
+        group = self._carrier.group
+        in_memory = self.auto.algorithm in ("auto", IN_MEMORY) and IN_MEMORY in self._carrier.all_reduces
+        if group is None or not in_memory or self.device.type != "cpu":
+            return self.world_size > 1
+        return group.num_processors >= group.size * (torch.get_num_threads() + 1)
 
     def predict(self, nbytes: int, algorithm: str = "auto", *, allocated: bool = False) -> float:
         """Predicted seconds of an all-reduce. Collective: the first call measures."""

@@ -120,6 +120,18 @@ def _check_op(op: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"op={op!r} on {dtype}: torch does not add these; use float16 or bfloat16")
 
 
+def check_divisor(divide_by: int | Callable[[], int], op: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError for a division that is none, or that this operation or dtype does not allow."""
+    if divide_by == 1:
+        return
+    if op == "mean":
+        raise ConfigError("divide_by and op='mean' both divide; use op='sum'")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(f"divide_by on {dtype}: use a floating point tensor")
+    if isinstance(divide_by, int) and not 1 <= divide_by < 1 << 32:
+        raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 32) - 1}")
+
+
 def check_wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Raises ConfigError unless such a tensor may travel in that type."""
     if wire_dtype is None:

@@ -78,9 +78,9 @@ class Record(NamedTuple):
     region: int = 0  # allocated memory's number, 0 for any other memory
     offset: int = 0  # bytes from its beginning
 
-    def packed(self) -> bytes:
-        """All of it in a fixed number of bytes."""
-        return _RECORD.pack(*self)
+    def packed(self, divide_by: int = 1) -> bytes:
+        """All of it in a fixed number of bytes, with what this call divides by."""
+        return _RECORD.pack(*self[:3], divide_by, *self[4:])
 
     def describe(self, sequence: int) -> str:
         """In words."""

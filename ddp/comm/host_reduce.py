@@ -84,11 +84,11 @@ def tree_steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
 class _Arithmetic:
     """How this group adds up: operation, order, and the division at the end."""
 
-    def __init__(self, op: str, divide_by: int, size: int) -> None:
-        self._combine, self._divide_by = COMBINE[op], divide_by
+    def __init__(self, op: str, size: int) -> None:
+        self._combine = COMBINE[op]
         self._steps = tuple(tree_steps(0, size))
 
-    def in_place(self, leaves: Sequence[Tensor], out: Tensor) -> None:
+    def in_place(self, leaves: Sequence[Tensor], out: Tensor, divide_by: int) -> None:
         """Adds up the leaves, using them up, to `out`, which may be one of them."""
         into, to = self._combine
         for here, other in self._steps[:-1]:
@@ -98,9 +98,9 @@ class _Arithmetic:
             into(out, leaves[other])
         else:
             to(leaves[here], leaves[other], out=out)
-        self._divide(out)
+        _divide(out, divide_by)
 
-    def beside(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor]) -> None:
+    def beside(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], divide_by: int) -> None:
         """Adds up the leaves to `out`, which is none of them, and leaves them as they are.
 
         Args:
@@ -114,15 +114,16 @@ class _Arithmetic:
                 into(sums[here], term)
             else:
                 sums[here] = to(leaves[here], term, out=scratch[here // 2] if here else out)
-        self._divide(out)
+        _divide(out, divide_by)
 
-    def _divide(self, out: Tensor) -> None:
-        if self._divide_by == 1:
-            return
-        if self._divide_by.bit_count() == 1 and not out.is_complex():
-            out.mul_(1 / self._divide_by)  # a power of two: the same bits, in less than half the time
-        else:
-            out.div_(self._divide_by)
+
+def _divide(out: Tensor, divide_by: int) -> None:
+    if divide_by == 1:
+        return
+    if divide_by.bit_count() == 1 and not out.is_complex():
+        out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
+    else:
+        out.div_(divide_by)
 
 
 def _computable(flat: Tensor, op: str, divide_by: int) -> Tensor:
@@ -142,7 +143,7 @@ def _computable(flat: Tensor, op: str, divide_by: int) -> Tensor:
 class _Call(NamedTuple):
     """An all-reduce of a certain size, dtype and operation."""
 
-    record: bytes  # for tensors in no particular place
+    record: Record  # for tensors in no particular place
     arithmetic: _Arithmetic
     pieces: list[_Piece]  # what goes through inboxes and rows
 
@@ -171,7 +172,7 @@ class _Bench(NamedTuple):
 class _Planes(NamedTuple):
     """An all-reduce in allocated memory: the blocks of this rank's slice."""
 
-    record: bytes
+    record: Record
     blocks: list[tuple[Tensor, ...]]  # by block, by rank
     others: list[Tensor]  # by block: [size − 1, numel of the block], ranks 1 … size−1
 
@@ -208,16 +209,17 @@ class HostGroup:
         ranks: the communicator's ranks on this host, ascending.
         index, size: this rank's place among them, and how many they are.
         kind: which memory they share.
-        is_crowded: there are more ranks than processors on the host.
+        num_processors: what the host's ranks may run on, all together.
+        is_crowded: there are more ranks than that on the host.
     """
 
-    def __init__(self, memory: HostMemory, kind: Kind, *, is_crowded: bool) -> None:
+    def __init__(self, memory: HostMemory, kind: Kind, *, num_processors: int, is_crowded: bool) -> None:
         self.ranks, self.index, self.size, self.kind = memory.ranks, memory.index, memory.size, kind
-        self.is_crowded = is_crowded
+        self.num_processors, self.is_crowded = num_processors, is_crowded
         self._memory, self._out_of_use, self._closed = memory, "", False
         self._others = [other for other in range(self.size) if other != self.index]
-        self._calls: dict[tuple[int, torch.dtype, str, int], _Call] = {}
-        self._planes: dict[tuple[int, int, torch.dtype, str, int], _Planes] = {}
+        self._calls: dict[tuple[int, torch.dtype, str], _Call] = {}
+        self._planes: dict[tuple[int, int, torch.dtype, str], _Planes] = {}
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
@@ -238,19 +240,18 @@ class HostGroup:
         deadline_s = time.monotonic() + timeout_s
         flat = _computable(flat, op, divide_by)
         numel, dtype = flat.numel(), flat.dtype
-        call = self._calls.get((numel, dtype, op, divide_by)) or self._plan_call(numel, dtype, op, divide_by)
+        call = self._calls.get((numel, dtype, op)) or self._plan_call(numel, dtype, op)
         if numel * dtype.itemsize > SMALL_ALLOCATED_BYTES:
-            planes = self._planes.get((flat.data_ptr(), numel, dtype, op, divide_by))
-            planes = planes or self._plan_planes(flat, op, divide_by)
+            planes = self._planes.get((flat.data_ptr(), numel, dtype, op)) or self._plan_planes(flat, op)
             if planes is not None:
-                if self._memory.enter(planes.record, sequence, deadline_s):
-                    self._add_up(planes, call.arithmetic)
+                if self._memory.enter(planes.record.packed(divide_by), sequence, deadline_s):
+                    self._add_up(planes, call.arithmetic, divide_by)
                     self._memory.barrier.meet(deadline_s)
                     return
                 self._memory.next_half()  # those with other memory have handed theirs in already: all begin again
-                self._by_copying(flat, call, None, sequence, deadline_s)
+                self._by_copying(flat, call, None, divide_by, sequence, deadline_s)
                 return
-        self._by_copying(flat, call, call.record, sequence, deadline_s)
+        self._by_copying(flat, call, call.record.packed(divide_by), divide_by, sequence, deadline_s)
 
     @_all_or_nothing
     def reduce_scatter(
@@ -266,14 +267,14 @@ class HostGroup:
         deadline_s = time.monotonic() + timeout_s
         flat = _computable(flat, op, divide_by)
         record, place = self._record_of_slices(Operation.REDUCE_SCATTER, flat, bounds, op=op, divide_by=divide_by)
-        arithmetic = _Arithmetic(op, divide_by, self.size)
+        arithmetic = _Arithmetic(op, self.size)
         start, stop = bounds[self.index], bounds[self.index + 1]
         agreed = self._memory.enter(record, sequence, deadline_s)
         if agreed and place is not None:
             item, offset = flat.element_size(), flat.data_ptr() - place.addresses[self.index]
             slices = place.planes(flat.dtype, offset + start * item, offset + stop * item)
             for leaves in _blocks(slices, self._block_numel(flat.dtype)):
-                arithmetic.in_place(leaves, leaves[self.index])
+                arithmetic.in_place(leaves, leaves[self.index], divide_by)
             self._memory.barrier.meet(deadline_s)
             return
         memory, step = self._memory, self._memory.piece_bytes // flat.element_size() // self.size
@@ -287,7 +288,7 @@ class HostGroup:
             first, last = runs[self.index]
             terms = [box[self.index * step :][: last - first] for box in boxes]
             terms[self.index] = mine = flat[first:last]
-            arithmetic.in_place(terms, mine)
+            arithmetic.in_place(terms, mine, divide_by)
 
     @_all_or_nothing
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int, timeout_s: float) -> None:
@@ -374,7 +375,9 @@ class HostGroup:
 
     # --- the ways of an all-reduce -----------------------------------------------------------------------------------
 
-    def _by_copying(self, flat: Tensor, call: _Call, record: bytes | None, sequence: int, deadline_s: float) -> None:
+    def _by_copying(
+        self, flat: Tensor, call: _Call, record: bytes | None, divide_by: int, sequence: int, deadline_s: float
+    ) -> None:
         """Through mailboxes, or staged.
 
         Args:
@@ -385,18 +388,18 @@ class HostGroup:
         if record is None:
             memory.barrier.meet(deadline_s)
         elif not memory.enter(record, sequence, deadline_s):
-            self._by_copying(flat, call, None, sequence, deadline_s)
+            self._by_copying(flat, call, None, divide_by, sequence, deadline_s)
             return
         if flat.nbytes <= SMALL_BYTES:
             if flat.numel():
                 bench = pieces[0].bench
-                call.arithmetic.beside(bench.leaves[half], flat, bench.scratch)
+                call.arithmetic.beside(bench.leaves[half], flat, bench.scratch, divide_by)
             return
         for number, piece in enumerate(pieces, start=1):
             bench = piece.bench
             leaves, out, row = bench.leaves[half].copy(), bench.out[half], bench.row[half]
             leaves[self.index] = flat[piece.mine]
-            call.arithmetic.beside(leaves, out, bench.scratch)
+            call.arithmetic.beside(leaves, out, bench.scratch, divide_by)
             if number < len(pieces):
                 half = self._hand_in(here, pieces[number])
             memory.barrier.meet(deadline_s)
@@ -410,16 +413,16 @@ class HostGroup:
         copy_bytes(inbox + piece.mine_stop, address + piece.mine_stop, piece.stop - piece.mine_stop)
         return half
 
-    def _add_up(self, plan: _Planes, arithmetic: _Arithmetic) -> None:
+    def _add_up(self, plan: _Planes, arithmetic: _Arithmetic, divide_by: int) -> None:
         """This rank's slice of all tensors, block by block, in the allocated memory itself."""
         for leaves, others in zip(plan.blocks, plan.others, strict=True):
-            arithmetic.in_place(leaves, leaves[0])
+            arithmetic.in_place(leaves, leaves[0], divide_by)
             others.copy_(leaves[0])
 
     # --- plans -------------------------------------------------------------------------------------------------------
 
-    def _plan_call(self, numel: int, dtype: torch.dtype, op: str, divide_by: int) -> _Call:
-        record = Record(Operation.ALL_REDUCE, OP_CODES[op], DTYPE_CODES[dtype], divide_by, numel)
+    def _plan_call(self, numel: int, dtype: torch.dtype, op: str) -> _Call:
+        record = Record(Operation.ALL_REDUCE, OP_CODES[op], DTYPE_CODES[dtype], numel=numel)
         item, pieces = dtype.itemsize, []
         if numel * item <= SMALL_BYTES:
             pieces = [_Piece(0, numel * item, 0, 0, slice(0, numel), self._bench(0, numel * item, dtype))]
@@ -432,8 +435,8 @@ class HostGroup:
                 mine = slice((start + first) // item, (start + last) // item)
                 bench = pieces[0].bench if pieces and stop - start == piece_bytes else self._bench(first, last, dtype)
                 pieces.append(_Piece(start, stop, start + first, start + last, mine, bench))
-        call = _Call(record.packed(), _Arithmetic(op, divide_by, self.size), pieces)
-        return _remember(self._calls, (numel, dtype, op, divide_by), call)
+        call = _Call(record, _Arithmetic(op, self.size), pieces)
+        return _remember(self._calls, (numel, dtype, op), call)
 
     def _bench(self, start: int, stop: int, dtype: torch.dtype) -> _Bench:
         """For the slice from `start` to `stop` bytes of a piece."""
@@ -447,7 +450,7 @@ class HostGroup:
                 torch.empty(self.size // 2, (stop - start) // dtype.itemsize, dtype=dtype).unbind(),
             )
 
-    def _plan_planes(self, flat: Tensor, op: str, divide_by: int) -> _Planes | None:
+    def _plan_planes(self, flat: Tensor, op: str) -> _Planes | None:
         address = flat.data_ptr()
         region = self._memory.find(address, flat.nbytes)
         if region is None:
@@ -458,22 +461,20 @@ class HostGroup:
         slices = region.planes(flat.dtype, offset + start * item, offset + stop * item)
         block_numel = self._block_numel(flat.dtype)
         plan = _Planes(
-            self._record(Operation.ALL_REDUCE, flat, op=op, divide_by=divide_by),
+            self._record(Operation.ALL_REDUCE, flat, op=op),
             list(_blocks(slices, block_numel)),
             list(slices[1:].split(block_numel, dim=1)) if stop > start else [],
         )
-        return _remember(self._planes, (address, flat.numel(), flat.dtype, op, divide_by), plan)
+        return _remember(self._planes, (address, flat.numel(), flat.dtype, op), plan)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
-    def _record(
-        self, operation: Operation, flat: Tensor, *, op: str = "", divide_by: int = 1, detail: int = 0
-    ) -> bytes:
+    def _record(self, operation: Operation, flat: Tensor, *, op: str = "", detail: int = 0) -> Record:
         address = flat.data_ptr()
         region = self._memory.find(address, flat.nbytes)
         number, offset = (region.number, address - region.addresses[self.index]) if region is not None else (0, 0)
         codes = OP_CODES.get(op, 0), DTYPE_CODES[flat.dtype]
-        return Record(operation, *codes, divide_by, flat.numel(), detail, number, offset).packed()
+        return Record(operation, *codes, 1, flat.numel(), detail, number, offset)
 
     def _record_of_slices(
         self,
@@ -486,7 +487,7 @@ class HostGroup:
         detail: int = 0,
     ) -> tuple[bytes, Region | None]:
         detail = detail or (zlib.crc32(repr(tuple(bounds)).encode()) if bounds else 0)
-        record = self._record(operation, flat, op=op, divide_by=divide_by, detail=detail)
+        record = self._record(operation, flat, op=op, detail=detail).packed(divide_by)
         return record, self._memory.find(flat.data_ptr(), flat.nbytes)
 
     def _block_numel(self, dtype: torch.dtype) -> int:
@@ -580,7 +581,7 @@ def meet(
     barrier = Barrier(memory, 0, index=index, ranks=ranks, pids=pids, crowded=crowded)
     names = [told[other][0] for other in ranks]
     shared = HostMemory(memory, barrier, kind=kind, ranks=ranks, index=index, hosts=names)
-    group = HostGroup(shared, kind, is_crowded=crowded)
+    group = HostGroup(shared, kind, num_processors=len(processors), is_crowded=crowded)
     barrier.meet(time.monotonic() + timeout_s)
     return layout.hosts, group, ""
 

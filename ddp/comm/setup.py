@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from ddp.errors import ConfigError, PeerLost
 from ddp.log import follow_rank, log
 from ddp.transport.process_group import process_group_transport
 
+WARN_S, ABORT_S = 10.0, 60.0
 MEET_EVERY_S = 0.05
 
 
@@ -34,6 +36,7 @@ class _Session:
     """The process's communicator, and what `shutdown` must undo."""
 
     comm: Communicator | None = None
+    groups: ClassVar[dict[str, Communicator]] = {}  # of torch's process groups, by name
     owns_torch_distributed = False
     generation = -1  # of the last communicator; `init` counts it up, on every rank alike
 
@@ -46,8 +49,8 @@ def init(
     order: Order = "any",
     shared_memory: bool = True,
     segment_bytes: int = SEGMENT_BYTES,
-    warn_s: float = 10.0,
-    abort_s: float = 60.0,
+    warn_s: float = WARN_S,
+    abort_s: float = ABORT_S,
     debug: bool = False,
 ) -> Communicator:
     """Joins the other ranks. Collective; a second call returns the same communicator.
@@ -114,6 +117,55 @@ def current() -> Communicator:
     return _Session.comm if _Session.comm is not None else init()
 
 
+def communicator_of(group: dist.ProcessGroup) -> Communicator:
+    """A communicator of the ranks of one of torch's process groups. Collective among them; made once for each group.
+
+    With the settings of the process's communicator, if there is one, and with connections of its own, so that what the
+    application sends over the group meets nothing of ours.
+
+    Raises:
+        ConfigError: this process does not belong to the group.
+    """
+    if group is dist.group.WORLD:
+        return current()
+    if dist.get_rank(group) < 0:
+        raise ConfigError("this process is not in the process group; make the replica on its members only")
+    name = group.group_name
+    if name not in _Session.groups:
+        _Session.groups[name] = _make(dist.get_process_group_ranks(group), name)
+    return _Session.groups[name]
+
+
+def _make(ranks: list[int], name: str) -> Communicator:
+    base = _Session.comm
+    abort_s = base.abort_s if base is not None else ABORT_S
+    device, backend = choose_device(
+        base.device if base is not None else "auto",
+        "auto",
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+    rank = ranks.index(dist.get_rank())
+    comm = Communicator(
+        process_group_transport(device, backend, timeout_s=abort_s, ranks=ranks),
+        watchdog=Watchdog(
+            PrefixStore(f"group/{name}", dist.distributed_c10d._get_default_store()),
+            rank,
+            len(ranks),
+            generation=max(0, _Session.generation),
+            warn_s=WARN_S,
+            abort_s=abort_s,
+        ),
+        device=device,
+        algorithm=base.auto.algorithm if base is not None else "auto",
+        abort_s=abort_s,
+        debug=base.debug if base is not None else False,
+    )
+    comm.world_ranks = ranks
+    comm.meet_neighbours(shared_memory=device.type == "cpu")
+    return comm
+
+
 def shutdown(*, failed: str = "") -> None:
     """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, and after an error.
 
@@ -122,6 +174,13 @@ def shutdown(*, failed: str = "") -> None:
             flight ends with the process.
     """
     comm, _Session.comm = _Session.comm, None
+    groups = list(_Session.groups.values())
+    _Session.groups.clear()
+    for group in groups:
+        if failed or group.is_broken:
+            group.abandon(failed or "a collective of its own failed")
+        else:
+            group.close()
     if comm is None:
         return
     if failed or comm.is_broken:

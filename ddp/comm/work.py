@@ -21,13 +21,20 @@ from typing import Any
 
 import torch
 
+from ddp.clock import now_s
+
 
 class Work:
-    """What an asynchronous collective returns."""
+    """What an asynchronous collective returns.
+
+    Attributes:
+        done_s: when it ended.
+    """
 
     def __init__(self) -> None:
         self._future: Future[Any] = Future()
         self._finished: torch.cuda.Event | None = None
+        self.done_s = 0.0
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Returns the collective's result once it is there, or raises its error.
@@ -97,6 +104,7 @@ class Runner:
                     if stream is not None and produced is not None:
                         stream.wait_event(produced)
                     result = collective()
+                    work.done_s = now_s()
                     if stream is not None:
                         work._finished = stream.record_event()
                     work._future.set_result(result)

@@ -5,13 +5,17 @@ start when backward has ended. Buckets are the compromise (Li et al., "PyTorch D
 section 3.2.3):
 
     parameters, in the order in which their gradients appear (last layer first)
-    ┌─ bucket 0, small ─┐┌────────── bucket 1, at most bucket_bytes ──────────┐┌─ … ─┐┌─ last ───────┬─ tail ─┐
-    │ fc.bias │fc.weight││ conv4.weight │ conv3.bias │ conv3.weight │ …        ││     ││ conv1.weight │ totals │
-    └───────────────────┘└────────────────────────────────────────────────────┘└─────┘└──────────────┴────────┘
+    ┌─── bucket 0, small ───────┬────────┐┌───── bucket 1, closed at its limit ─────┐┌─ … ─┐┌─ last ───────┬──────┐
+    │ fc.bias │fc.weight        │ totals ││ conv4.weight │ conv3.bias │ conv3.weight ││     ││ conv1.weight │unused│
+    └───────────────────────────┴────────┘└─────────────────────────────────────────┘└─────┘└──────────────┴──────┘
 
 The first bucket is small so that the wire is busy early. Every parameter's span starts on a 64-byte boundary;
-padding is zero and stays zero. The *tail* carries what a step must agree on (`totals.py`): no message of its own.
-The layout is a function of the parameters and the two sizes alone, never of the world size.
+padding is zero and stays zero. The *tails* carry what a step must agree on (`totals.py`): no message of their own.
+The layout is a function of the parameters, their order and the limits alone, never of the world size.
+
+A gradient gets into its bucket by one copy: after `zero_grad(set_to_none=True)` autograd installs a new tensor as
+`p.grad`, and copying it once is cheaper than zeroing the bucket and adding to it. Large gradients are copied as soon as
+they are there, so that their memory is free again; small ones together when the bucket is complete, in one call.
 """
 
 from __future__ import annotations
@@ -25,7 +29,50 @@ from torch import Tensor, nn
 from ddp.gradients.totals import NUM_LANES
 
 ALIGNMENT_BYTES = 64
-Allocate = Callable[[int, torch.dtype], Tensor]
+LARGE_BYTES = 64 << 10  # a gradient of so much is worth a call of its own
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A parameter, and its gradient's place.
+
+    Attributes:
+        index: its number in the order of registration.
+        view: the gradient in its bucket; shaped and strided like the parameter.
+        missing: accumulations that this step's backward still has to make; below 0 if there were more than expected.
+        expected: how many they are per step.
+        is_sparse: the gradient is a sparse tensor, and lives in no bucket.
+        used: backward has reached it since the last reduction.
+    """
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    bucket: Bucket = field(init=False, repr=False)
+    view: Tensor = field(init=False, repr=False)
+    is_large: bool = field(init=False)
+    missing: int = 1
+    expected: int = 1
+    is_sparse: bool = False
+    used: bool = False
+
+    def move_in(self, *, keep: bool = False) -> None:
+        """Copies the gradient to its place, unless it lives there already; zeros if there is none.
+
+        Args:
+            keep: leave `parameter.grad` what it is; else it is the view afterwards.
+        """
+        gradient = self.parameter.grad
+        if gradient is self.view:
+            return
+        if gradient is None:
+            self.view.zero_()
+        else:
+            check_dense(self.name, gradient)
+            self.view.copy_(gradient.detach())
+        if not keep:
+            self.parameter.grad = self.view
 
 
 @dataclass(eq=False)
@@ -34,64 +81,118 @@ class Bucket:
 
     Attributes:
         index: position in the order of reduction.
-        flat: [numel], all spans and the padding between them; parameter i's gradient is `views[i]`.
-        tail: [NUM_LANES] at the end of the last bucket, else None.
+        flat: [numel], all spans, the padding between them, and the tails.
+        gradients: `flat` without its tails.
+        totals: [NUM_LANES] at the end of the first bucket, else None.
+        unused: [1] at the end of the last bucket, else None.
+        missing: slots whose gradient is not there yet.
+        ready_s, launched_s, done_s: when the last step had all of its gradients, sent it off, and had its mean.
     """
 
     index: int
-    names: list[str]
-    parameters: list[nn.Parameter]
+    slots: list[Slot]
     flat: Tensor
-    views: list[Tensor]
-    tail: Tensor | None = None
+    gradients: Tensor
+    totals: Tensor | None = None
+    unused: Tensor | None = None
+    missing: int = 0
+    ready_s: float = 0.0
+    launched_s: float = 0.0
+    done_s: float = 0.0
     label: str = field(init=False)
 
     def __post_init__(self) -> None:
-        what = f"{self.names[0]} … {self.names[-1]}" if len(self.names) > 1 else "".join(self.names) or "totals"
-        self.label = f"bucket {self.index} ({len(self.names)} gradients: {what})"
+        names = [slot.name for slot in self.slots]
+        what = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names) or "totals"
+        self.label = f"bucket {self.index} ({len(names)} gradients: {what})"
+
+    def fill(self) -> None:
+        """Moves in every gradient that is not in its place yet; `parameter.grad` is the view afterwards."""
+        here: list[Tensor] = []
+        there: list[Tensor] = []
+        for slot in self.slots:
+            view, gradient = slot.view, slot.parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+            else:
+                here.append(view)
+                there.append(gradient)
+            slot.parameter.grad = view
+        if here:
+            try:
+                torch._foreach_copy_(here, there)
+            except RuntimeError:
+                names = {id(slot.view): slot.name for slot in self.slots}
+                for view, gradient in zip(here, there, strict=True):
+                    check_dense(names[id(view)], gradient)
+                raise
 
 
-def make_buckets(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    *,
-    first_bucket_bytes: int,
-    bucket_bytes: int,
-    allocate: Allocate,
-) -> list[Bucket]:
-    """Lays the parameters' gradients out in buckets, in the order given.
+def check_dense(name: str, gradient: Tensor) -> None:
+    """Raises RuntimeError for a gradient that no bucket can hold."""
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"{name} got a sparse gradient, which nothing had announced; ranks must know beforehand which gradients "
+            "are sparse: use nn.Embedding(…, sparse=True) or nn.EmbeddingBag(…, sparse=True), or a dense gradient"
+        )
+
+
+def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[Slot]]:
+    """Which gradients share a bucket.
+
+    Buckets of each dtype and device fill side by side, and stand in the order in which they will be complete.
 
     Args:
-        named_parameters: what needs a gradient, in the order in which gradients are expected.
-        first_bucket_bytes, bucket_bytes: a bucket is closed once it holds at least so many bytes.
-        allocate: gives [numel] zeros of a dtype, where reductions reach them best.
+        slots: in the order in which gradients are expected.
+        limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
     """
-    groups: list[list[tuple[str, nn.Parameter]]] = []
-    sizes: list[int] = []
-    for name, parameter in named_parameters:
-        limit = first_bucket_bytes if len(groups) <= 1 else bucket_bytes
-        if not groups or sizes[-1] >= limit or not _alike(groups[-1][0][1], parameter):
+    groups: list[list[Slot]] = []
+    completed_by: list[int] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}  # kind → which, and bytes in it
+    for position, slot in enumerate(slots):
+        kind = slot.parameter.dtype, slot.parameter.device
+        if kind not in open_groups:
+            open_groups[kind] = len(groups), 0
             groups.append([])
-            sizes.append(0)
-        groups[-1].append((name, parameter))
-        sizes[-1] += _span(parameter) * parameter.element_size()
-    carries_tail = bool(groups) and groups[-1][0][1].dtype in (torch.float32, torch.float64)
-    buckets = [
-        _lay_out(index, group, allocate, with_tail=carries_tail and index == len(groups) - 1)
-        for index, group in enumerate(groups)
+            completed_by.append(0)
+        number, num_bytes = open_groups[kind]
+        groups[number].append(slot)
+        completed_by[number] = position
+        num_bytes += _span(slot.parameter) * slot.parameter.element_size()
+        open_groups[kind] = number, num_bytes
+        if num_bytes >= limits[min(number, len(limits) - 1)]:
+            del open_groups[kind]
+    return [group for _, group in sorted(zip(completed_by, groups, strict=True), key=lambda pair: pair[0])]
+
+
+def lay_out(groups: Sequence[list[Slot]], *, allocate: Allocate, device: torch.device) -> list[Bucket]:
+    """Makes the buckets, and gives every slot its place.
+
+    The tails need a wide type, since sums of counts are not exact in a narrow one: where the first or last bucket has
+    none on `device`, a bucket without gradients carries them.
+
+    Args:
+        allocate: gives [numel] zeros of a dtype on a device, where reductions reach them best.
+    """
+    plan = list(groups)
+    if not plan or not _is_wide(plan[0], device):
+        plan.insert(0, [])
+    if not _is_wide(plan[-1], device):
+        plan.append([])
+    last = len(plan) - 1
+    return [
+        _bucket(index, group, allocate, device, has_totals=index == 0, has_unused=index == last)
+        for index, group in enumerate(plan)
     ]
-    if not carries_tail:  # sums of counts are not exact in a narrow type
-        tail = allocate(NUM_LANES, torch.float32)
-        buckets.append(Bucket(len(buckets), [], [], tail, [], tail))
-    return buckets
 
 
-def layout_of(buckets: Sequence[Bucket]) -> list[list[str]]:
-    """The names in each bucket: what a checkpoint keeps, since a ring's bits depend on it."""
-    return [list(bucket.names) for bucket in buckets]
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.device == b.device
+def _is_wide(group: list[Slot], device: torch.device) -> bool:
+    """Whether a bucket of these could carry a tail; one without gradients can."""
+    return not group or (
+        group[0].parameter.dtype in (torch.float32, torch.float64) and group[0].parameter.device == device
+    )
 
 
 def _span(parameter: Tensor) -> int:
@@ -100,15 +201,27 @@ def _span(parameter: Tensor) -> int:
     return -(-parameter.numel() // step) * step
 
 
-def _lay_out(index: int, group: list[tuple[str, nn.Parameter]], allocate: Allocate, *, with_tail: bool) -> Bucket:
-    names, parameters = [name for name, _ in group], [parameter for _, parameter in group]
-    numel = sum(_span(parameter) for parameter in parameters)
-    flat = allocate(numel + (NUM_LANES if with_tail else 0), parameters[0].dtype)
-    views, start = [], 0
-    for parameter in parameters:
-        views.append(_view(flat, start, parameter))
-        start += _span(parameter)
-    return Bucket(index, names, parameters, flat, views, flat[numel:] if with_tail else None)
+def _bucket(
+    index: int, slots: list[Slot], allocate: Allocate, device: torch.device, *, has_totals: bool, has_unused: bool
+) -> Bucket:
+    numel = sum(_span(slot.parameter) for slot in slots)
+    like = slots[0].parameter if slots else torch.empty(0, dtype=torch.float32, device=device)
+    flat = allocate(numel + NUM_LANES * has_totals + has_unused, like.dtype, like.device)
+    bucket = Bucket(
+        index,
+        slots,
+        flat,
+        flat[:numel],
+        flat[numel : numel + NUM_LANES] if has_totals else None,
+        flat[-1:] if has_unused else None,
+        missing=len(slots),
+    )
+    start = 0
+    for slot in slots:
+        slot.bucket, slot.view = bucket, _view(flat, start, slot.parameter)
+        slot.is_large = slot.view.nbytes >= LARGE_BYTES
+        start += _span(slot.parameter)
+    return bucket
 
 
 def _view(flat: Tensor, start: int, parameter: Tensor) -> Tensor:

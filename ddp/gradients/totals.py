@@ -1,11 +1,11 @@
-"""What a step must agree on: it rides in the tail of the last bucket, and so costs no message.
+"""What a step must agree on: it rides in the tails of the first and the last bucket, and so costs no message.
 
-    lane   0          1             2             3                            4
-           loss_sum   items ÷ 4096  items % 4096  ranks that want to stop      ranks with unused parameters
+    tail of the first bucket   loss_sum   items ÷ 4096   items % 4096   ranks that want to stop
+    tail of the last bucket    ranks with unused parameters
 
-The gradients are sums over samples (or tokens); the mean is taken once, by the *global* count, after all ranks'
-counts have been added. A float32 holds integers up to 2²⁴ exactly; the count takes two lanes, so that it is exact
-up to 2³⁶ per step.
+The gradients are sums over samples (or tokens); the mean is taken once, by the *global* count. The count travels first,
+so that every later bucket can be divided on its way. A float32 holds integers up to 2²⁴ exactly; the count takes two
+lanes, so that it is exact up to 2³⁶ per step. What is known only when backward has ended travels last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-NUM_LANES = 5
+NUM_LANES = 4
 BASE = 4096
 
 
@@ -26,22 +26,20 @@ class StepTotals(NamedTuple):
             GPU need not be waited for, a float on its way out.
         num_items: how many samples (or tokens) they are.
         num_stopping: ranks that want to stop after this step.
-        num_unused: ranks on which some parameter got no gradient.
     """
 
     loss_sum: float | Tensor = 0.0
     num_items: int = 0
     num_stopping: int = 0
-    num_unused: int = 0
 
     def write(self, tail: Tensor) -> None:
         """Into a tail, [NUM_LANES]."""
-        counts = [self.num_items // BASE, self.num_items % BASE, self.num_stopping, self.num_unused]
+        counts = [self.num_items // BASE, self.num_items % BASE, self.num_stopping]
         tail[1:].copy_(tail.new_tensor(counts))
         tail[0] = self.loss_sum
 
     @classmethod
     def read(cls, tail: Tensor) -> StepTotals:
         """From a tail, [NUM_LANES]."""
-        loss_sum, high, low, num_stopping, num_unused = tail.tolist()
-        return cls(loss_sum, round(high) * BASE + round(low), round(num_stopping), round(num_unused))
+        loss_sum, high, low, num_stopping = tail.tolist()
+        return cls(loss_sum, round(high) * BASE + round(low), round(num_stopping))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
@@ -43,11 +43,11 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], *, root: in
                 tensor.copy_(values.view(tensor.shape))
 
 
-def broadcast_module(comm: Communicator, module: nn.Module, *, root: int = 0) -> None:
-    """Makes `module` the same on every rank: parameters and buffers become the root's."""
-    named = [*module.named_parameters(), *module.named_buffers()]
+def broadcast_state(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], *, root: int = 0) -> None:
+    """Makes a model the same on every rank: its parameters and buffers become the root's. Collective."""
+    named = list(named_tensors)
     check_same_layout(comm, named)
-    broadcast_tensors(comm, [tensor.detach() for _, tensor in named], root=root, label="initial parameters and buffers")
+    broadcast_tensors(comm, [tensor.detach() for _, tensor in named], root=root, label="parameters and buffers")
 
 
 def _difference(

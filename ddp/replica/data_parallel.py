@@ -5,73 +5,91 @@
     loss.backward()                                 # gradients are averaged over all ranks meanwhile
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
-It is `torch.nn.parallel.DistributedDataParallel` to its users: the same keywords where they mean something here,
-and the same `state_dict` (keys begin with "module."; loading takes them with and without). What it adds is the
-*sum* form for `ddp.fit`: `ride_along` sends loss and sample count with the gradients, which are then divided by the
-global count.
+It is `torch.nn.parallel.DistributedDataParallel` to its users: the same keywords (`keywords.py` has the table) and the
+same `state_dict` (keys begin with "module."; loading takes them with and without). What it adds is the *sum* form for
+`ddp.fit`: `ride_along` sends loss and sample count with the gradients, which are then divided by the global count.
+
+    forward     `parameters.py` are they still the same?   `join.py` who has inputs?   `buffers.py` equal buffers
+    backward    `sink.py` when it begins and ends          `reducer.py` everything else
+    and         `broadcast.py` equal at the start          `in_backward.py` the optimizer inside backward
+                `verify.py` proof                          `timeline.py` what it took
 
 `Replica` is the part that any reducer needs; the bucketed and the naive one differ in the reducer alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current
+from ddp.comm.setup import communicator_of, current
+from ddp.gradients.hook import CommHook, Hook, check_hook
 from ddp.gradients.totals import StepTotals
-from ddp.replica.broadcast import broadcast_module, broadcast_tensors
+from ddp.replica import timeline
+from ddp.replica.broadcast import broadcast_state, check_same_layout
+from ddp.replica.buffers import BufferSync, Mode, When
+from ddp.replica.in_backward import MakeOptimizer, StepInBackward, refusal
+from ddp.replica.join import Joining, TorchJoinHook
+from ddp.replica.keywords import bucket_limits, check_keywords
 from ddp.replica.naive import NaiveReducer
+from ddp.replica.parameters import Change, ParameterWatch, managed, trainable
 from ddp.replica.reducer import Reducer
 from ddp.replica.sink import watch_backward
+from ddp.replica.sparse import produces_sparse_gradient
+from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.verify import verify_replicas
 
-MIB = 1 << 20
 PREFIX = "module."
-USE_INSTEAD = {
-    "process_group": "ddp.init() decides who takes part; call it before",
-    "device_mesh": "ddp.init() decides who takes part; call it before",
-    "mixed_precision": "precision=bf16 of ddp.fit, or torch.autocast around forward",
-    "static_graph": "find_unused_parameters=True handles graphs with and without change",
-    "check_reduction": "nothing: the reduction is always checked",
-    "delay_all_reduce_named_params": "a parameter that needs no reduction gets requires_grad=False",
-    "param_to_hook_all_reduce": "a parameter that needs no reduction gets requires_grad=False",
-}
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 
 
 class Replica(nn.Module):
-    """One worker's copy of a model, kept equal to the others by a reducer."""
+    """One worker's copy of a model, kept equal to the others by a reducer.
+
+    Attributes:
+        module: the model.
+        comm: the ranks that have a copy.
+        reducer: averages gradients.
+        require_backward_grad_sync: False inside `no_sync`.
+    """
 
     def __init__(
-        self, module: nn.Module, comm: Communicator, reducer: Reducer | NaiveReducer, *, broadcast_buffers: bool
+        self, module: nn.Module, comm: Communicator, reducer: Reducer | NaiveReducer, buffers: BufferSync
     ) -> None:
         super().__init__()
-        self.module = module
-        self.broadcast_buffers = broadcast_buffers
+        self.module, self.comm = module, comm
         self.require_backward_grad_sync = True
-        self._comm, self._reducer = comm, reducer
+        self.reducer, self._buffer_sync = reducer, buffers
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; a backward through what it returns ends with equal gradients on all ranks."""
-        synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if synchronise:
-            self._prepare_step()
+        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
+            return self.module(*args, **kwargs)
+        self.reducer.raise_pending()
+        self._sync_buffers(When.PRE_FORWARD)
         outputs = self.module(*args, **kwargs)
-        if synchronise:
-            watch_backward(outputs, self._reducer.begin, self._reducer.finish)
+        self._sync_buffers(When.POST_FORWARD)
+        watch_backward(outputs, self.reducer.begin, self._finish)
         return outputs
 
-    def _prepare_step(self) -> None:
-        """What every rank does at the start of a step, also one that has nothing to compute."""
-        self._reducer.raise_pending()
-        if self.broadcast_buffers and self.training:
-            self.sync_buffers()
+    def _sync_buffers(self, when: When, root: int = 0) -> None:
+        if self.training:
+            self._buffer_sync.run(when, root=root)
+
+    def _finish(self, *, had_backward: bool = True) -> None:
+        """Backward has ended."""
+        self.reducer.finish(had_backward=had_backward)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -83,90 +101,45 @@ class Replica(nn.Module):
             self.require_backward_grad_sync = before
 
     def sync_buffers(self) -> None:
-        """Gives every rank rank 0's buffers (BatchNorm statistics and the like)."""
-        buffers = list(self.module.buffers())
-        if buffers:
-            broadcast_tensors(self._comm, buffers, label="buffers")
+        """Gives every rank rank 0's buffers (BatchNorm statistics and the like). Collective."""
+        self._buffer_sync.broadcast()
 
     # --- the sum form, for ddp.fit -----------------------------------------------------------------------------------
 
     def ride_along(self, totals: StepTotals) -> None:
         """Call before the step's last backward: gradients become global sums divided by the global count."""
-        self._reducer.ride_along(totals)
+        self.reducer.ride_along(totals)
 
-    def reduce_without_backward(self) -> None:
-        """Takes part in a step for which this rank has no samples (or none that needed a backward)."""
-        self._prepare_step()
-        if self._reducer.begin():
-            self._reducer.finish(had_backward=False)
+    def reduce_without_backward(self, *, root: int = 0) -> None:
+        """Takes part in a step for which this rank has no samples (or none that needed a backward).
+
+        Args:
+            root: the rank whose buffers are right.
+        """
+        self.reducer.raise_pending()
+        self._sync_buffers(When.PRE_FORWARD, root)
+        self._sync_buffers(When.POST_FORWARD, root)
+        if self.reducer.begin(in_backward=False):
+            self._finish(had_backward=False)
 
     def raise_pending(self) -> None:
         """Raises, on every rank alike, what the last backward found wrong (UnusedParameters)."""
-        self._reducer.raise_pending()
+        self.reducer.raise_pending()
 
     @property
     def bucket_layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together; the bits of a ring depend on it."""
-        return self._reducer.layout
+        return self.reducer.layout
 
     @property
     def totals(self) -> StepTotals:
         """What the last step's totals added up to, over all ranks."""
-        return self._reducer.totals
+        return self.reducer.totals
 
     @property
     def waited(self) -> Stopwatch:
         """Time that backward had to wait for the other ranks."""
-        return self._reducer.waited
-
-
-class DistributedDataParallel(Replica):
-    """Averages gradients over all ranks in buckets, while backward runs. Drop-in for torch's class of this name.
-
-    Args:
-        module: at least one parameter must need a gradient. Its parameters and buffers become rank 0's.
-        device_ids, output_device: one device at most, which must be the module's; there is one device per process.
-        broadcast_buffers: send rank 0's buffers to all before each forward in training mode.
-        init_sync: compare and broadcast parameters and buffers now.
-        bucket_cap_mb: size at which a bucket is closed, in MiB; the first one at 1 MiB.
-        find_unused_parameters: parameters may go without a gradient.
-        gradient_as_bucket_view: gradients always are views of their buckets; False is accepted and means the same.
-
-    Raises:
-        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
-        ValueError: no parameter needs a gradient.
-        TypeError: a keyword that means nothing here; says what to use.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device_ids: list[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
-        *,
-        broadcast_buffers: bool = True,
-        init_sync: bool = True,
-        bucket_cap_mb: float | None = None,
-        first_bucket_mb: float = 1.0,
-        find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = True,
-        comm: Communicator | None = None,
-        **others: Any,
-    ) -> None:
-        _refuse(others)
-        comm = comm or current()
-        _check_devices(module, device_ids, output_device)
-        if init_sync:
-            broadcast_module(comm, module)
-        reducer = Reducer(
-            comm,
-            trainable(module),
-            first_bucket_bytes=int(first_bucket_mb * MIB),
-            bucket_bytes=int((25 if bucket_cap_mb is None else bucket_cap_mb) * MIB),
-            find_unused_parameters=find_unused_parameters,
-        )
-        super().__init__(module, comm, reducer, broadcast_buffers=broadcast_buffers)
+        return self.reducer.waited
 
 
 class NaiveDataParallel(Replica):
@@ -174,34 +147,398 @@ class NaiveDataParallel(Replica):
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
         comm = comm or current()
-        broadcast_module(comm, module)
-        super().__init__(module, comm, NaiveReducer(comm, trainable(module)), broadcast_buffers=broadcast_buffers)
+        broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
+        reducer = NaiveReducer(comm, trainable(list(module.named_parameters())))
+        super().__init__(module, comm, reducer, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
 
 
-def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that need a gradient, each once even if shared, in registration order.
+class DistributedDataParallel(Replica, Joinable):
+    """Averages gradients over all ranks in buckets, while backward runs. Drop-in for torch's class of this name.
+
+    Args:
+        module: at least one parameter must need a gradient. Its parameters and buffers become rank 0's.
+        device_ids, output_device: one device at most, which must be the module's; there is one device per process.
+            With `device_ids`, inputs are moved there.
+        broadcast_buffers: False: as `buffers="none"`, and buffers stay as they are at the start, too.
+        init_sync: compare and broadcast parameters and buffers now.
+        process_group, device_mesh: the ranks that take part: torch's process group, or a mesh of one dimension.
+        bucket_cap_mb: size at which a bucket is closed, in MiB.
+        bucket_cap_mb_list: the same for bucket 0, 1, 2, …; the last one holds for all that follow.
+        first_bucket_mb: the size for bucket 0, which goes first; 1 MiB.
+        find_unused_parameters: parameters may go without a gradient.
+        static_graph: every step uses the same parameters equally often; some may be used by none.
+        forward_sync_buffers: False: as `buffers="none"`.
+        buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none" (`buffers.py`).
+        overlap: reduce in the background of backward; None: where that pays (`reducer.py`, note "foreground").
+        comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
+        others: further keywords of torch's class (`keywords.py`).
 
     Raises:
-        ValueError: there are none.
+        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
+        ValueError: no parameter needs a gradient; keywords exclude each other.
+        TypeError: a keyword that means nothing here; says what to use.
     """
-    found = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not found:
-        raise ValueError("no parameter of the module needs a gradient: there is nothing to keep equal; use it as it is")
-    return found
 
+    reducer: Reducer
 
-def _refuse(others: dict[str, Any]) -> None:
-    for keyword, value in others.items():
-        if keyword not in USE_INSTEAD:
-            raise TypeError(f"DistributedDataParallel got an unexpected keyword {keyword!r}")
-        if value:
-            raise TypeError(
-                f"DistributedDataParallel does not take {keyword}={value!r}; instead: {USE_INSTEAD[keyword]}"
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        *,
+        static_graph: bool = False,
+        device_mesh: Any = None,
+        bucket_cap_mb_list: list[int] | None = None,
+        forward_sync_buffers: bool | None = None,
+        first_bucket_mb: float | None = None,
+        buffers: Mode | None = None,
+        overlap: bool | None = None,
+        comm: Communicator | None = None,
+        **others: Any,
+    ) -> None:
+        check_keywords(others)
+        limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb)
+        comm = _communicator(comm, process_group, device_mesh)
+        ignored = frozenset(getattr(module, IGNORED, ()))
+        named = managed(module, ignored, Replica)
+        trainable(named, has_inner=_has_inner(module))
+        _check_devices(named, device_ids, output_device)
+        keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
+        if buffers is not None and keeps_buffers and buffers != "none":
+            raise ValueError(f"buffers={buffers!r} excludes broadcast_buffers=False and forward_sync_buffers=False")
+        sync = BufferSync(comm, module, buffers or ("none" if keeps_buffers else "broadcast"), ignored)
+        if init_sync:
+            with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
+            broadcast_state(comm, [*named, *(sync.named().items() if with_buffers else ())])
+        settings = {
+            "limits": limits,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "overlap": overlap if not _communicates(module) else True,  # else a rank could wait in two places at once
+        }
+        super().__init__(module, comm, _reducer(comm, module, ignored, settings), sync)
+        Joinable.__init__(self)
+        self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
+        self.gradient_as_bucket_view, self.parameters_to_ignore = True, set(ignored)
+        self.device_mesh = device_mesh
+        self.joining: Joining | None = None
+        self._joining_of_torch: Joining | None = None
+        self._settings, self._device = settings, _input_device(device_ids)
+        self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
+        self._watch = ParameterWatch(module)
+        self._stepper: StepInBackward | None = None
+        self._verifies: Verification | None = None
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; a backward through what it returns ends with equal gradients on all ranks.
+
+        Raises:
+            UnusedParameters: the last step left some without a gradient, and that is not allowed.
+            ConfigError: parameters were added, removed or replaced.
+        """
+        if self._device is not None:
+            args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(self._device, non_blocking=True))
+        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
+            self.reducer.is_expected &= not torch.is_grad_enabled()
+            return self.module(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
+        if not self._begin_step():
+            return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        return self._watch_outputs(outputs)
+
+    def _begin_step(self) -> bool:
+        """What every rank does before a forward that synchronises. False if that has borrowed its parameters."""
+        self.reducer.raise_pending()
+        change = self._watch.look()
+        if change is Change.BORROWED:
+            return False
+        if change is Change.REQUIRES_GRAD:
+            self._make_reducer()
+        if self._join_config.enable:  # torch's Join
+            Join.notify_join_context(self)
+            self.joining = self._joining_of_torch
+        if self.joining is not None:
+            self.joining.meet(has_inputs=True)
+        self._sync_buffers(When.PRE_FORWARD, self._root)
+        return True
+
+    def _watch_outputs(self, outputs: Any) -> Any:
+        self._sync_buffers(When.POST_FORWARD, self._root)
+        self.reducer.is_expected, self.reducer.on_end = self.training, self._finish
+        watch_backward(outputs, self.reducer.begin, self._finish)
+        return outputs
+
+    def _finish(self, *, had_backward: bool = True) -> None:
+        """Backward has ended."""
+        super()._finish(had_backward=had_backward)
+        self._buffer_sync.wait()
+        if self._stepper is not None:
+            self._stepper.finish()
+        if self._verifies is not None and self.reducer.num_steps % self._verifies.every == 0:
+            self.verify_replicas(also=self._verifies.also)
+
+    @property
+    def _root(self) -> int:
+        """Whose buffers are right."""
+        return self.joining.active[0] if self.joining is not None else 0
+
+    # --- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        """A context in which ranks may have different numbers of inputs (`join.py`).
+
+        Args:
+            divide_by_initial_world_size: divide by the number of all ranks; else of those that still have inputs.
+            enable: False: the context does nothing.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one has run out.
+        """
+        if not enable:
+            return nullcontext()
+        return Joining(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
+        """What torch's `Join` context calls; takes divide_by_initial_world_size."""
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        self._joining_of_torch = Joining(self, divide_by_initial_world_size=divides_by_all)
+        return TorchJoinHook(self._joining_of_torch)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For torch's `Join`."""
+        return self.comm.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """For torch's `Join`."""
+        return self.process_group
+
+    def broadcast_from(self, root: int) -> None:
+        """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""
+        buffers = self._buffer_sync.named().items() if self.broadcast_buffers else ()
+        broadcast_state(self.comm, [*self._managed(), *buffers], root=root)
+
+    def _managed(self) -> list[tuple[str, nn.Parameter]]:
+        return managed(self.module, self.parameters_to_ignore, Replica)
+
+    # --- hooks, and the optimizer in backward ------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: Hook, *, overlap: bool = False) -> None:
+        """Lets `hook(state, bucket)` take the place of the all-reduce (`gradients/hook.py`). Once, on every rank.
+
+        Args:
+            overlap: the hook makes all its collectives when it is called, and may be called before its last future is
+                done. So may one that has an attribute `overlap` which is true.
+
+        Raises:
+            TypeError: it cannot be called.
+            RuntimeError: there is one already.
+        """
+        check_hook(hook)
+        if self.reducer.hook is not None:
+            raise RuntimeError(
+                f"the communication hook {self.reducer.hook.name} is registered already; there can be one"
             )
+        self.reducer.hook = CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
+
+    def register_buffer_hook(
+        self, state: Any, hook: Callable[[Any, dict[str, Tensor]], Any], *, when: When = When.POST_FORWARD
+    ) -> None:
+        """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`buffers.py`)."""
+        check_hook(hook)
+        self._buffer_sync.hook, self._buffer_sync.state, self._buffer_sync.when = hook, state, When[when.name]
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[[Any, dict[str, Tensor]], Any], comm_hook_location: Any = When.POST_FORWARD
+    ) -> None:
+        """torch's name for it."""
+        self.register_buffer_hook(state, hook, when=comm_hook_location)
+
+    def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
+        """Steps every bucket's parameters as soon as its mean is there (`in_backward.py`); gradients are gone then.
+
+        Args:
+            make_optimizer: makes an optimizer of the parameters that it is given; called once per bucket.
+
+        Raises:
+            ConfigError: a gradient may never come, or comes sparse.
+        """
+        if self.find_unused_parameters or self.static_graph:
+            raise refusal("find_unused_parameters or static_graph")
+        if any(slot.is_sparse for slot in self.reducer.slots):
+            raise refusal("a sparse gradient")
+        self._stepper = StepInBackward(self.reducer, make_optimizer)
+        self.reducer.on_mean = self._stepper.on_mean
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether `step_in_backward` was called."""
+        return self._stepper is not None
+
+    def ride_along(self, totals: StepTotals) -> None:
+        """Call before the step's last backward: gradients become global sums divided by the global count."""
+        if self._stepper is not None:
+            raise refusal(
+                "a step that may be refused (ddp.fit clips, vetoes values that are not finite, and takes back)"
+            )
+        super().ride_along(totals)
+
+    # --- looking at it -----------------------------------------------------------------------------------------------
+
+    def verify_replicas(
+        self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+    ) -> None:
+        """Compares the parameters of all ranks bit by bit: now, or from now on after every so many steps. Collective.
+
+        Args:
+            every: number of steps; 0 for never again.
+            also: gives further tensors that must be equal, with names: rates, a loss scale, the optimizer's state.
+
+        Raises:
+            ReplicaMismatch: names the first tensor that differs, and the ranks in the minority.
+        """
+        if every is None:
+            verify_replicas(self.comm, [*self._managed(), *also()])
+        else:
+            self._verifies = Verification(every, also) if every else None
+
+    def logging_data(self) -> dict[str, Any]:
+        """What the last step's reductions took, bucket by bucket (`timeline.py`)."""
+        return timeline.describe(self.reducer)
+
+    @property
+    def process_group(self) -> Any:
+        """torch's process group of the ranks that take part."""
+        return self._process_group if self._process_group is not None else dist.group.WORLD
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are kept equal."""
+        return self._buffer_sync.mode != "none"
+
+    forward_sync_buffers = broadcast_buffers
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """torch's way of naming parameters and buffers that a replica leaves alone; call it before making one."""
+        setattr(module, IGNORED, params_and_buffers_to_ignore)
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def _make_reducer(self) -> None:
+        """Anew, after parameters were frozen or unfrozen. Collective."""
+        if self._stepper is not None:
+            raise refusal("freezing or unfreezing parameters")
+        former = self.reducer
+        former.close()
+        reducer = _reducer(self.comm, self.module, self.parameters_to_ignore, self._settings)
+        check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in reducer.slots])
+        reducer.hook, reducer.num_steps, reducer.waited = former.hook, former.num_steps, former.waited
+        self.reducer = reducer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What can go to another process."""
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError("a replica over a process group of its own cannot be pickled; pickle its .module")
+        return self._state()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Over this process's communicator. Not collective: buckets are made in the first step."""
+        self._connect(state, current())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A replica of its own over the same ranks; for an average of weights, say. Not collective, either."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin._connect(copy.deepcopy(self._state(), memo), self.comm, self._process_group)
+        return twin
+
+    def _state(self) -> dict[str, Any]:
+        """Without what belongs to this process: communicator, reducer, hooks."""
+        return {name: value for name, value in self.__dict__.items() if name not in OF_THIS_PROCESS} | {
+            "buffer_mode": self._buffer_sync.mode
+        }
+
+    def _connect(self, state: dict[str, Any], comm: Communicator, group: dist.ProcessGroup | None = None) -> None:
+        mode = state.pop("buffer_mode")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.comm, self._process_group, self.device_mesh = comm, group, None
+        self.joining = self._joining_of_torch = self._stepper = self._verifies = None
+        self.reducer = _reducer(comm, self.module, self.parameters_to_ignore, self._settings)
+        self._buffer_sync = BufferSync(comm, self.module, mode, self.parameters_to_ignore)
+        self._watch = ParameterWatch(self.module)
 
 
-def _check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> None:
-    devices = {parameter.device for parameter in module.parameters()}
+OF_THIS_PROCESS = frozenset(
+    {"comm", "reducer", "joining", "device_mesh", "_buffer_sync", "_joining_of_torch", "_process_group"}
+    | {"_stepper", "_verifies", "_watch"}
+)
+
+
+class Verification(NamedTuple):
+    """What is compared, and when."""
+
+    every: int
+    also: Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+def _reducer(comm: Communicator, module: nn.Module, ignored: Collection[str], settings: dict[str, Any]) -> Reducer:
+    """Of a module's parameters as they are now."""
+    named = trainable(managed(module, ignored, Replica), has_inner=_has_inner(module))
+    sparse = {id(child.weight) for child in module.modules() if produces_sparse_gradient(child)}
+    return Reducer(comm, named, sparse=[name for name, parameter in named if id(parameter) in sparse], **settings)
+
+
+def _communicator(comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any) -> Communicator:
+    given = [each for each in (comm, process_group, device_mesh) if each is not None]
+    if len(given) > 1:
+        raise ValueError("comm, process_group and device_mesh exclude each other; give one")
+    if device_mesh is not None and device_mesh.ndim != 1:
+        raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; pass one of them: mesh['replicate'], say")
+    if comm is not None:
+        return comm
+    group = device_mesh.get_group(0) if device_mesh is not None else process_group
+    return current() if group is None else communicator_of(group)
+
+
+def _has_inner(module: nn.Module) -> bool:
+    return any(isinstance(child, Replica) for child in module.modules())
+
+
+def _communicates(module: nn.Module) -> bool:
+    """Whether a layer makes collectives of its own in backward."""
+    return any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in module.modules())
+
+
+def _input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
+    """Where inputs are moved to."""
+    if not device_ids:
+        return None
+    first = device_ids[0]
+    return torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
+
+
+def _check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, output_device: Any) -> None:
+    devices = {parameter.device for _, parameter in named}
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids={device_ids}: one process drives one device; start one worker per device")
     for given in (*(device_ids or ()), *(() if output_device is None else (output_device,))):

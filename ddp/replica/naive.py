@@ -6,7 +6,7 @@ be seen to be right. It is the first lesson, the oracle of the bucketed reducer,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
 from ddp.gradients.totals import StepTotals
+from ddp.replica.sink import accumulates
 
 
 class NaiveReducer:
@@ -35,19 +36,29 @@ class NaiveReducer:
         """Each gradient travels alone."""
         return [[name] for name in self.parameters]
 
+    @property
+    def order(self) -> list[str] | None:
+        """Of no importance here."""
+        return None
+
+    def adopt_order(self, names: Sequence[str]) -> None:
+        """Of no importance here."""
+
     def ride_along(self, totals: StepTotals) -> None:
         """Adds this rank's part of the step's totals to the others'; gradients are divided by the global count then."""
         self._mine = totals
 
-    def begin(self) -> bool:
-        """Backward has reached an output. True for the first one."""
+    def begin(self, *, in_backward: bool = True) -> bool:
+        """Backward has reached an output, or a rank without samples joins in. True for the first call of a step."""
+        if in_backward and not accumulates(list(self.parameters.values())):
+            return False
         first, self._in_backward = not self._in_backward, True
         return first
 
     @torch.no_grad()
     def finish(self, *, had_backward: bool = True) -> None:
         """Backward has ended: one all-reduce for the totals, one for who has a gradient, one per gradient."""
-        loss_sum, num_items, num_stopping, _ = self._mine or StepTotals()
+        loss_sum, num_items, num_stopping = self._mine or StepTotals()
         sums = torch.tensor([loss_sum, num_items, num_stopping], dtype=torch.float64, device=self.comm.device)
         has_gradient = torch.tensor([p.grad is not None for p in self.parameters.values()], device=self.comm.device)
         with self.waited.running():

@@ -1,64 +1,89 @@
-"""The reducer: sums gradients over all ranks while backward is still running.
+"""The reducer: averages gradients over all ranks while backward is still running.
 
 In the order of time, for every step that synchronises:
 
     begin      backward has reached the outputs (`sink.py`)
-    ready      a gradient is there: move it into its bucket's span. Send bucket k once it and all before it are full:
-               buckets start in one fixed order on every rank, or the ranks would wait for different ones
-    finish     backward has ended: fill what is still empty, send the rest, wait, divide once, hand out the views
+    ready      a gradient is there. Once a bucket and all before it are full, its mean is taken: in one fixed order on
+               every rank, or the ranks would wait for different ones
+    finish     backward has ended: fill what is still empty, reduce the rest, wait
 
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
                  wire              ░░ bucket 0 ░░░░░░░░░░░░░░ bucket 1 ░░░░░░░░░░░░░░░│░ last ░
 
-The last bucket is reduced by the main thread itself, which would only wait for it: one thread switch less, and for
-a model of one bucket none at all. Its tail carries the step's totals (`gradients/totals.py`).
+Note "begin". A backward begins at the outputs of forward, with one exception: a loss made of gradients with respect to
+inputs (`autograd.grad(…, create_graph=True)`) has a graph that leads past them. So the first gradient of a parameter
+begins the step, too, if there was a forward in training mode that no backward has followed yet.
 
-Note "fresh gradients". After `zero_grad(set_to_none=True)` autograd installs a new tensor as `p.grad`; copying it
-into the bucket once is cheaper than zeroing the bucket and adding to it. From `finish` on, `p.grad` is the bucket's
-view.
+Note "foreground". Over a network, buckets travel in the background while backward goes on. In the memory of a host
+whose processors are all busy with backward there is nothing to overlap with: another thread takes its time from the one
+that computes, and changing threads costs more than it brings (MLP with 25M parameters, 2 workers on two cores: 208 ms a
+step in the background, 190 ms in the foreground). There each bucket is reduced at once, by the thread that filled it.
+
+Note "order". Buckets are first laid out in the reverse order of registration. The first backward shows in which order
+gradients really come; at its end rank 0's order becomes everyone's, and if it needs other buckets, they are made anew.
 
 Note "unused parameters". A parameter without a gradient contributes zeros (or what it had accumulated), so that no
-rank ever waits for it. How many ranks had such parameters rides in the tail; only if any did, the ranks compare
-which. With `find_unused_parameters` that is fine: a parameter that no rank used keeps the gradient that it had.
-Without it, it is an error, raised on all ranks together by the next forward.
+rank ever waits for it. Whether any rank had such parameters rides in the tail of the last bucket; only then do the
+ranks compare which (`unused.py`). With `find_unused_parameters` the graph is asked at `begin` which gradients will
+never come, so that no bucket waits for them.
+
+Note "static graph". Under re-entrant checkpointing a parameter that is used twice gets two gradients, in two backwards
+inside the real one, and nothing in the graph announces that. If the graph is the same in every step, the first one
+shows how many there are: it holds all buckets back until its end, and later steps know what to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
-from ddp.clock import Stopwatch
+from ddp.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.work import Work
-from ddp.errors import UnusedParameters
-from ddp.gradients.bucket import Bucket, layout_of, make_buckets
+from ddp.comm.work import Work, done
+from ddp.gradients.bucket import Bucket, Slot, lay_out, plan_buckets
+from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
+from ddp.replica.higher_order import hand_out_differentiable
+from ddp.replica.sink import accumulates, call_at_end, will_accumulate
+from ddp.replica.sparse import reduce_sparse
+from ddp.replica.unused import Unused
 
 
 class Phase(Enum):
     """Where in a step the reducer is."""
 
     IDLE = auto()  # gradients accumulate locally, nothing is sent
-    BACKWARD = auto()  # between begin and finish: full buckets are sent
+    BACKWARD = auto()  # between begin and finish: full buckets are reduced
 
 
 class Reducer:
-    """Sums the gradients of one replica, bucket by bucket.
+    """Averages the gradients of one replica, bucket by bucket.
 
     Args:
         named_parameters: those that need a gradient, in registration order, the same on every rank.
-        first_bucket_bytes, bucket_bytes: a bucket is closed once it holds so much.
+        sparse: names of those whose gradient is sparse.
+        limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
         find_unused_parameters: parameters may go without a gradient.
+        static_graph: every step uses the same parameters equally often.
+        overlap: reduce in the background; None: where that pays (note "foreground").
 
     Attributes:
+        buckets: made by the first step that synchronises.
+        divide_by: what sums over ranks are divided by, unless totals ride along.
+        hook: takes the place of the all-reduce, if one is registered.
+        is_expected: a forward that synchronises waits for its backward.
+        on_end: what to call when a backward has ended that no output has announced.
+        on_mean: told of every bucket that has its mean, in backward's thread.
         totals: what all ranks' totals added up to in the last step.
-        waited: time that this rank's main thread spent waiting for reductions.
+        waited: time that backward's thread spent on reductions, or waiting for them.
+        num_steps: steps that have synchronised.
+        began_s, ended_s: when the last step's backward did.
     """
 
     def __init__(
@@ -66,30 +91,39 @@ class Reducer:
         comm: Communicator,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
-        first_bucket_bytes: int = 1 << 20,
-        bucket_bytes: int = 25 << 20,
+        sparse: Iterable[str] = (),
+        limits: Sequence[int] = (1 << 20, 25 << 20),
         find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        overlap: bool | None = None,
     ) -> None:
-        self.comm, self.find_unused_parameters = comm, find_unused_parameters
-        self.buckets = make_buckets(
-            reversed(list(named_parameters)),  # backward comes to the last layers first
-            first_bucket_bytes=first_bucket_bytes,
-            bucket_bytes=bucket_bytes,
-            allocate=comm.allocate,
-        )
-        self.totals = StepTotals()
-        self.waited = Stopwatch()
+        self.comm, self._limits = comm, limits
+        self._finds_unused, self._is_static = find_unused_parameters and not static_graph, static_graph
+        self.overlap = comm.overlaps if overlap is None else overlap
+        names = set(sparse)
+        self.slots = [Slot(i, name, p, is_sparse=name in names) for i, (name, p) in enumerate(named_parameters)]
+        self._order = [slot for slot in reversed(self.slots) if not slot.is_sparse]  # backward comes to the last first
+        tolerated = find_unused_parameters or static_graph
+        self._unused = Unused(comm, self.slots, tolerated=tolerated, fixed=static_graph)
+        self.buckets: list[Bucket] = []
+        self.divide_by = comm.world_size
+        self.hook: CommHook | None = None
+        self.is_expected = False
+        self.on_end: Callable[[], None] = self.finish
+        self.on_mean: Callable[[Bucket], None] | None = None
+        self.totals, self.waited, self.num_steps = StepTotals(), Stopwatch(), 0
+        self.began_s = self.ended_s = 0.0
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._never_used: list[Slot] = []
         self._phase = Phase.IDLE
         self._mine: StepTotals | None = None
-        self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
-        self._used = [[False] * len(bucket.parameters) for bucket in self.buckets]
-        self._works: list[Work] = []
-        self._unused_error: UnusedParameters | None = None
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket.index, position))
-            for bucket in self.buckets
-            for position, parameter in enumerate(bucket.parameters)
+        self._works: list[tuple[Bucket, Work]] = []  # in flight
+        self._num_launched = 0
+        self._is_differentiable = False
+        self._came: list[Slot] | None = []  # in the order of their gradients; None once the order is known
+        self._knows_graph = not static_graph
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot)) for slot in self.slots
         ]
 
     # --- the step, in the order of time ------------------------------------------------------------------------------
@@ -98,136 +132,269 @@ class Reducer:
         """Raises what the last step left behind.
 
         Raises:
-            UnusedParameters: some parameters got no gradient, and `find_unused_parameters` is off.
+            UnusedParameters: some parameters got no gradient, and that is not allowed.
             RuntimeError: the last backward broke off half-way, so that the ranks are out of step.
         """
-        if self._unused_error is not None:
-            raise self._unused_error
+        self._unused.raise_pending()
         if self._phase is Phase.BACKWARD:
             raise RuntimeError(
-                "the last backward through this replica broke off; the ranks are out of step: start anew"
+                f"the last backward through this replica broke off (step {self.num_steps}); the ranks are out of step: "
+                "start anew, from the last checkpoint"
             )
 
     def ride_along(self, totals: StepTotals) -> None:
         """Sends this rank's part of the step's totals with the gradients; they are divided by the global count then."""
         self._mine = totals
 
-    def begin(self) -> bool:
-        """Backward has reached an output. True for the first one."""
-        if self._phase is Phase.BACKWARD:
+    def begin(self, *, in_backward: bool = True) -> bool:
+        """Backward has reached an output, or a rank without samples joins in. True for the first call of a step."""
+        if self._phase is Phase.BACKWARD or (in_backward and not accumulates(self._parameters)):
             return False
-        self._phase = Phase.BACKWARD
-        for bucket in self.buckets:
-            self._num_missing[bucket.index] = len(bucket.parameters)
-            self._ready[bucket.index] = [False] * len(bucket.parameters)
+        if not self.buckets:
+            self._build()
+        self._phase, self.began_s = Phase.BACKWARD, now_s()
+        self._is_differentiable = in_backward and torch.is_grad_enabled()
+        assert self.buckets[0].totals is not None
+        (self._mine or StepTotals()).write(self.buckets[0].totals)
+        for slot in self._never_used:
+            self._unused.keep(slot)
+        if self._finds_unused and in_backward:
+            self._expect_only(set(will_accumulate(self._parameters)))
+        self._reduce_full_buckets()
         return True
 
-    def _on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
+    def _expect_only(self, coming: set[int]) -> None:
+        """Takes it that parameters of other numbers will get no gradient."""
+        for slot in self._order:
+            if slot.index not in coming:
+                self._unused.keep(slot)
+                slot.missing = 0
+                slot.bucket.missing -= 1
+
+    def _on_gradient(self, slot: Slot, _parameter: Tensor) -> None:
         """Autograd has accumulated this parameter's gradient."""
-        self._used[index][position] = True
+        slot.used = True
         if self._phase is Phase.IDLE:
+            if not (self.is_expected and self.begin()):
+                return
+            call_at_end(self.on_end)
+        slot.missing -= 1
+        if slot.is_sparse:
             return
-        bucket, ready = self.buckets[index], self._ready[index]
-        if index < len(self._works):
+        if slot.missing:
+            self._on_another(slot)
+            return
+        if slot.is_large:
+            slot.move_in(keep=self._is_differentiable)
+        if self._came is not None:
+            self._came.append(slot)
+        bucket = slot.bucket
+        bucket.missing -= 1
+        if not bucket.missing:
+            bucket.ready_s = now_s()
+            self._reduce_full_buckets()
+
+    def _on_another(self, slot: Slot) -> None:
+        """One of several gradients of a parameter in one backward."""
+        if slot.bucket.index < self._num_launched:
             raise RuntimeError(
-                f"{bucket.names[position]} got a second gradient in one backward after its bucket had been sent. "
-                "Re-entrant checkpointing of a module that is used twice does this: pass use_reentrant=False to it"
+                f"{slot.name} got a gradient in step {self.num_steps} after {slot.bucket.label} had been sent. "
+                "Re-entrant checkpointing of a module that is used twice does this, or of one that "
+                "find_unused_parameters=True takes for unused: pass use_reentrant=False to the checkpoint, or "
+                "static_graph=True to the replica if all steps are alike"
             )
-        self._move_in(bucket, position)
-        if not ready[position]:
-            ready[position] = True
-            self._num_missing[index] -= 1
-            self._launch_full_buckets()
+        if slot.missing < 0 and slot.is_large:
+            slot.move_in(keep=self._is_differentiable)
 
-    def _move_in(self, bucket: Bucket, position: int) -> None:
-        """Puts the gradient into its span, unless it lives there already (note "fresh gradients")."""
-        parameter, view = bucket.parameters[position], bucket.views[position]
-        gradient = parameter.grad
-        if gradient is None:
-            view.zero_()
-        elif gradient is not view:
-            view.copy_(gradient)
-            parameter.grad = view
+    def _reduce_full_buckets(self) -> None:
+        """Reduces every bucket whose turn it is, except the last."""
+        while self._knows_graph and self._num_launched < len(self.buckets) - 1:
+            bucket = self.buckets[self._num_launched]
+            if bucket.missing:
+                return
+            self._reduce(bucket)
 
-    def _launch_full_buckets(self) -> None:
-        """Sends off every bucket whose turn it is, except the last."""
-        while len(self._works) < len(self.buckets) - 1 and self._num_missing[len(self._works)] == 0:
-            bucket = self.buckets[len(self._works)]
-            self._works.append(self.comm.all_reduce(bucket.flat, async_op=True, label=bucket.label))
+    def _reduce(self, bucket: Bucket) -> None:
+        """Takes a bucket's mean: now, or in the background; the last one's always now, since nothing is left to do."""
+        self._num_launched += 1
+        if self._is_differentiable:
+            for slot in bucket.slots:
+                slot.move_in(keep=True)
+        else:
+            bucket.fill()
+        bucket.launched_s = now_s()
+        if self.hook is not None:
+            if bucket.slots:
+                self.hook.launch(bucket, self.buckets, self.num_steps)
+            return
+        in_background = self.overlap and bucket is not self.buckets[-1]
+        with record_function(f"ddp: {bucket.label}"), self.waited.running():
+            work = self._all_reduce(bucket, async_op=in_background)
+            if in_background:
+                self._works.append((bucket, work))
+                self._retire(wait=False)
+            else:
+                self._retire(wait=True)
+                self._has_mean(bucket, now_s())
+
+    def _retire(self, *, wait: bool) -> None:
+        """Takes note of buckets that have come back, in order."""
+        while self._works and (wait or self._works[0][1].is_completed()):
+            bucket, work = self._works.pop(0)
+            work.wait()
+            self._has_mean(bucket, work.done_s)
+
+    def _has_mean(self, bucket: Bucket, done_s: float) -> None:
+        bucket.done_s = done_s
+        if self.on_mean is not None:
+            self.on_mean(bucket)
 
     @torch.no_grad()
     def finish(self, *, had_backward: bool = True) -> None:
-        """Backward has ended: reduces what is left, divides, and hands out the views.
+        """Backward has ended: reduces what is left, and hands out the views.
 
         Args:
             had_backward: False on a rank that had nothing to compute; that is no error about unused parameters.
         """
-        kept = self._fill_empty_spans()
-        self._launch_full_buckets()
+        self.ended_s = now_s()
+        unused = [slot for slot in self.slots if not slot.used]
+        for slot in unused:
+            self._unused.keep(slot)
         last = self.buckets[-1]
-        assert last.tail is not None
-        mine = self._mine or StepTotals()
-        mine._replace(num_unused=int(bool(kept) and had_backward)).write(last.tail)
-        with self.waited.running():
-            for work in self._works:
-                work.wait()
-            self.comm.all_reduce(last.flat, label=last.label)
-        self.totals = StepTotals.read(last.tail)
-        divisor = self.comm.world_size if self._mine is None else max(1, self.totals.num_items)
+        assert last.unused is not None
+        last.unused.fill_(bool(unused) and had_backward)
+        for bucket in self.buckets[self._num_launched :]:
+            if bucket.missing or not bucket.slots:
+                bucket.ready_s = self.ended_s
+            self._reduce(bucket)
+        if self.hook is not None:
+            self._finish_hook(self.hook)
+        self._read_totals()
+        if self._is_differentiable:
+            hand_out_differentiable(self._order, self.begin, self.finish)
+        if last.unused.item() > 0:
+            self._unused.settle(had_backward=had_backward)
+        for slot in self.slots:
+            if slot.is_sparse:
+                reduce_sparse(self.comm, slot.parameter, divide_by=self._divisor())
+        self._learn(had_backward=had_backward)
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """For the next step."""
+        self._phase, self._mine, self._num_launched, self.is_expected = Phase.IDLE, None, 0, False
+        self.num_steps += 1
+        self._unused.forget()
         for bucket in self.buckets:
-            bucket.flat.div_(divisor)
-        self._works, self._mine, self._phase = [], None, Phase.IDLE
-        if self.totals.num_unused:
-            self._settle_unused(kept, had_backward=had_backward)
-        elif kept:
-            self._hand_out_views()
-        self._used = [[False] * len(bucket.parameters) for bucket in self.buckets]
+            bucket.missing = 0
+        for slot in self.slots:
+            slot.used, slot.missing = False, slot.expected
+            if slot.expected and not slot.is_sparse:
+                slot.bucket.missing += 1
+
+    # --- the mean ----------------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, bucket: Bucket, *, async_op: bool) -> Work:
+        """Sums a bucket over the ranks and divides it on its way. The first one carries what totals divide by."""
+        divide_by = self._divisor if self._mine is None or bucket.index else 1
+        label = f"step {self.num_steps}, {bucket.label}"
+        flat = bucket.flat
+        if flat.device == self.comm.device:
+            if async_op:
+                return self.comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
+            return done(self.comm.all_reduce(flat, divide_by=divide_by, label=label))
+        staged = flat.to(self.comm.device)  # a model on several devices
+        flat.copy_(self.comm.all_reduce(staged, divide_by=divide_by, label=label))
+        return done()
+
+    def _divisor(self) -> int:
+        """Of sums over ranks: their number, or the global count, which is known once the first bucket is through."""
+        if self._mine is None:
+            return self.divide_by
+        assert self.buckets[0].totals is not None
+        return max(1, StepTotals.read(self.buckets[0].totals).num_items)
+
+    def _read_totals(self) -> None:
+        if self._mine is not None:
+            first = self.buckets[0]
+            assert first.totals is not None
+            self.totals = StepTotals.read(first.totals)
+            first.gradients.div_(self._divisor())
+
+    def _finish_hook(self, hook: CommHook) -> None:
+        """Waits for the hook's futures. Its buckets have no tails: those take a message of their own."""
+        with self.waited.running():
+            hook.finish()
+            first, last = self.buckets[0], self.buckets[-1]
+            assert first.totals is not None
+            assert last.unused is not None
+            tails = torch.cat([first.totals, last.unused])
+            self.comm.all_reduce(tails, label=f"step {self.num_steps}, totals")
+            first.totals.copy_(tails[:-1])
+            last.unused.copy_(tails[-1:])
+        if self._mine is not None:  # a hook gives means of the ranks' sums
+            for bucket in self.buckets:
+                bucket.gradients.mul_(self.comm.world_size / (self._divisor() if bucket.index else 1))
+        for bucket in self.buckets:
+            self._has_mean(bucket, now_s())
+
+    # --- buckets and their order -------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> list[list[str]]:
-        """Names of the gradients in each bucket."""
-        return layout_of(self.buckets)
+        """Names of the gradients that are reduced together."""
+        return [[slot.name for slot in group] for group in plan_buckets(self._order, limits=self._limits)]
 
-    # --- unused parameters -------------------------------------------------------------------------------------------
+    @property
+    def order(self) -> list[str] | None:
+        """Names in the order in which gradients come; None as long as that is not known."""
+        return [slot.name for slot in self._order] if self._came is None else None
 
-    def _fill_empty_spans(self) -> dict[str, Tensor | None]:
-        """Makes every span ready. Returns what parameters unused since the last step had as gradient, by name."""
-        kept: dict[str, Tensor | None] = {}
-        for bucket in self.buckets:
-            for position, parameter in enumerate(bucket.parameters):
-                if not self._ready[bucket.index][position]:
-                    if not self._used[bucket.index][position]:
-                        had = parameter.grad
-                        kept[bucket.names[position]] = None if had is None else had.clone()
-                    self._move_in(bucket, position)
-            self._num_missing[bucket.index] = 0
-        return kept
+    def adopt_order(self, names: Sequence[str]) -> None:
+        """Lays buckets out for gradients that come in this order, from now on. Every rank calls it alike."""
+        before = self.layout
+        slots = {slot.name: slot for slot in self._order}
+        self._order = list(dict.fromkeys([*(slots[name] for name in names if name in slots), *self._order]))
+        self._came = None
+        if self.buckets and self.layout != before:
+            self._build()
 
-    def _hand_out_views(self) -> None:
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
+    def _learn(self, *, had_backward: bool) -> None:
+        """From the first backward: how often gradients come, and in which order, as rank 0 saw it. Collective."""
+        if had_backward and not self._knows_graph:
+            self._knows_graph = True
+            for slot in self.slots:
+                slot.expected -= slot.missing  # 1 − (1 − how often it came)
+            self._never_used = [slot for slot in self.slots if not slot.expected]
+        if self._came is not None:
+            seen = all_gather_object(self.comm, [slot.name for slot in self._came] if had_backward else None)
+            self._came = []
+            if (order := next((names for names in seen if names is not None), None)) is not None:
+                self.adopt_order(order)
 
-    def _settle_unused(self, kept: dict[str, Tensor | None], *, had_backward: bool) -> None:
-        """Gives parameters that some rank used their mean, and those that none used what they had."""
-        unused_by_rank = [set(names) for names in all_gather_object(self.comm, sorted(kept))]
-        computing = all_gather_object(self.comm, had_backward)
-        self._hand_out_views()
-        nobody_used = set.intersection(*unused_by_rank)
-        for bucket in self.buckets:
-            for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
-                if name in nobody_used:
-                    had = kept[name]
-                    parameter.grad = None if had is None else view.copy_(had)
-        if not self.find_unused_parameters:
-            complaints = {rank: names for rank, names in enumerate(unused_by_rank) if computing[rank]}
-            self._unused_error = UnusedParameters(_unused_message(complaints))
+    def _build(self) -> None:
+        """Makes the buckets, and moves gradients over from those that there were. Collective."""
+        former = self.buckets
+        held = [(slot, slot.view) for slot in self._order if former and slot.parameter.grad is slot.view]
+        groups = plan_buckets(self._order, limits=self._limits)
+        self.buckets = lay_out(groups, allocate=self._allocate, device=self.comm.device)
+        for slot, gradient in held:
+            slot.parameter.grad = slot.view.copy_(gradient)
+        self._free(former)
 
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device == self.comm.device:
+            return self.comm.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
-def _unused_message(by_rank: dict[int, set[str]]) -> str:
-    lines = [f"  rank {rank}: {', '.join(sorted(names)) or 'none'}" for rank, names in by_rank.items()]
-    return (
-        "these parameters got no gradient in the last step:\n" + "\n".join(lines) + "\n"
-        "Let every parameter take part in the loss, set requires_grad=False on those that do not, "
-        "or pass find_unused_parameters=True"
-    )
+    def _free(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.flat.device == self.comm.device:
+                self.comm.free(bucket.flat)
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters, and gives the memory back once no gradient lives in it. Collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._free(self.buckets)
+        self.buckets = []

@@ -4,15 +4,20 @@ A hook on a parameter says that one gradient is there. It cannot say that backwa
 queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation
 checkpointing that is a small backward inside the real one. Hooks on the *outputs* of forward run first and in the
 outermost backward; a callback queued there runs when the whole of it has ended.
+
+A hook on an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
+gradient penalty): `accumulates` tells. And `will_accumulate` asks the graph that is being run which parameters it will
+come to, before it has come to any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -26,11 +31,35 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
 
     def hook(_gradient: Tensor) -> None:
         if begin():
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            call_at_end(end)
 
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:  # a hook on a leaf would stay for ever
             tensor.register_hook(hook)
+
+
+def call_at_end(end: Callable[[], None]) -> None:
+    """Lets the backward that is running, the innermost one, call this when it has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def accumulates(parameters: Sequence[Tensor]) -> bool:
+    """Whether the backward that is running adds to gradients of these: `backward()` does, `autograd.grad` does not."""
+    if torch.autograd._is_checkpoint_valid():  # no `inputs=`, and not `autograd.grad`
+        return True
+    try:
+        return bool(will_accumulate(parameters))
+    except RuntimeError:  # autograd.grad with respect to parameters: it captures, and accumulates nothing
+        return False
+
+
+def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
+    """Which of these, by place, the backward that is running will come to.
+
+    Parameters inside re-entrant checkpoints are not seen: their part of the graph does not exist yet.
+    """
+    will_run = torch._C._will_engine_execute_node
+    return [place for place, each in enumerate(parameters) if will_run(get_gradient_edge(each).node)]
 
 
 def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:

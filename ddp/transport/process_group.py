@@ -152,13 +152,17 @@ class _NcclRound:
             work.wait()
 
 
-def process_group_transport(device: torch.device, backend: str, *, timeout_s: float) -> GlooTransport | NcclTransport:
-    """The transport for tensors of `device`. Collective over all ranks of torch.distributed.
+def process_group_transport(
+    device: torch.device, backend: str, *, timeout_s: float, ranks: list[int] | None = None
+) -> GlooTransport | NcclTransport:
+    """The transport for tensors of `device`. Collective over the ranks.
 
     Args:
         timeout_s: longest wait for the others' connections.
+        ranks: of torch.distributed; None for all.
     """
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
     assert isinstance(group, dist.ProcessGroup)
     if backend == "nccl":
         return NcclTransport(group)

@@ -458,6 +458,12 @@ def test_wrong_arguments() -> None:
             verb(torch.zeros(1), "avg")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"op='mean' on torch\.int64"):
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
+    with pytest.raises(ConfigError, match="use op='sum'"):
+        comm.all_reduce(torch.zeros(1), "mean", divide_by=2)
+    with pytest.raises(ConfigError, match="divide_by=0: must be from 1"):
+        comm.all_reduce(torch.zeros(1), divide_by=0)
+    with pytest.raises(ConfigError, match="use a floating point tensor"):
+        comm.all_reduce(torch.zeros(1, dtype=torch.int64), divide_by=2)
     with pytest.raises(ConfigError, match=r"op='max' on torch\.complex64: complex numbers have no order"):
         comm.all_reduce(torch.zeros(1, dtype=torch.complex64), "max")
     with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float16 with torch\.int64: both must be floating"):

@@ -352,10 +352,10 @@ def test_fast_and_slow_ranks_do_not_run_into_each_other(size: int, monkeypatch: 
             time.sleep(slow.random() / 500)
         honest_copy(to, source, num_bytes)
 
-    def add_slowly(self: Any, leaves: Sequence[Tensor], out: Tensor, scratch: Any) -> None:
+    def add_slowly(self: Any, leaves: Sequence[Tensor], out: Tensor, scratch: Any, divide_by: int) -> None:
         if slow.random() < 0.2:
             time.sleep(slow.random() / 500)
-        honest_add(self, leaves, out, scratch)
+        honest_add(self, leaves, out, scratch, divide_by)
 
     monkeypatch.setattr(host_reduce, "copy_bytes", copy_slowly)
     monkeypatch.setattr(host_reduce._Arithmetic, "beside", add_slowly)

@@ -95,6 +95,14 @@ def ways_are_right(comm: Communicator) -> None:
             terms = torch.stack([normal(rank, numel) for rank in range(comm.world_size)])
             results.append(comm.all_reduce(terms[comm.rank].clone(), op, algorithm=way))
             torch.testing.assert_close(results[-1], reference[op](terms), rtol=1e-12, atol=1e-12)
+        for divisor in (3, lambda: 4096):  # known now, or when its turn has come
+            for async_op in (False, True):
+                terms = torch.stack([normal(rank, 40_000) for rank in range(comm.world_size)])
+                mine = terms[comm.rank].clone()
+                answer = comm.all_reduce(mine, algorithm=way, divide_by=divisor, async_op=async_op)
+                results.append(answer.wait() if async_op else answer)
+                by = divisor if isinstance(divisor, int) else divisor()
+                torch.testing.assert_close(mine, terms.sum(0) / by, rtol=1e-12, atol=1e-12)
         wide = normal(comm.rank, 100, torch.float32)
         results.append(comm.all_reduce(wide, algorithm=way, wire_dtype=torch.bfloat16).double())
         first, *others = comm.all_gather(torch.cat(results))

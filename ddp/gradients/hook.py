@@ -1,0 +1,162 @@
+"""Communication hooks: what turns a bucket into its mean, when it is not the plain all-reduce.
+
+    def hook(state, bucket) -> Future[Tensor]        the protocol of torch's `register_comm_hook`
+        bucket.buffer()                              [numel], the gradients of this rank; not divided by anything
+        bucket.gradients(), bucket.parameters()      views of the buffer, and whose they are
+        bucket.index(), bucket.is_last()             in the order of reduction
+        bucket.set_buffer(tensor)                    another tensor as the buffer
+                                                     the future's value, shaped like the buffer, is the result
+
+torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. They communicate over process groups of
+torch.distributed; this project's collectives have a process group of their own, so neither can take the other's
+messages.
+
+Order. The next hook starts when the future of the one before is done: a hook whose steps are chained futures (PowerSGD)
+makes its second collective whenever its first one ends, which with two buckets in flight is another order on every
+rank, and hangs. A hook that makes all its collectives at once may declare itself safe (`overlap=True`); then futures
+are awaited when backward has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp.comm.communicator import Communicator
+from ddp.errors import HookFailed
+from ddp.gradients.bucket import Bucket
+
+Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+
+class GradBucket:
+    """A bucket as hooks see it: the verbs of `torch.distributed.GradBucket`."""
+
+    def __init__(self, bucket: Bucket, index: int, *, is_last: bool) -> None:
+        self._bucket, self._index, self._is_last = bucket, index, is_last
+        self._buffer = bucket.gradients
+
+    def index(self) -> int:
+        """Its number in the order of reduction."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """[numel]: the gradients side by side, zeros between them."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Takes another tensor as the buffer."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """The parameters' gradients, views of the bucket."""
+        return [slot.view for slot in self._bucket.slots]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of their gradients."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """True for the last bucket of a step."""
+        return self._is_last
+
+
+@dataclass
+class CommHook:
+    """A hook, and the future that it has given for the bucket before.
+
+    Args:
+        overlap: the hook may be called before the last future is done.
+        comm: gives waits their deadline and says who is missing.
+
+    Raises (all methods):
+        HookFailed: the hook raised, or gave something else than promised; names the bucket.
+        PeerLost: the others did not do their part within the deadline.
+    """
+
+    hook: Hook
+    state: Any
+    comm: Communicator
+    overlap: bool = False
+    _pending: list[tuple[Bucket, torch.futures.Future[Tensor], str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
+
+    def launch(self, bucket: Bucket, buckets: Sequence[Bucket], step: int) -> None:
+        """Calls the hook for a bucket, once the future before it is done unless the hook overlaps."""
+        if not self.overlap:
+            self.finish()
+        with_gradients = [each for each in buckets if each.slots]
+        where = f"step {step}, {bucket.label}"
+        seen = GradBucket(bucket, with_gradients.index(bucket), is_last=bucket is with_gradients[-1])
+        try:
+            future = self.hook(self.state, seen)
+        except Exception as error:
+            raise HookFailed(f"the communication hook {self.name} raised {error!r} ({where})") from error
+        if not isinstance(future, torch.futures.Future):
+            raise HookFailed(
+                f"the communication hook {self.name} returned a {type(future).__name__} ({where}); "
+                "it must return a torch.futures.Future with the reduced buffer, also where it communicates nothing"
+            )
+        self._pending.append((bucket, future, where))
+
+    def finish(self) -> None:
+        """Waits for the futures, and puts what they hold into their buckets."""
+        while self._pending:
+            bucket, future, where = self._pending.pop(0)
+            self._wait(future, where)
+            try:
+                result = future.value()
+            except Exception as error:
+                raise HookFailed(
+                    f"the future of the communication hook {self.name} failed: {error} ({where})"
+                ) from error
+            self._put(bucket, result, where)
+
+    def forget(self) -> None:
+        """After an error: what is in flight is nobody's."""
+        self._pending.clear()
+
+    def _wait(self, future: torch.futures.Future[Tensor], where: str) -> None:
+        await_future(self.comm, future, label=f"communication hook {self.name}, {where}")
+
+    def _put(self, bucket: Bucket, result: Any, where: str) -> None:
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            result = result[0]  # what a Work's own future holds
+        gradients = bucket.gradients
+        if not isinstance(result, Tensor) or result.numel() != gradients.numel():
+            found = f"{list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            raise HookFailed(
+                f"the future of the communication hook {self.name} holds {found} ({where}); "
+                f"it must hold one tensor like the bucket's buffer, [{gradients.numel()}]"
+            )
+        if result.data_ptr() != gradients.data_ptr() or result.dtype != gradients.dtype:
+            gradients.copy_(result.detach().view(-1))
+
+
+def await_future(comm: Communicator, future: torch.futures.Future[Any], *, label: str) -> None:
+    """Waits until a future is done, well or badly; on CUDA, makes the current stream wait for its result.
+
+    Raises:
+        PeerLost: the others did not do their part within the communicator's deadline.
+    """
+    if not future.done():
+        arrived = threading.Event()
+        future.add_done_callback(lambda _: arrived.set())
+        comm.wait_for(arrived.wait, label=label)
+    if comm.device.type == "cuda":
+        future.wait()
+
+
+def check_hook(hook: Any) -> None:
+    """Raises TypeError unless it can be called with a state and a bucket."""
+    if not callable(hook):
+        raise TypeError(f"a communication hook must be callable as hook(state, bucket), got {hook!r}")

@@ -1,0 +1,69 @@
+"""The optimizer inside backward: a bucket's parameters are stepped as soon as its mean is there.
+
+    model.step_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+The step overlaps with the rest of backward, and a gradient is gone once it is used: at no time are all gradients there.
+One optimizer for each bucket, made when the order of gradients is known, at the end of the first step.
+
+The price: a step is no transaction any more. Nothing can be taken back once the first bucket is stepped, and nothing
+that looks at all gradients can come before. So it is refused beside loss scaling, clipping by the global norm, the veto
+on values that are not finite, and elasticity (all of `ddp.fit`), and where it is not certain that a gradient will come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp.errors import ConfigError
+from ddp.gradients.bucket import Bucket
+from ddp.replica.reducer import Reducer
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class StepInBackward:
+    """Steps each bucket's parameters when it has its mean.
+
+    Args:
+        make_optimizer: called with some of the parameters; the same settings each time.
+
+    Attributes:
+        optimizers: by bucket.
+    """
+
+    def __init__(self, reducer: Reducer, make_optimizer: MakeOptimizer) -> None:
+        self._reducer, self._make = reducer, make_optimizer
+        self.optimizers: dict[Bucket, Optimizer] = {}
+
+    def on_mean(self, bucket: Bucket) -> None:
+        """A bucket has its mean."""
+        if self._reducer.order is None:
+            return  # buckets may be made anew at the end of this step
+        if bucket not in self.optimizers and bucket.slots:
+            self.optimizers[bucket] = self._make([slot.parameter for slot in bucket.slots])
+        if bucket.slots:
+            self._step(bucket)
+
+    def finish(self) -> None:
+        """The first step has ended, and the buckets are final."""
+        for bucket in self._reducer.buckets:
+            if bucket not in self.optimizers:
+                self.on_mean(bucket)
+
+    @torch.no_grad()
+    def _step(self, bucket: Bucket) -> None:
+        optimizer = self.optimizers[bucket]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def refusal(of: str) -> ConfigError:
+    """The error for what does not go with a step inside backward."""
+    return ConfigError(
+        f"{of} does not go with step_in_backward: once the first bucket is stepped, a step cannot be taken back, and "
+        "nothing can look at all gradients before. Call optimizer.step() after backward instead"
+    )

@@ -1,0 +1,97 @@
+"""Which parameters a replica keeps equal, and whether they are still the same ones.
+
+A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
+So every forward looks whether modules and parameters are still those of the beginning: one comparison of two lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from enum import Enum, auto
+
+from torch import nn
+
+from ddp.errors import ConfigError
+
+
+def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that a replica answers for, each once even if shared, in registration order.
+
+    Args:
+        ignored: names that are left out.
+        inner: parameters inside a module of this class are left out, too: that answers for them.
+    """
+    others = {id(p) for child in module.modules() if isinstance(child, inner) for p in child.parameters()}
+    return [(name, p) for name, p in module.named_parameters() if name not in ignored and id(p) not in others]
+
+
+def trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> list[tuple[str, nn.Parameter]]:
+    """Those that need a gradient.
+
+    Raises:
+        ValueError: there are none, or one has no shape yet.
+    """
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
+    found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not found and not has_inner:
+        raise ValueError("no parameter of the module needs a gradient: there is nothing to keep equal; use it as it is")
+    return found
+
+
+class Change(Enum):
+    """What a look at the parameters found."""
+
+    NONE = auto()
+    BORROWED = auto()  # torch.func.functional_call has put other tensors in their places for one forward
+    REQUIRES_GRAD = auto()  # some were frozen or unfrozen
+
+
+class ParameterWatch:
+    """Remembers a module's parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._remember()
+
+    def _remember(self) -> None:
+        self._named = dict(self._module.named_parameters(remove_duplicate=False))
+        self._tables = [table for each in self._module.modules() for table in (each._parameters, each._modules)]
+        self._values = list(self._contents())  # held, so that no other object gets the same id
+        self._ids = [id(value) for value in self._values]
+        self._parameters = list(self._named.values())
+        self._needed = [parameter.requires_grad for parameter in self._parameters]
+
+    def _contents(self) -> Iterator[object]:
+        return (value for table in self._tables for value in table.values())
+
+    def look(self) -> Change:
+        """Compares with what is remembered; what has changed is remembered then.
+
+        Raises:
+            ConfigError: parameters were added, removed or replaced; names them.
+        """
+        if [id(value) for table in self._tables for value in table.values()] != self._ids:
+            change = self._compare()
+            if change is not Change.NONE:
+                return change
+        if [parameter.requires_grad for parameter in self._parameters] != self._needed:
+            self._needed = [parameter.requires_grad for parameter in self._parameters]
+            return Change.REQUIRES_GRAD
+        return Change.NONE
+
+    def _compare(self) -> Change:
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        added, removed = now.keys() - self._named.keys(), self._named.keys() - now.keys()
+        replaced = [name for name in now if name in self._named and now[name] is not self._named[name]]
+        if not (added or removed) and replaced and not any(isinstance(now[name], nn.Parameter) for name in replaced):
+            return Change.BORROWED
+        for names, what in ((added, "added"), (removed, "removed"), (replaced, "replaced")):
+            if names:
+                raise ConfigError(
+                    f"parameters were {what} after the replica was made: {', '.join(sorted(names))}. They would not be "
+                    "kept equal: change the model first, then wrap it (and give the optimizer the new parameters)"
+                )
+        self._remember()  # modules without parameters came or went
+        return Change.NONE

@@ -1,0 +1,724 @@
+"""What users of torch's DistributedDataParallel rely on, case by case, against torch's class in the same ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import itertools
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ddp
+from ddp.errors import ConfigError, ReplicaMismatch
+from ddp.replica.verify import verify_replicas
+
+TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}  # a bucket for every parameter
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def both(module: nn.Module, theirs: dict[str, Any] | None = None, **ours: Any) -> tuple[Any, Any]:
+    """The module in our class and a copy of it in torch's."""
+    twin = copy.deepcopy(module)
+    shared = {key: value for key, value in ours.items() if key in ("find_unused_parameters", "static_graph")}
+    return (
+        ddp.DistributedDataParallel(module, **ours),
+        nn.parallel.DistributedDataParallel(twin, **(shared if theirs is None else theirs)),
+    )
+
+
+def assert_same_gradients(comm: ddp.Communicator, ours: Any, theirs: Any, **tolerance: float) -> None:
+    for (name, p), q in zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+    dense = [(n, p.grad.to_dense()) for n, p in ours.module.named_parameters() if p.grad is not None]
+    verify_replicas(comm, dense)
+
+
+def compare(
+    comm: ddp.Communicator,
+    module: nn.Module,
+    loss_of: Callable[[Any], Tensor],
+    *,
+    steps: int = 3,
+    set_to_none: bool = True,
+    rate: float = 0.1,
+    theirs: dict[str, Any] | None = None,
+    **ours: Any,
+) -> Any:
+    """Trains both for some steps; gradients agree after each. Returns our replica."""
+    pair = both(module, theirs, **ours)
+    for step in range(steps):
+        for replica in pair:
+            replica.zero_grad(set_to_none=set_to_none)
+            torch.manual_seed(100 * step + comm.rank)
+            loss_of(replica).backward()
+        assert_same_gradients(comm, *pair)
+        with torch.no_grad():
+            for replica in pair:
+                for p in replica.parameters():
+                    if p.grad is not None:
+                        p.add_(p.grad.to_dense(), alpha=-rate)
+    return pair[0]
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["first", "second"])  # what older code returns
+
+
+class Typed(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclasses.dataclass
+class Data:
+    first: Tensor
+    second: Tensor
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.left, self.right, self.pack = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3), pack
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.body(x).tanh()
+        return self.pack(self.left(hidden), self.right(hidden))
+
+
+OUTPUTS: list[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = [
+    (Pair, lambda out: out.first.sum() + out.second.square().sum()),
+    (Typed, lambda out: out.first.sum() + out.second.square().sum()),
+    (Data, lambda out: out.first.sum() + out.second.square().sum()),
+    (lambda a, b: {"a": a, "b": [b, "text", None]}, lambda out: out["a"].sum() + out["b"][0].square().sum()),
+    (lambda a, b: [{"deep": (a, {"er": b})}], lambda out: out[0]["deep"][0].sum() + out[0]["deep"][1]["er"].sum()),
+]
+
+
+def outputs_of_many_kinds(comm: ddp.Communicator) -> None:
+    for pack, loss in OUTPUTS:
+        torch.manual_seed(0)
+        compare(comm, TwoHeads(pack), lambda replica, loss=loss: loss(replica(torch.randn(3, 4))), steps=2)
+
+
+def outputs_partly_unused_in_the_loss(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    compare(comm, TwoHeads(Pair), lambda replica: replica(torch.randn(3, 4)).first.sum(), find_unused_parameters=True)
+
+
+def an_output_changed_in_place(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    compare(comm, mlp(4, 3, 2), lambda replica: replica(torch.randn(3, 4)).mul_(2).add_(1).sum())
+
+
+def outputs_without_elements(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    compare(comm, mlp(4, 3, 2), lambda replica: replica(torch.randn(0 if comm.rank == 1 else 3, 4)).sum())
+
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Uses what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = mlp(4, 3), mlp(4, 3), mlp(4, 3)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        return torch.stack([getattr(self, name)(x) for name in use.split()]).sum(0)
+
+
+class Recomputed(nn.Module):
+    """A layer under activation checkpointing, used so many times; another one that is never used."""
+
+    def __init__(self, *, reentrant: bool, times: int, unused: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.reentrant, self.times = reentrant, times
+        if unused:
+            self.never = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        for _ in range(self.times):
+            hidden = checkpoint(lambda h: self.layer(h).tanh(), hidden, use_reentrant=self.reentrant)
+        result: Tensor = self.last(hidden)
+        return result
+
+
+def control_flow_that_differs_by_rank(comm: ddp.Communicator) -> None:
+    for kw in ({}, TINY):
+        torch.manual_seed(0)
+        pair = both(Branches(), {"find_unused_parameters": True}, find_unused_parameters=True, **kw)
+        for step in range(6):
+            use = ["left", "left right", "right"][(step + comm.rank) % 3]
+            for replica in pair:
+                if step % 2:
+                    replica.zero_grad()
+                torch.manual_seed(step)
+                replica(torch.randn(3, 4) + comm.rank, use).sum().backward()
+            assert_same_gradients(comm, *pair)
+        assert pair[0].module.never[0].weight.grad is None
+
+
+def static_graphs(comm: ddp.Communicator) -> None:
+    for reentrant in (True, False):
+        for times, unused in ((1, False), (2, False), (3, True)):
+            for kw in ({}, TINY):
+                torch.manual_seed(0)
+                replica = compare(
+                    comm,
+                    Recomputed(reentrant=reentrant, times=times, unused=unused),
+                    lambda replica: replica(torch.randn(3, 4).requires_grad_()).square().sum(),
+                    steps=4,
+                    theirs={"static_graph": True},
+                    static_graph=True,
+                    **kw,
+                )
+                replica(torch.randn(3, 4))  # nothing to complain about
+
+
+def a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(Recomputed(reentrant=True, times=2, unused=False), **TINY)
+    with pytest.raises(RuntimeError, match=r"layer\..* got a gradient in step 0 after bucket .*static_graph=True"):
+        replica(torch.randn(3, 4).requires_grad_()).sum().backward()
+    with pytest.raises(RuntimeError, match="broke off"):
+        replica(torch.randn(3, 4))
+    comm.barrier()
+
+
+def gradients_of_gradients(comm: ddp.Communicator) -> None:
+    """A penalty on the norm of the mean gradient; against one process on the whole batch."""
+    torch.manual_seed(0)
+    module = mlp(4, 3, 2).double()
+    alone = copy.deepcopy(module)
+    inputs = torch.randn(comm.world_size, 5, 4, dtype=torch.float64)
+    for kw in ({}, TINY):
+        replica = ddp.DistributedDataParallel(module, **kw)
+        for net, x in ((replica, inputs[comm.rank]), (alone, inputs.flatten(0, 1))):
+            net.zero_grad()
+            net(x).square().sum(1).mean().backward(create_graph=True)
+            gradients = [p.grad for p in net.parameters()]
+            assert all(g.requires_grad for g in gradients)
+            penalty = sum(g.square().sum() for g in gradients)
+            penalty.backward()
+        for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+        verify_replicas(comm, [(n, p.grad.detach()) for n, p in module.named_parameters()])
+        replica.zero_grad()
+        alone.zero_grad()
+        for net, x in ((replica, inputs[comm.rank]), (alone, inputs.flatten(0, 1))):
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)  # as in a Wasserstein GAN
+            slope.square().sum(1).mean().backward()
+        for (name, p), q in zip(module.named_parameters(), alone.parameters(), strict=True):
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=name)
+        module.zero_grad()
+
+
+def other_gradients_do_not_communicate(comm: ddp.Communicator) -> None:
+    module = mlp(4, 3, 2)
+    replica = ddp.DistributedDataParallel(module)
+    replica(torch.randn(3, 4)).sum().backward()
+    module.zero_grad()
+    before = comm._sequence
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.autograd.grad(replica(x).sum(), x)
+    torch.autograd.grad(replica(x).sum(), list(module.parameters()))
+    replica(x).sum().backward(inputs=[x])
+    assert x.grad is not None
+    assert comm._sequence - before == 0, "only forwards, and no buffers: nothing to send"
+    assert all(p.grad is None for p in module.parameters())
+    replica(x).sum().backward()
+    verify_replicas(comm, [(n, p.grad) for n, p in module.named_parameters()])
+
+
+def several_backwards(comm: ddp.Communicator) -> None:
+    """Two forwards and one backward, two forwards and two, one forward and two: sums of means."""
+    torch.manual_seed(0)
+    module = mlp(4, 3, 2).double()
+    replica = ddp.DistributedDataParallel(module, **TINY)
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64) + comm.rank
+
+    def expected() -> list[Tensor]:
+        alone = copy.deepcopy(module)
+        alone.zero_grad()
+        (alone(x).sum() + alone(y).square().sum()).backward()
+        means = [p.grad for p in alone.parameters()]
+        for mean in means:
+            dist.all_reduce(mean)
+        return [mean / comm.world_size for mean in means]
+
+    def at_once() -> None:
+        (replica(x).sum() + replica(y).square().sum()).backward()
+
+    def one_by_one() -> None:
+        first, second = replica(x).sum(), replica(y).square().sum()
+        first.backward()
+        second.backward()
+
+    def twice_through_one() -> None:
+        both_outputs = replica(torch.cat([x, y]))
+        both_outputs[:3].sum().backward(retain_graph=True)
+        both_outputs[3:].square().sum().backward()
+
+    for way in (at_once, one_by_one, twice_through_one):
+        replica.zero_grad()
+        way()
+        for p, mean in zip(module.parameters(), expected(), strict=True):
+            torch.testing.assert_close(p.grad, mean, rtol=1e-12, atol=1e-12)
+
+
+def hooks_of_the_user(comm: ddp.Communicator) -> None:
+    calls: list[str] = []
+    module = mlp(4, 3, 2)
+    module[0].register_forward_hook(lambda *_: calls.append("forward"))
+    module[0].register_full_backward_hook(lambda *_: calls.append("backward"))
+    module[0].weight.register_hook(lambda gradient: gradient * 2)
+    twin = copy.deepcopy(module)
+    twin[0].weight.register_hook(lambda gradient: gradient * 2)
+    pair = ddp.DistributedDataParallel(module), nn.parallel.DistributedDataParallel(twin)
+    pair[0].register_forward_hook(lambda *_: calls.append("of the replica"))
+    torch.manual_seed(comm.rank)
+    x = torch.randn(3, 4, requires_grad=True)
+    for replica in pair:
+        replica(x).sum().backward()
+    assert_same_gradients(comm, *pair)
+    assert calls[:3] == ["forward", "of the replica", "backward"]
+
+
+def a_wrapper_inside_a_wrapper(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    inner = mlp(4, 3)
+    pair = both(nn.Sequential(inner, nn.Linear(3, 2)), {})
+    nested = copy.deepcopy(pair[0].module)
+    nested[0] = ddp.DistributedDataParallel(nested[0], **TINY)
+    outer = ddp.DistributedDataParallel(nested, **TINY)
+    only = ddp.DistributedDataParallel(ddp.DistributedDataParallel(copy.deepcopy(pair[0].module)))
+    x = torch.randn(3, 4) + comm.rank
+    for replica in (*pair, outer, only):
+        for _ in range(2):
+            replica.zero_grad()
+            replica(x).square().sum().backward()
+    for p, q, r in zip(outer.parameters(), pair[1].parameters(), only.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+        torch.testing.assert_close(r.grad, q.grad)
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def functional_calls(comm: ddp.Communicator) -> None:
+    module = nn.Linear(2, 1)
+    replica = ddp.DistributedDataParallel(module)
+    given = {"module.weight": torch.ones(1, 2, requires_grad=True), "module.bias": torch.zeros(1, requires_grad=True)}
+    before = comm._sequence
+    torch.func.functional_call(replica, given, torch.full((1, 2), float(comm.rank))).sum().backward()
+    assert comm._sequence == before
+    assert module.weight.grad is None
+    assert given["module.weight"].grad.tolist() == [[comm.rank, comm.rank]]
+    replica(torch.full((1, 2), float(comm.rank))).sum().backward()
+    assert module.weight.grad.tolist() == [[(comm.world_size - 1) / 2] * 2]
+
+
+def frozen_and_unfrozen(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    pair = both(mlp(4, 4, 4, 2), {"find_unused_parameters": True}, **TINY)
+    for trained in ([0, 1, 2], [1, 2], [2], [0, 1, 2], [0]):
+        for replica in pair:
+            for layer in (0, 1, 2):
+                replica.module[2 * layer].requires_grad_(layer in trained)
+            replica.zero_grad()
+            replica(torch.randn(3, 4, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+        assert_same_gradients(comm, *pair)
+    net = mlp(4, 4, 2)
+    net[0].requires_grad_(False)
+    replica = ddp.DistributedDataParallel(net)
+    net[0].requires_grad_(True)  # torch's class would never synchronise it
+    replica(torch.randn(3, 4) + comm.rank).sum().backward()
+    verify_replicas(comm, [(n, p.grad) for n, p in net.named_parameters()])
+
+
+def changed_parameters_are_an_error_with_a_name(comm: ddp.Communicator) -> None:
+    def extend(net: nn.Sequential) -> None:
+        net.append(nn.Linear(2, 2))
+
+    def replace(net: nn.Sequential) -> None:
+        net[0].weight = nn.Parameter(net[0].weight.detach().clone())
+
+    def remove(net: nn.Sequential) -> None:
+        net[0].register_parameter("bias", None)
+
+    for change, message in (
+        (extend, "added after the replica was made: 3.bias, 3.weight"),
+        (replace, "replaced after the replica was made: 0.weight"),
+        (remove, "removed after the replica was made: 0.bias"),
+    ):
+        net = mlp(4, 3, 2)
+        replica = ddp.DistributedDataParallel(net)
+        replica(torch.randn(2, 4)).sum().backward()
+        change(net)
+        with pytest.raises(ConfigError, match=message):
+            replica(torch.randn(2, 4))
+    net = mlp(4, 3, 2)
+    replica = ddp.DistributedDataParallel(net)
+    net.append(nn.Dropout(0.1))  # has none
+    replica(torch.randn(2, 4)).sum().backward()
+
+
+def ignored_by_name(comm: ddp.Communicator) -> None:
+    pair = []
+    for wrap in (ddp.DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        torch.manual_seed(comm.rank)
+        net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+        wrap._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "1.running_mean"])
+        pair.append(wrap(net))
+    x = torch.randn(3, 4) + comm.rank
+    for replica in pair:
+        for _ in range(2):
+            replica(x).square().sum().backward()
+    ours, theirs = (dict(replica.module.named_parameters()) for replica in pair)
+    for name in ours:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad)
+    gathered = comm.all_gather(ours["0.weight"].detach())
+    assert not torch.equal(gathered[0], gathered[1]), "initial values stay each rank's own"
+
+
+class ManyTypes(nn.Module):
+    """Sparse, complex, double, bfloat16 and float, interleaved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(20, 6, sparse=True, mode="sum")
+        self.wide = nn.Linear(6, 6).double()
+        self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        self.narrow = nn.Linear(6, 6).bfloat16()
+        self.more = nn.Embedding(20, 6, sparse=True)
+        self.plain = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x) + self.more(x).sum(1)
+        hidden = (self.wide(hidden.double()) * self.phase).abs()
+        result: Tensor = self.plain(self.narrow(hidden.bfloat16()).float())
+        return result
+
+
+def gradients_of_many_types(comm: ddp.Communicator) -> None:
+    for set_to_none in (True, False):
+        for kw in ({}, TINY):
+            torch.manual_seed(0)
+            replica = compare(
+                comm,
+                ManyTypes(),
+                lambda replica: replica(torch.randint(0, 20, (3, 5))).square().mean(),
+                set_to_none=set_to_none,
+                rate=0,  # in bfloat16 it matters where one divides, and would from step to step
+                **kw,
+            )
+            assert replica.module.words.weight.grad.is_sparse
+    kinds = [{replica.module.get_parameter(name).dtype for name in bucket} for bucket in replica.bucket_layout]
+    assert all(len(kind) == 1 for kind in kinds)
+
+
+def an_unannounced_sparse_gradient_is_an_error_with_a_name(comm: ddp.Communicator) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(20, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.embedding(x, self.table, sparse=True)
+
+    replica = ddp.DistributedDataParallel(Functional())
+    with pytest.raises(RuntimeError, match=r"table.*sparse.*nn\.Embedding"):
+        replica(torch.tensor([1, 2])).sum().backward()
+    comm.barrier()
+
+
+# --- contexts --------------------------------------------------------------------------------------------------------
+
+
+def no_sync_nested_and_without_gradients(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    pair = both(mlp(4, 3, 2), **TINY)
+    x = torch.randn(3, 4) + comm.rank
+    for replica in pair:
+        replica(x).sum().backward()
+        with replica.no_sync():
+            replica(x).sum().backward()
+            with replica.no_sync(), torch.no_grad():
+                replica(x)
+            replica(2 * x).sum().backward()
+        with torch.no_grad():
+            replica(x)
+        replica(x).square().sum().backward()
+    assert_same_gradients(comm, *pair)
+
+
+def evaluation_on_one_rank(comm: ddp.Communicator) -> None:
+    """No communication: one rank may evaluate, with or without gradients."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    replica = ddp.DistributedDataParallel(net)
+    replica(torch.randn(3, 4)).sum().backward()
+    if comm.rank == 1:
+        before = comm._sequence
+        replica.eval()
+        replica(torch.randn(3, 4))
+        with torch.no_grad():
+            replica(torch.randn(3, 4))
+        assert comm._sequence == before
+        replica.train()
+    replica(torch.randn(3, 4)).sum().backward()
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def saved_loaded_and_copied(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    replica, theirs = both(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), **TINY)
+    x = torch.randn(3, 4) + comm.rank
+    for num_steps in (0, 2):
+        for _ in range(num_steps):
+            for each in (replica, theirs):
+                each.zero_grad()
+                each(x).square().sum().backward()
+        stream = io.BytesIO()
+        torch.save(replica, stream)
+        stream.seek(0)
+        before = comm._sequence
+        loaded = torch.load(stream, weights_only=False)
+        twin = copy.deepcopy(replica)
+        assert comm._sequence == before, "nothing collective"
+        for name, value in replica.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value)
+            assert torch.equal(twin.state_dict()[name], value)
+        for each in (loaded, twin):
+            for other in (each, theirs):
+                other.zero_grad()
+                other(x).square().sum().backward()
+            assert_same_gradients(comm, each, theirs)
+    if comm.rank == 0:  # one rank may load alone
+        stream.seek(0)
+        with torch.no_grad():
+            torch.load(stream, weights_only=False)(x)
+    average = torch.optim.swa_utils.AveragedModel(replica)
+    average.update_parameters(replica)
+
+
+# --- order of buckets ------------------------------------------------------------------------------------------------
+
+
+class Backwards(nn.Module):
+    """Registers its layers in the order opposite to their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle, self.first = nn.Linear(4, 2), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.middle(self.first(x).tanh()).tanh())
+        return result
+
+
+def the_order_is_learned(comm: ddp.Communicator) -> None:
+    torch.manual_seed(0)
+    sizes = {"first_bucket_mb": 20 * 4 / 2**20, "bucket_cap_mb": 20 * 4 / 2**20}
+    replica = ddp.DistributedDataParallel(Backwards(), **sizes)
+    assert replica.bucket_layout[0] == ["first.bias", "first.weight"]
+    assert not replica.logging_data()["order_is_learned"]
+    compare_pair = both(copy.deepcopy(replica.module), **sizes)
+    for step in range(3):
+        for each in compare_pair:
+            if step == 1:
+                each.zero_grad()
+            each(torch.randn(3, 4, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+        assert_same_gradients(comm, *compare_pair)
+    ours = compare_pair[0]
+    assert [name.split(".")[0] for bucket in ours.bucket_layout for name in bucket][::2] == ["last", "middle", "first"]
+    assert ours.logging_data()["order_is_learned"]
+    for bucket in ours.reducer.buckets:
+        assert all(slot.parameter.grad is slot.view for slot in bucket.slots)
+    launched = [bucket["launched_s"] for bucket in ours.logging_data()["buckets"]]
+    assert launched == sorted(launched)
+
+
+def caps_by_bucket(comm: ddp.Communicator) -> None:
+    net = mlp(*[8] * 9)  # 8 layers of 256 bytes and 32, which take 64
+    one = 320 / 2**20
+    for kw, sizes in (
+        ({"bucket_cap_mb_list": [one, 2 * one, 3 * one]}, [1, 2, 3, 2]),
+        ({"bucket_cap_mb": 2 * one, "first_bucket_mb": one}, [1, 2, 2, 2, 1]),
+        ({}, [8]),
+    ):
+        layout = ddp.DistributedDataParallel(copy.deepcopy(net), **kw).bucket_layout
+        assert [len(bucket) // 2 for bucket in layout] == sizes
+    with pytest.raises(ValueError, match="exclude each other"):
+        ddp.DistributedDataParallel(net, bucket_cap_mb=3, bucket_cap_mb_list=[1])
+    with pytest.raises(ValueError, match="positive"):
+        ddp.DistributedDataParallel(net, bucket_cap_mb=0)
+
+
+# --- keywords and groups ---------------------------------------------------------------------------------------------
+
+
+def keywords(comm: ddp.Communicator) -> None:
+    import inspect
+
+    accepted = set(inspect.signature(ddp.DistributedDataParallel.__init__).parameters)
+    from ddp.replica.keywords import ACCEPTED, USE_INSTEAD
+
+    theirs = set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters)
+    assert theirs - accepted == ACCEPTED | USE_INSTEAD.keys()
+    for keyword in ACCEPTED:
+        ddp.DistributedDataParallel(nn.Linear(1, 1), **{keyword: True})
+    for keyword, instead in USE_INSTEAD.items():
+        ddp.DistributedDataParallel(nn.Linear(1, 1), **{keyword: None})
+        with pytest.raises(TypeError, match=instead.split(":")[0].split("(")[0][:20]):
+            ddp.DistributedDataParallel(nn.Linear(1, 1), **{keyword: [1]})
+    with pytest.raises(TypeError, match="unexpected keyword 'bucket_size'"):
+        ddp.DistributedDataParallel(nn.Linear(3, 1), bucket_size=3)
+    with pytest.raises(ValueError, match="one process drives one device"):
+        ddp.DistributedDataParallel(nn.Linear(3, 1), device_ids=[0, 1])
+    with pytest.raises(ValueError, match="no parameter of the module needs a gradient"):
+        ddp.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ValueError, match="no shape yet"):
+        ddp.DistributedDataParallel(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="buffers='often': choose one of"):
+        ddp.DistributedDataParallel(nn.Linear(2, 2), buffers="often")
+
+
+def groups_and_meshes(comm: ddp.Communicator) -> None:
+    assert ddp.DistributedDataParallel(nn.Linear(1, 1)).process_group is dist.group.WORLD
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = pairs[comm.rank // 2]
+    for kw in ({"process_group": mine}, {"comm": ddp.comm.setup.communicator_of(mine)}):
+        net = nn.Linear(1, 1)
+        replica = ddp.DistributedDataParallel(net, **kw)
+        replica(torch.full((1, 1), float(comm.rank))).sum().backward()
+        assert net.weight.grad.item() == (2 if comm.rank == 2 else 0.5)
+    assert ddp.DistributedDataParallel(nn.Linear(1, 1), process_group=mine).process_group is mine
+    if comm.rank == 2:
+        with pytest.raises(ConfigError, match="not in the process group"):
+            ddp.DistributedDataParallel(nn.Linear(1, 1), process_group=pairs[0])
+    mesh = dist.device_mesh.init_device_mesh("cpu", (comm.world_size,))
+    replica = ddp.DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
+    assert replica.device_mesh is mesh
+    replica(torch.full((1, 1), float(comm.rank))).sum().backward()
+    assert replica.module.weight.grad.item() == 1
+    with pytest.raises(ValueError, match="exclude each other"):
+        ddp.DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh, process_group=mine)
+    with pytest.raises(RuntimeError, match="cannot be pickled"):
+        torch.save(ddp.DistributedDataParallel(nn.Linear(1, 1), process_group=mine), io.BytesIO())
+
+
+def mismatches_and_verification(comm: ddp.Communicator) -> None:
+    net = mlp(4, 3, 2)
+    replica = ddp.DistributedDataParallel(net)
+    replica.verify_replicas()
+    replica.verify_replicas(every=2)
+    rate = torch.tensor(0.1)
+    for step in range(2):
+        if step == 1 and comm.rank == 1:
+            with torch.no_grad():
+                net[2].bias[0] += 1
+        loss = replica(torch.randn(2, 4)).sum()
+        if step == 0:
+            loss.backward()
+        else:
+            with pytest.raises(ReplicaMismatch, match=r"2.bias is not the same on all ranks: rank\(s\) \[1\]"):
+                loss.backward()
+    replica.verify_replicas(every=0)
+    with pytest.raises(ReplicaMismatch, match="2[.]bias"):
+        replica.verify_replicas()
+    fine = ddp.DistributedDataParallel(mlp(2, 1))
+    fine.verify_replicas(every=1, also=lambda: [("rate", rate + comm.rank)])
+    with pytest.raises(ReplicaMismatch, match="rate is not the same"):
+        fine(torch.randn(2, 2)).sum().backward()
+
+
+def without_initial_synchronisation(comm: ddp.Communicator) -> None:
+    torch.manual_seed(comm.rank)
+    for kw, same_parameters, same_buffers in (
+        ({}, True, True),
+        ({"init_sync": False}, False, False),
+        ({"broadcast_buffers": False}, True, False),
+        ({"forward_sync_buffers": False}, True, True),
+    ):
+        net = nn.BatchNorm1d(3)
+        nn.init.normal_(net.weight)
+        net.running_mean.normal_()
+        replica = ddp.DistributedDataParallel(net, **kw)
+        assert (len({str(each) for each in comm.all_gather(net.weight.detach())}) == 1) == same_parameters
+        assert (len({str(each) for each in comm.all_gather(net.running_mean)}) == 1) == same_buffers
+        assert replica.broadcast_buffers == (not {"broadcast_buffers", "forward_sync_buffers"} & kw.keys())
+
+
+CASES = [
+    outputs_of_many_kinds,
+    outputs_partly_unused_in_the_loss,
+    an_output_changed_in_place,
+    outputs_without_elements,
+    control_flow_that_differs_by_rank,
+    static_graphs,
+    gradients_of_gradients,
+    other_gradients_do_not_communicate,
+    several_backwards,
+    hooks_of_the_user,
+    a_wrapper_inside_a_wrapper,
+    functional_calls,
+    frozen_and_unfrozen,
+    changed_parameters_are_an_error_with_a_name,
+    ignored_by_name,
+    gradients_of_many_types,
+    no_sync_nested_and_without_gradients,
+    evaluation_on_one_rank,
+    saved_loaded_and_copied,
+    the_order_is_learned,
+    caps_by_bucket,
+    keywords,
+    groups_and_meshes,
+    mismatches_and_verification,
+    without_initial_synchronisation,
+    a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name,
+    an_unannounced_sparse_gradient_is_an_error_with_a_name,
+]
+
+
+def all_cases(names: list[str], overlap: bool = False) -> None:
+    comm = ddp.init(abort_s=20)
+    type(comm).overlaps = property(lambda self: overlap)
+    for case in CASES:
+        if not names or case.__name__ in names:
+            try:
+                case(comm)
+            except BaseException as error:
+                error.add_note(f"in the case {case.__name__}")
+                raise
+    ddp.shutdown()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["foreground", "background"])
+def test_all_cases_on_three_ranks(overlap: bool) -> None:
+    run_ranks(all_cases, 3, [], overlap, timeout_s=120)
