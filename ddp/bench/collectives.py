@@ -293,7 +293,7 @@ class _Cell:
         self._is_crowded = comm.world_size > available_cores()
 
     def measure(self, plan: Plan) -> Figures:
-        watch = Watch([*_processes(), *(running("hosts.py") if plan.bed else ())])  # a bed's cable is its own
+        watch = Watch([*processes(), *(running("hosts.py") if plan.bed else ())])  # a bed's cable is its own
         ours, gloo = self._sides()
         if ours.buffer is not None and gloo.buffer is not None:
             self._check(ours, gloo)
@@ -426,8 +426,8 @@ def _exact_sums(world_size: int) -> int:
     return max(k for k in range(1, 64) if odd**k * world_size <= 1 << 24 and world_size**k < 1 << 127)
 
 
-def _processes() -> Sequence[int]:
-    """The ranks, and what started them."""
+def processes() -> Sequence[int]:
+    """The ranks, and what started them. Collective."""
     mine = (os.getpid(), os.getppid())
     found: list[tuple[int, int]] = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)

@@ -1,142 +1,314 @@
-"""How long a training step takes: torch's DistributedDataParallel, ours, and the same step without communication.
+"""How long a training step takes: ours, torch's DistributedDataParallel, and the same step without communication.
 
-Every variant trains its own copy of one model on the same batch. They take turns, some steps each, so that a
-machine whose speed drifts is the same machine for all of them; ratios are taken turn by turn, and their median is
-reported.
+Every variant trains its own copy of one model on the same batch. They take turns, some steps each and in alternating
+order, so that a machine whose speed drifts is the same machine for all of them. Ratios are taken turn by turn:
 
-    in turn        ours ▓▓▓▓▓   torch ▓▓▓▓▓   alone ▓▓▓▓▓   ours ▓▓▓▓▓   torch ▓▓▓▓▓   …
-    one figure     median over turns of (median step of ours ÷ median step of torch)
+    turn 1       ours ▓▓▓▓▓   torch ▓▓▓▓▓   naive ▓▓▓▓▓   alone ▓▓▓▓▓
+    turn 2       alone ▓▓▓▓▓   naive ▓▓▓▓▓   torch ▓▓▓▓▓   ours ▓▓▓▓▓
+    …
+    ▓            one step: zero_grad, forward, backward, optimizer
+    a turn       median of its steps, on the rank where that is longest
+    a ratio      median over turns of turn ÷ turn
+
+| variant | what a step is                                                                                     |
+|---------|----------------------------------------------------------------------------------------------------|
+| ours    | `ddp.DistributedDataParallel`                                                                      |
+| torch   | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True             |
+| naive   | one of our all-reduces per parameter, after backward                                               |
+| alone   | no communication; all ranks compute at the same time, as in the others                             |
+| reduce  | no computing: our all-reduce of as many numbers as each bucket of "ours" has, one after another    |
+
+Whether a forward in training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics) is the same for
+ours, torch and naive: by default not, since `ddp.fit` needs none.
+
+| figure            | meaning                                                                                  |
+|-------------------|------------------------------------------------------------------------------------------|
+| speedup           | torch ÷ ours: above 1, ours is faster                                                    |
+| cost              | ours ÷ alone − 1: what communication adds to a step                                      |
+| per parameter     | (ours − alone) ÷ parameters: where they are tiny and many, the interpreter's part        |
+| wait              | how long backward's end waited for reductions, per step of ours; the mean over the ranks |
+
+Note "replicas first". torch's replica holds the process group. Where it is the last to hold it, its end ends the group
+with the interpreter lock held, and waits there for Gloo's thread; that thread may just be waiting for the lock, to give
+back a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest). So replicas go
+before the group does.
+
+`scripts/bench_step` is the command line. Read next: ddp/bench/workloads.py, ddp/bench/step_report.py.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp.bench.bystanders import Watch, running
+from ddp.bench.collectives import available_cores, optimum_s, processes
+from ddp.bench.workloads import WORKLOADS, Batch
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
-from ddp.models.cnn import CNN
-from ddp.models.gpt import GPT
-from ddp.models.mlp import MLP
-from ddp.models.resnet import resnet
+from ddp.errors import ConfigError
 from ddp.replica.data_parallel import DistributedDataParallel, NaiveDataParallel
 
-Batch = tuple[Tensor, Tensor]
+TRAINED = ("ours", "torch", "naive", "alone")
+VARIANTS = (*TRAINED, "reduce")
+WARM_UP_STEPS = 3
+"""At least: torch rebuilds its buckets after the first step."""
+PAYLOAD = 0.956
+"""What a link's rate leaves for payload; the rest is headers (scripts/netbed/README.md)."""
+
+# ----------------------------------------------------------------------------------------------------- what is learned
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model, and one worker's batch for it."""
-
-    name: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[], Batch]
-
-
-def _images(n: int, channels: int, size: int) -> Callable[[], Batch]:
-    return lambda: (torch.randn(n, channels, size, size), torch.randint(0, 10, (n,)))
-
-
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "digits-cnn",  # the default job: global batch 64 on two workers
-            lambda: CNN(in_channels=1, image_size=8, num_classes=10),
-            _images(32, 1, 8),
-        ),
-        Workload("resnet18-32px", lambda: resnet("resnet18", num_classes=10, small_images=True), _images(16, 3, 32)),
-        Workload("mlp-25m", lambda: MLP(in_features=1024, hidden=(4096, 4096), num_classes=1000), _images(64, 1, 32)),
-        Workload(
-            "gpt-10m",
-            lambda: GPT(vocab_size=256, context=128, width=384, depth=6, heads=6),
-            lambda: (torch.randint(0, 256, (4, 128)), torch.randint(0, 256, (4, 128))),
-        ),
-    )
-}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """Medians of one workload: step times in seconds, and ratios over turns.
+    """One model on some ranks.
 
     Attributes:
-        ours_s, torch_s, naive_s, alone_s: one step; `alone_s` is without communication.
-        over_torch: ours ÷ torch's; below 1 is faster.
-        over_alone: ours ÷ alone; what communication costs.
+        num_hosts, num_cores: as the communicator found them; the cores of one host.
+        num_parameters: tensors that need a gradient; `gradient_bytes` is all of them together.
+        turns_s: by variant, the step of each turn.
+        wait_s: per step of ours; None without that variant.
+        others_cores, greediest: what other processes took meanwhile, in cores, and who took most.
     """
 
     workload: str
     world_size: int
-    ours_s: float
-    torch_s: float
-    naive_s: float
-    alone_s: float
-    over_torch: float
-    over_alone: float
+    num_hosts: int
+    num_cores: int
+    num_parameters: int
+    gradient_bytes: int
+    turns_s: Mapping[str, Sequence[float]]
+    wait_s: float | None = None
+    others_cores: float = 0.0
+    greediest: str = ""
+
+    def step_s(self, variant: str) -> float | None:
+        """Median over turns; None if the variant took no part."""
+        return statistics.median(self.turns_s[variant]) if variant in self.turns_s else None
+
+    def ratios(self, one: str, other: str) -> list[float]:
+        """One variant ÷ another, turn by turn; empty if either took no part."""
+        return [a / b for a, b in self._pairs(one, other)]
+
+    @property
+    def speedups(self) -> list[float]:
+        """torch ÷ ours, turn by turn."""
+        return self.ratios("torch", "ours")
+
+    @property
+    def speedup(self) -> float | None:
+        return _median(self.speedups)
+
+    @property
+    def cost(self) -> float | None:
+        """ours ÷ alone − 1."""
+        return _median([ratio - 1 for ratio in self.ratios("ours", "alone")])
+
+    @property
+    def per_parameter_s(self) -> float | None:
+        """(ours − alone) ÷ parameters."""
+        return _median([(ours - alone) / self.num_parameters for ours, alone in self._pairs("ours", "alone")])
+
+    def wire_s(self, rate_bit_s: float) -> float:
+        """The least time that a link of this rate needs to exchange the gradients, whatever stands on the hosts."""
+        return optimum_s(self.gradient_bytes, self.num_hosts, PAYLOAD * rate_bit_s)
+
+    def _pairs(self, one: str, other: str) -> list[tuple[float, float]]:
+        both = one in self.turns_s and other in self.turns_s
+        return list(zip(self.turns_s[one], self.turns_s[other], strict=True)) if both else []
 
 
-def measure_step(workload_name: str, *, num_turns: int = 9, steps_per_turn: int = 10) -> StepFigures:
-    """Runs on every rank; all ranks return rank 0's kind of figures, each its own times."""
-    comm = init()
-    workload = WORKLOADS[workload_name]
-    torch.manual_seed(0)
-    module = workload.make()
-    batch = workload.batch()
-    variants: dict[str, nn.Module] = {
-        "ours": DistributedDataParallel(copy.deepcopy(module), broadcast_buffers=False),
-        "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True),
-        "naive": NaiveDataParallel(copy.deepcopy(module), broadcast_buffers=False),
-        "alone": module,
-    }
-    turns = {name: _Turn(comm, replica, batch) for name, replica in variants.items()}
-    for turn in turns.values():
-        turn.median_step_s(max(3, steps_per_turn // 2))  # warm up; torch rebuilds its buckets after the first step
-    medians: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(num_turns):
-        for name, turn in turns.items():
-            medians[name].append(turn.median_step_s(steps_per_turn))
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+# --------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure_step(
+    workload_name: str,
+    *,
+    variants: Collection[str] = TRAINED,
+    num_turns: int = 9,
+    steps_per_turn: int = 10,
+    broadcast_buffers: bool = False,
+) -> StepFigures:
+    """Runs on every rank, in the environment that torchrun or `ddp.launch` gives; the same figures on all of them.
+
+    Args:
+        variants: those of `VARIANTS` that take turns; "reduce" takes its buckets from "ours".
+        broadcast_buffers: of ours, torch and naive alike.
+
+    Raises:
+        ConfigError: an unknown workload or variant, or "reduce" without "ours".
+    """
+    refuse_unknown("model", [workload_name], WORKLOADS)
+    refuse_unknown("variant", variants, VARIANTS)
+    if "reduce" in variants and "ours" not in variants:
+        raise ConfigError('variant "reduce" takes its buckets from "ours": ask for both')
+    torch.set_num_threads(1)
+    comm = init(device="cpu")
+    figures = _measured(
+        comm,
+        workload_name,
+        variants=variants,
+        num_turns=num_turns,
+        steps_per_turn=steps_per_turn,
+        broadcast_buffers=broadcast_buffers,
+    )
+    gc.collect()  # note "replicas first"
     shutdown()
-    middle = {name: statistics.median(values) for name, values in medians.items()}
+    return figures
+
+
+def _measured(
+    comm: Communicator,
+    workload_name: str,
+    *,
+    variants: Collection[str],
+    num_turns: int,
+    steps_per_turn: int,
+    broadcast_buffers: bool,
+) -> StepFigures:
+    """With all replicas in locals, so that they end here (note "replicas first")."""
+    module, batch = make(workload_name, rank=comm.rank)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    replicas = {
+        name: wrap(name, copy.deepcopy(module), broadcast_buffers=broadcast_buffers)
+        for name in TRAINED
+        if name in variants
+    }
+    steps: dict[str, Callable[[], object]] = {name: Training(replica, batch) for name, replica in replicas.items()}
+    ours = replicas.get("ours")
+    for step in steps.values():
+        _turn_s(comm, step, max(WARM_UP_STEPS, steps_per_turn // 2))
+    if "reduce" in variants and ours is not None:
+        steps["reduce"] = _Reduction(comm, ours)  # after the warm-up: only then buckets have the order that they keep
+        _turn_s(comm, steps["reduce"], WARM_UP_STEPS)
+    _waited_s(ours)
+    watch = Watch([*processes(), *running("hosts.py")])  # a bed's cable is its own
+    turns_s = _take_turns(comm, steps, num_turns=num_turns, steps_per_turn=steps_per_turn)
+    others = _everyones(watch.so_far())[0]
+    waits_s = _everyones(_waited_s(ours) / (num_turns * steps_per_turn))
+    for name, step in steps.items():
+        if isinstance(step, Training) and not step.loss.isfinite():
+            raise RuntimeError(f"{workload_name}, {name}: the loss is {step.loss.item()}; such steps are not timed")
     return StepFigures(
         workload=workload_name,
         world_size=comm.world_size,
-        ours_s=middle["ours"],
-        torch_s=middle["torch"],
-        naive_s=middle["naive"],
-        alone_s=middle["alone"],
-        over_torch=_median_ratio(medians["ours"], medians["torch"]),
-        over_alone=_median_ratio(medians["ours"], medians["alone"]),
+        num_hosts=len(comm.hosts),
+        num_cores=available_cores(),
+        num_parameters=len(parameters),
+        gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        turns_s=turns_s,
+        wait_s=None if ours is None else statistics.mean(waits_s),
+        others_cores=others.num_cores,
+        greediest=others.greediest,
     )
 
 
-class _Turn:
-    """One variant with its optimizer."""
+def _take_turns(
+    comm: Communicator, steps: Mapping[str, Callable[[], object]], *, num_turns: int, steps_per_turn: int
+) -> dict[str, tuple[float, ...]]:
+    """By variant and turn, the longest step of any rank: the others wait for that rank, or would have to."""
+    mine: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(num_turns):
+        for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
+            mine[name].append(_turn_s(comm, steps[name], steps_per_turn))
+    by_rank = _everyones(mine)
+    return {name: tuple(map(max, zip(*(theirs[name] for theirs in by_rank), strict=True))) for name in steps}
 
-    def __init__(self, comm: Communicator, replica: nn.Module, batch: Batch) -> None:
-        self._comm, self._replica, self._batch = comm, replica, batch
+
+def refuse_unknown(what: str, names: Collection[str], known: Collection[str]) -> None:
+    """Raises ConfigError if a name is not known, or if there is none."""
+    if not names:
+        raise ConfigError(f"no {what}: choose among {', '.join(known)}")
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{what} {unknown[0]!r} is unknown; choose among {', '.join(known)}")
+
+
+def make(workload_name: str, *, rank: int) -> tuple[nn.Module, Batch]:
+    """The same model on every rank, and a batch of its own."""
+    workload = WORKLOADS[workload_name]
+    torch.manual_seed(0)
+    module = workload.make()
+    torch.manual_seed(1 + rank)
+    return module, workload.batch()
+
+
+def wrap(variant: str, module: nn.Module, *, broadcast_buffers: bool) -> nn.Module:
+    """One of `TRAINED`. Collective, except for "alone"."""
+    if variant == "ours":
+        return DistributedDataParallel(module, broadcast_buffers=broadcast_buffers)
+    if variant == "torch":
+        return nn.parallel.DistributedDataParallel(
+            module, gradient_as_bucket_view=True, forward_sync_buffers=broadcast_buffers
+        )
+    if variant == "naive":
+        return NaiveDataParallel(module, broadcast_buffers=broadcast_buffers)
+    return module
+
+
+class Training:
+    """One variant with its optimizer; a call is a step."""
+
+    def __init__(self, replica: nn.Module, batch: Batch) -> None:
+        self._replica, self._batch = replica, batch
         self._optimizer = torch.optim.SGD(replica.parameters(), lr=1e-4, momentum=0.9)
+        self.loss = torch.zeros(())
 
-    def median_step_s(self, num_steps: int) -> float:
+    def __call__(self) -> None:
         inputs, targets = self._batch
-        times = []
-        self._comm.barrier()
-        for _ in range(num_steps):
-            start_s = now_s()
-            self._optimizer.zero_grad(set_to_none=True)
-            scores = self._replica(inputs)
-            F.cross_entropy(scores.flatten(0, -2), targets.flatten()).backward()
-            self._optimizer.step()
-            times.append(now_s() - start_s)
-        return statistics.median(times)
+        self._optimizer.zero_grad(set_to_none=True)
+        scores = self._replica(inputs)
+        loss = F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+        loss.backward()
+        self._optimizer.step()
+        self.loss = loss.detach()
 
 
-def _median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+class _Reduction:
+    """As many numbers as each bucket of a replica has, in the memory that buckets have; a call sums them all."""
+
+    def __init__(self, comm: Communicator, replica: nn.Module) -> None:
+        assert isinstance(replica, DistributedDataParallel)
+        self._comm = comm
+        numel = {name: parameter.numel() for name, parameter in replica.module.named_parameters()}
+        sizes = [sum(numel[name] for name in names) for names in replica.bucket_layout]
+        self._buckets: list[Tensor] = [comm.allocate(size, torch.float32) for size in sizes if size]
+
+    def __call__(self) -> None:
+        for bucket in self._buckets:
+            self._comm.all_reduce(bucket)
+
+
+def _turn_s(comm: Communicator, step: Callable[[], object], num_steps: int) -> float:
+    """Median step on this rank."""
+    times = []
+    comm.barrier()
+    for _ in range(num_steps):
+        start_s = now_s()
+        step()
+        times.append(now_s() - start_s)
+    return statistics.median(times)
+
+
+def _waited_s(ours: nn.Module | None) -> float:
+    """Since the last call."""
+    return ours.waited.take_s() if isinstance(ours, DistributedDataParallel) else 0.0
+
+
+def _everyones(mine: Any) -> list[Any]:
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found

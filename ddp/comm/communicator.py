@@ -141,6 +141,7 @@ class Communicator:
         self._channels = _Channels()
         self._groups: list[Communicator] = []
         self._shares_memory = False
+        self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
         self._closed = False
         self._broken: BaseException | None = None
         self.world_ranks: Sequence[int] = range(self.world_size)
@@ -481,11 +482,15 @@ class Communicator:
                 return group.allocate(numel, dtype, timeout_s=self.abort_s)
             except NoSharedMemory as error:  # on all ranks of the host alike
                 log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        self._unshared.add(tensor.data_ptr())
+        return tensor
 
     def free(self, tensor: Tensor) -> None:
         """Gives memory from `allocate` back. Every rank calls it; no collective may still use the tensor."""
-        if self._carrier.group is not None and self.device.type == "cpu":
+        if tensor.data_ptr() in self._unshared:
+            self._unshared.discard(tensor.data_ptr())
+        elif self._carrier.group is not None and self.device.type == "cpu":
             self._carrier.group.free(tensor)
 
     def meet_neighbours(self, *, shared_memory: bool = True, crowded: bool = False) -> None:

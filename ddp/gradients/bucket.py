@@ -167,7 +167,9 @@ def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[S
     return [group for _, group in sorted(zip(completed_by, groups, strict=True), key=lambda pair: pair[0])]
 
 
-def lay_out(groups: Sequence[list[Slot]], *, allocate: Allocate, device: torch.device) -> list[Bucket]:
+def lay_out(
+    groups: Sequence[list[Slot]], *, allocate: Allocate, device: torch.device, tails_apart: bool = False
+) -> list[Bucket]:
     """Makes the buckets, and gives every slot its place.
 
     The tails need a wide type, since sums of counts are not exact in a narrow one: where the first or last bucket has
@@ -175,15 +177,16 @@ def lay_out(groups: Sequence[list[Slot]], *, allocate: Allocate, device: torch.d
 
     Args:
         allocate: gives [numel] zeros of a dtype on a device, where reductions reach them best.
+        tails_apart: both tails get a bucket of their own, the last one.
     """
     plan = list(groups)
-    if not plan or not _is_wide(plan[0], device):
-        plan.insert(0, [])
-    if not _is_wide(plan[-1], device):
+    if tails_apart or not plan or not _is_wide(plan[-1], device):
         plan.append([])
-    last = len(plan) - 1
+    if not tails_apart and not _is_wide(plan[0], device):
+        plan.insert(0, [])
+    first, last = len(plan) - 1 if tails_apart else 0, len(plan) - 1
     return [
-        _bucket(index, group, allocate, device, has_totals=index == 0, has_unused=index == last)
+        _bucket(index, group, allocate, device, has_totals=index == first, has_unused=index == last)
         for index, group in enumerate(plan)
     ]
 

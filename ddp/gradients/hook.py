@@ -101,7 +101,7 @@ class CommHook:
             future = self.hook(self.state, seen)
         except Exception as error:
             raise HookFailed(f"the communication hook {self.name} raised {error!r} ({where})") from error
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # what a Work gives is one, too, but no torch.futures.Future
             raise HookFailed(
                 f"the communication hook {self.name} returned a {type(future).__name__} ({where}); "
                 "it must return a torch.futures.Future with the reduced buffer, also where it communicates nothing"
@@ -143,15 +143,14 @@ class CommHook:
 
 
 def await_future(comm: Communicator, future: torch.futures.Future[Any], *, label: str) -> None:
-    """Waits until a future is done, well or badly; on CUDA, makes the current stream wait for its result.
+    """Waits until a future is done, well or badly; on CUDA, makes the current stream wait for its result. Collective.
 
     Raises:
         PeerLost: the others did not do their part within the communicator's deadline.
     """
-    if not future.done():
-        arrived = threading.Event()
-        future.add_done_callback(lambda _: arrived.set())
-        comm.wait_for(arrived.wait, label=label)
+    arrived = threading.Event()
+    future.add_done_callback(lambda _: arrived.set())
+    comm.wait_for(arrived.wait, label=label)  # also where it is done: waits have numbers, the same on every rank
     if comm.device.type == "cuda":
         future.wait()
 

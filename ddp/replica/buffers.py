@@ -1,11 +1,11 @@
 """Buffers (BatchNorm statistics and the like): kept equal before each forward in training mode.
 
-    "broadcast"   everyone gets the values of one rank: rank 0, or under `join` the lowest one that still has inputs
+    "broadcast"   everyone gets the values of one rank: rank 0, or under `join` the highest one that still has inputs
     "mean"        floating-point buffers become the mean over ranks; all others are broadcast
     "none"        every rank keeps its own
 
-or a hook of the user's takes over: hook(state, {name: buffer}), which may return futures; they are awaited when
-backward has ended.
+or a hook of the user's takes over: hook(state, {name: buffer}), which may return futures; they are awaited before
+forward, or, if the hook runs after forward, when backward has ended.
 
 Only a forward that leads to a synchronised backward does this. A forward in evaluation mode, without gradients, or
 inside `no_sync` communicates nothing, so that one rank may evaluate alone.
@@ -72,9 +72,10 @@ class BufferSync:
             return
         if self.hook is not None:
             futures = self.hook(self.state, buffers)
-            self._futures.extend(
-                futures if isinstance(futures, (list, tuple)) else [] if futures is None else [futures]
-            )
+            if futures is not None:
+                self._futures += futures if isinstance(futures, (list, tuple)) else [futures]
+            if when is When.PRE_FORWARD:
+                self.wait()
         elif self.mode == "mean":
             self.average(root)
         else:

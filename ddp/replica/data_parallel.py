@@ -291,7 +291,7 @@ class DistributedDataParallel(Replica, Joinable):
     @property
     def _root(self) -> int:
         """Whose buffers are right."""
-        return self.joining.active[0] if self.joining is not None else 0
+        return self.joining.active[-1] if self.joining is not None else 0
 
     # --- uneven inputs -----------------------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class DistributedDataParallel(Replica, Joinable):
             raise RuntimeError(
                 f"the communication hook {self.reducer.hook.name} is registered already; there can be one"
             )
-        self.reducer.hook = CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
+        self.reducer.use_hook(CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False)))
 
     def register_buffer_hook(
         self, state: Any, hook: Callable[[Any, dict[str, Tensor]], Any], *, when: When = When.POST_FORWARD

@@ -88,7 +88,8 @@ class Joining:
         if not self.active:
             self.active = before
             return False
-        self.replica.reduce_without_backward(root=self.active[0])
+        self.replica.zero_grad(set_to_none=True)  # what is left of its own last step counts no more
+        self.replica.reduce_without_backward(root=self.active[-1])
         return True
 
     def give_everyone_the_last_model(self) -> None:

@@ -76,7 +76,7 @@ class Reducer:
     Attributes:
         buckets: made by the first step that synchronises.
         divide_by: what sums over ranks are divided by, unless totals ride along.
-        hook: takes the place of the all-reduce, if one is registered.
+        hook: takes the place of the all-reduce, if one is registered (`use_hook`).
         is_expected: a forward that synchronises waits for its backward.
         on_end: what to call when a backward has ended that no output has announced.
         on_mean: told of every bucket that has its mean, in backward's thread.
@@ -117,6 +117,8 @@ class Reducer:
         self._never_used: list[Slot] = []
         self._phase = Phase.IDLE
         self._mine: StepTotals | None = None
+        self._totals_tail = self._unused_tail = torch.empty(0)
+        self._allocated: list[Tensor] = []  # buckets in the communicator's memory
         self._works: list[tuple[Bucket, Work]] = []  # in flight
         self._num_launched = 0
         self._is_differentiable = False
@@ -154,8 +156,7 @@ class Reducer:
             self._build()
         self._phase, self.began_s = Phase.BACKWARD, now_s()
         self._is_differentiable = in_backward and torch.is_grad_enabled()
-        assert self.buckets[0].totals is not None
-        (self._mine or StepTotals()).write(self.buckets[0].totals)
+        (self._mine or StepTotals()).write(self._totals_tail)
         for slot in self._never_used:
             self._unused.keep(slot)
         if self._finds_unused and in_backward:
@@ -260,9 +261,7 @@ class Reducer:
         unused = [slot for slot in self.slots if not slot.used]
         for slot in unused:
             self._unused.keep(slot)
-        last = self.buckets[-1]
-        assert last.unused is not None
-        last.unused.fill_(bool(unused) and had_backward)
+        self._unused_tail.fill_(bool(unused) and had_backward)
         for bucket in self.buckets[self._num_launched :]:
             if bucket.missing or not bucket.slots:
                 bucket.ready_s = self.ended_s
@@ -272,7 +271,7 @@ class Reducer:
         self._read_totals()
         if self._is_differentiable:
             hand_out_differentiable(self._order, self.begin, self.finish)
-        if last.unused.item() > 0:
+        if self._unused_tail.item() > 0:
             self._unused.settle(had_backward=had_backward)
         for slot in self.slots:
             if slot.is_sparse:
@@ -291,6 +290,15 @@ class Reducer:
             slot.used, slot.missing = False, slot.expected
             if slot.expected and not slot.is_sparse:
                 slot.bucket.missing += 1
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Lets a hook take the place of the all-reduce. Every rank calls it alike.
+
+        Buckets are ordinary memory then, each one's gradients and nothing else: hooks may resize their buffers.
+        """
+        self.hook = hook
+        if self.buckets:
+            self._build()
 
     # --- the mean ----------------------------------------------------------------------------------------------------
 
@@ -311,30 +319,22 @@ class Reducer:
         """Of sums over ranks: their number, or the global count, which is known once the first bucket is through."""
         if self._mine is None:
             return self.divide_by
-        assert self.buckets[0].totals is not None
-        return max(1, StepTotals.read(self.buckets[0].totals).num_items)
+        return max(1, StepTotals.read(self._totals_tail).num_items)
 
     def _read_totals(self) -> None:
         if self._mine is not None:
-            first = self.buckets[0]
-            assert first.totals is not None
-            self.totals = StepTotals.read(first.totals)
-            first.gradients.div_(self._divisor())
+            self.totals = StepTotals.read(self._totals_tail)
+            if self.hook is None:
+                self.buckets[0].gradients.div_(self._divisor())
 
     def _finish_hook(self, hook: CommHook) -> None:
-        """Waits for the hook's futures. Its buckets have no tails: those take a message of their own."""
+        """Waits for the hook's futures. Its buckets have no tails: those are a bucket of their own."""
         with self.waited.running():
             hook.finish()
-            first, last = self.buckets[0], self.buckets[-1]
-            assert first.totals is not None
-            assert last.unused is not None
-            tails = torch.cat([first.totals, last.unused])
-            self.comm.all_reduce(tails, label=f"step {self.num_steps}, totals")
-            first.totals.copy_(tails[:-1])
-            last.unused.copy_(tails[-1:])
+            self.comm.all_reduce(self.buckets[-1].flat, label=f"step {self.num_steps}, totals")
         if self._mine is not None:  # a hook gives means of the ranks' sums
             for bucket in self.buckets:
-                bucket.gradients.mul_(self.comm.world_size / (self._divisor() if bucket.index else 1))
+                bucket.gradients.mul_(self.comm.world_size / self._divisor())
         for bucket in self.buckets:
             self._has_mean(bucket, now_s())
 
@@ -374,27 +374,28 @@ class Reducer:
 
     def _build(self) -> None:
         """Makes the buckets, and moves gradients over from those that there were. Collective."""
-        former = self.buckets
-        held = [(slot, slot.view) for slot in self._order if former and slot.parameter.grad is slot.view]
+        held = [(slot, slot.view) for slot in self._order if self.buckets and slot.parameter.grad is slot.view]
+        former, self._allocated = self._allocated, []
         groups = plan_buckets(self._order, limits=self._limits)
-        self.buckets = lay_out(groups, allocate=self._allocate, device=self.comm.device)
+        has_hook = self.hook is not None
+        self.buckets = lay_out(groups, allocate=self._allocate, device=self.comm.device, tails_apart=has_hook)
+        self._totals_tail = next(bucket.totals for bucket in self.buckets if bucket.totals is not None)
+        self._unused_tail = next(bucket.unused for bucket in self.buckets if bucket.unused is not None)
         for slot, gradient in held:
             slot.parameter.grad = slot.view.copy_(gradient)
-        self._free(former)
+        for flat in former:
+            self.comm.free(flat)
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device == self.comm.device:
-            return self.comm.allocate(numel, dtype)
+        if device == self.comm.device and self.hook is None:
+            self._allocated.append(self.comm.allocate(numel, dtype))
+            return self._allocated[-1]
         return torch.zeros(numel, dtype=dtype, device=device)
-
-    def _free(self, buckets: Iterable[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.flat.device == self.comm.device:
-                self.comm.free(bucket.flat)
 
     def close(self) -> None:
         """Takes the hooks off the parameters, and gives the memory back once no gradient lives in it. Collective."""
         for handle in self._handles:
             handle.remove()
-        self._free(self.buckets)
-        self.buckets = []
+        for flat in self._allocated:
+            self.comm.free(flat)
+        self.buckets, self._allocated = [], []

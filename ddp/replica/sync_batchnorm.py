@@ -138,16 +138,15 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         group = _group_of(comm)
         x = input.contiguous(memory_format=_layout(input))
-        count, mean, m2 = _split(_exchange(group, _summary(x.detach())))
+        count, mean, m2 = _split(_exchange(group, _summary(x.detach())).to(_wide(x)))
         if x.numel() <= self.num_features:  # else it is clear; on a GPU, to look means to wait
             if int(count) == 1:
                 raise ConfigError(_too_few(input, comm.world_size))
             if int(count) == 0:
                 return super().forward(input)  # all batches are empty: torch says what that means
         self._update_running_statistics(mean, m2 / (count - 1))
-        constants = [each.to(_wide(x)) for each in (mean, m2 / count, count)]
         output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, *constants, self.eps, group
+            x, self.weight, self.bias, mean, m2 / count, count, self.eps, group
         )
         return output
 

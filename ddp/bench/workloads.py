@@ -1,0 +1,99 @@
+"""What the step benchmarks train: models with one worker's batch each, in float32 on the CPU.
+
+| name                | what it is hard on                                                                        |
+|---------------------|-------------------------------------------------------------------------------------------|
+| digits-cnn          | the default job: a step of a millisecond or two                                           |
+| cnn-b64             | few parameters, much computing: communication should not be seen                          |
+| resnet18-32px       | 11 M parameters; the stem for photographs leaves a pixel of 32, so computing is cheap     |
+| resnet18-small-stem | the same parameters with the stem for small images: compute-heavy                         |
+| mlp-25m             | 25 M parameters in six tensors: bandwidth                                                 |
+| gpt-10m             | 11 M parameters, 4 × 128 tokens                                                           |
+| gpt-10m-b1          | the same with 128 tokens: more communication for each multiplication                      |
+| tiny-1000           | 1,000 parameters of 4 or 16 numbers: what each costs in the interpreter                   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ddp.models.cnn import CNN
+from ddp.models.gpt import GPT
+from ddp.models.mlp import MLP
+from ddp.models.resnet import resnet
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and one worker's batch for it; both draw from torch's global generator."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+
+
+class TinyLayers(nn.Module):
+    """x → x + layer(x) / n, n times over four numbers: 2n parameters, and hardly anything to compute."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores [n, 4] for x [n, 4]."""
+        scale = 1 / len(self.layers)  # keeps what passes through finite, at any depth
+        for layer in self.layers:
+            x = x + scale * layer(x)
+        return x
+
+
+def _small_cnn() -> nn.Module:
+    """The one that `shared/probes/bucketed_ddp.py` was measured with."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()),
+        *(nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
+def _gpt() -> nn.Module:
+    return GPT(vocab_size=256, context=128, width=384, depth=6, heads=6)
+
+
+def _images(n: int, channels: int, size: int, *, num_classes: int = 10) -> Callable[[], Batch]:
+    return lambda: (torch.randn(n, channels, size, size), torch.randint(0, num_classes, (n,)))
+
+
+def _tokens(n: int) -> Callable[[], Batch]:
+    return lambda: (torch.randint(0, 256, (n, 128)), torch.randint(0, 256, (n, 128)))
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "digits-cnn",  # global batch 64 on two workers
+            lambda: CNN(in_channels=1, image_size=8, num_classes=10),
+            _images(32, 1, 8),
+        ),
+        Workload("cnn-b64", _small_cnn, _images(64, 1, 28)),
+        Workload("resnet18-32px", lambda: resnet("resnet18", num_classes=10, small_images=False), _images(16, 3, 32)),
+        Workload(
+            "resnet18-small-stem",
+            lambda: resnet("resnet18", num_classes=10, small_images=True),
+            _images(16, 3, 32),
+        ),
+        Workload(
+            "mlp-25m",
+            lambda: MLP(in_features=1024, hidden=(4096, 4096), num_classes=1000),
+            _images(64, 1, 32, num_classes=1000),
+        ),
+        Workload("gpt-10m", _gpt, _tokens(4)),
+        Workload("gpt-10m-b1", _gpt, _tokens(1)),
+        Workload("tiny-1000", lambda: TinyLayers(500), lambda: (torch.randn(8, 4), torch.randint(0, 4, (8,)))),
+    )
+}
