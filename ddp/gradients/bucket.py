@@ -20,7 +20,7 @@ they are there, so that their memory is free again; small ones together when the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,23 +39,20 @@ class Slot:
 
     Attributes:
         index: its number in the order of registration.
-        view: the gradient in its bucket; shaped and strided like the parameter.
-        missing: accumulations that this step's backward still has to make; below 0 if there were more than expected.
-        expected: how many they are per step.
         is_sparse: the gradient is a sparse tensor, and lives in no bucket.
-        used: backward has reached it since the last reduction.
+        view: the gradient in its bucket; shaped and strided like the parameter.
     """
 
     index: int
     name: str
     parameter: nn.Parameter
-    bucket: Bucket = field(init=False, repr=False)
-    view: Tensor = field(init=False, repr=False)
-    is_large: bool = field(init=False)
-    missing: int = 1
-    expected: int = 1
     is_sparse: bool = False
-    used: bool = False
+    view: Tensor = field(init=False, repr=False)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the gradient is worth a copy of its own."""
+        return self.parameter.nbytes >= LARGE_BYTES
 
     def move_in(self, *, keep: bool = False) -> None:
         """Copies the gradient to its place, unless it lives there already; zeros if there is none.
@@ -75,27 +72,44 @@ class Slot:
             self.parameter.grad = self.view
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Bucket:
     """Gradients of one dtype and device, side by side.
 
+    Who has come is kept as a list of parameters, which costs one `append` per gradient; what it means is worked out
+    when it is long enough.
+
     Attributes:
         index: position in the order of reduction.
-        flat: [numel], all spans, the padding between them, and the tails.
+        has_totals, has_unused: it carries that tail.
+        flat: [numel], all spans, the padding between them, and the tails; from `allocate` on, like the next three.
         gradients: `flat` without its tails.
-        totals: [NUM_LANES] at the end of the first bucket, else None.
-        unused: [1] at the end of the last bucket, else None.
-        missing: slots whose gradient is not there yet.
+        totals: [NUM_LANES], the first bucket's tail.
+        unused: [1], the last bucket's tail.
+        arrivals: parameters that got a gradient since the last reduction, in that order.
+        num_before: of these, those that came before this step's backward (in `no_sync`).
+        expected, num_expected: ids of the parameters that every step's backward comes to; how many gradients they get.
+        awaited: ids of those that this step's will come to.
+        full_at: length of `arrivals` from which on all may be here.
+        is_full: all are here.
         ready_s, launched_s, done_s: when the last step had all of its gradients, sent it off, and had its mean.
     """
 
     index: int
     slots: list[Slot]
-    flat: Tensor
-    gradients: Tensor
-    totals: Tensor | None = None
-    unused: Tensor | None = None
-    missing: int = 0
+    has_totals: bool = False
+    has_unused: bool = False
+    flat: Tensor = field(init=False, repr=False)
+    gradients: Tensor = field(init=False, repr=False)
+    totals: Tensor = field(init=False, repr=False)
+    unused: Tensor = field(init=False, repr=False)
+    arrivals: list[Tensor] = field(default_factory=list, repr=False)
+    num_before: int = 0
+    expected: frozenset[int] = field(init=False, repr=False)
+    num_expected: int = field(init=False)
+    awaited: frozenset[int] = frozenset()
+    full_at: int = 0
+    is_full: bool = False
     ready_s: float = 0.0
     launched_s: float = 0.0
     done_s: float = 0.0
@@ -105,13 +119,78 @@ class Bucket:
         names = [slot.name for slot in self.slots]
         what = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names) or "totals"
         self.label = f"bucket {self.index} ({len(names)} gradients: {what})"
+        self.expect()
+
+    @property
+    def num_bytes(self) -> int:
+        """What a reduction sends, tails and padding included."""
+        if not self.slots:
+            return 4 * (NUM_LANES * self.has_totals + self.has_unused)
+        item = self.slots[0].parameter.element_size()
+        return item * (
+            sum(_span(slot.parameter) for slot in self.slots) + NUM_LANES * self.has_totals + self.has_unused
+        )
+
+    def allocate(self, allocate: Allocate, device: torch.device) -> None:
+        """Makes the memory, zeros, and gives every slot its place in it.
+
+        Args:
+            allocate: gives [numel] zeros of a dtype on a device, where reductions reach them best.
+            device: of a bucket without gradients.
+        """
+        numel = sum(_span(slot.parameter) for slot in self.slots)
+        like = self.slots[0].parameter if self.slots else torch.empty(0, dtype=torch.float32, device=device)
+        num_totals = NUM_LANES * self.has_totals
+        self.flat = allocate(numel + num_totals + self.has_unused, like.dtype, like.device)
+        self.gradients, self.totals, self.unused = self.flat.split([numel, num_totals, int(self.has_unused)])
+        start = 0
+        for slot in self.slots:
+            slot.view = _view(self.flat, start, slot.parameter)
+            start += _span(slot.parameter)
+
+    def begin(self, coming: frozenset[int] | None = None) -> None:
+        """A backward begins.
+
+        Args:
+            coming: ids of the parameters that it will come to, if that is known.
+        """
+        self.awaited = self.expected if coming is None else self.expected & coming
+        self.num_before = len(self.arrivals)
+        self.full_at = self.num_before + (self.num_expected if coming is None else len(self.awaited))
+        self.is_full = not self.awaited
+
+    def expect(self, times: Mapping[int, int] | None = None) -> None:
+        """Notes which gradients every step brings.
+
+        Args:
+            times: how often each, by the parameter's id; None: once each.
+        """
+        by_id = {id(slot.parameter): 1 for slot in self.slots} if times is None else times
+        self.expected = frozenset(each for each, number in by_id.items() if number)
+        self.num_expected = sum(by_id.values())
+
+    def look(self, *, at_s: float) -> bool:
+        """Whether all are here; if not, the next one to come may be the last."""
+        self.is_full = self.awaited <= set(map(id, self.arrivals[self.num_before :]))
+        if self.is_full:
+            self.ready_s = at_s
+        self.full_at = len(self.arrivals) + 1
+        return self.is_full
+
+    def without_gradient(self) -> list[Slot]:
+        """Slots whose parameter got none since the last reduction."""
+        arrived = set(map(id, self.arrivals))
+        return (
+            [slot for slot in self.slots if id(slot.parameter) not in arrived] if len(arrived) < len(self.slots) else []
+        )
 
     def fill(self) -> None:
         """Moves in every gradient that is not in its place yet; `parameter.grad` is the view afterwards."""
         here: list[Tensor] = []
         there: list[Tensor] = []
         for slot in self.slots:
-            view, gradient = slot.view, slot.parameter.grad
+            parameter, view = slot.parameter, slot.view
+            gradient = parameter.grad
             if gradient is view:
                 continue
             if gradient is None:
@@ -119,7 +198,7 @@ class Bucket:
             else:
                 here.append(view)
                 there.append(gradient)
-            slot.parameter.grad = view
+            parameter.grad = view
         if here:
             try:
                 torch._foreach_copy_(here, there)
@@ -167,16 +246,13 @@ def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[S
     return [group for _, group in sorted(zip(completed_by, groups, strict=True), key=lambda pair: pair[0])]
 
 
-def lay_out(
-    groups: Sequence[list[Slot]], *, allocate: Allocate, device: torch.device, tails_apart: bool = False
-) -> list[Bucket]:
-    """Makes the buckets, and gives every slot its place.
+def make_buckets(groups: Sequence[list[Slot]], *, device: torch.device, tails_apart: bool = False) -> list[Bucket]:
+    """Buckets of these gradients; without memory yet.
 
     The tails need a wide type, since sums of counts are not exact in a narrow one: where the first or last bucket has
     none on `device`, a bucket without gradients carries them.
 
     Args:
-        allocate: gives [numel] zeros of a dtype on a device, where reductions reach them best.
         tails_apart: both tails get a bucket of their own, the last one.
     """
     plan = list(groups)
@@ -184,9 +260,10 @@ def lay_out(
         plan.append([])
     if not tails_apart and not _is_wide(plan[0], device):
         plan.insert(0, [])
-    first, last = len(plan) - 1 if tails_apart else 0, len(plan) - 1
+    last = len(plan) - 1
+    with_totals = last if tails_apart else 0
     return [
-        _bucket(index, group, allocate, device, has_totals=index == first, has_unused=index == last)
+        Bucket(index, group, has_totals=index == with_totals, has_unused=index == last)
         for index, group in enumerate(plan)
     ]
 
@@ -202,29 +279,6 @@ def _span(parameter: Tensor) -> int:
     """Elements that the parameter takes up, padding included."""
     step = max(1, ALIGNMENT_BYTES // parameter.element_size())
     return -(-parameter.numel() // step) * step
-
-
-def _bucket(
-    index: int, slots: list[Slot], allocate: Allocate, device: torch.device, *, has_totals: bool, has_unused: bool
-) -> Bucket:
-    numel = sum(_span(slot.parameter) for slot in slots)
-    like = slots[0].parameter if slots else torch.empty(0, dtype=torch.float32, device=device)
-    flat = allocate(numel + NUM_LANES * has_totals + has_unused, like.dtype, like.device)
-    bucket = Bucket(
-        index,
-        slots,
-        flat,
-        flat[:numel],
-        flat[numel : numel + NUM_LANES] if has_totals else None,
-        flat[-1:] if has_unused else None,
-        missing=len(slots),
-    )
-    start = 0
-    for slot in slots:
-        slot.bucket, slot.view = bucket, _view(flat, start, slot.parameter)
-        slot.is_large = slot.view.nbytes >= LARGE_BYTES
-        start += _span(slot.parameter)
-    return bucket
 
 
 def _view(flat: Tensor, start: int, parameter: Tensor) -> Tensor:

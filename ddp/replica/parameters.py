@@ -6,12 +6,17 @@ So every forward looks whether modules and parameters are still those of the beg
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from enum import Enum, auto
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
 from ddp.errors import ConfigError
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -57,14 +62,19 @@ class ParameterWatch:
 
     def _remember(self) -> None:
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
-        self._tables = [table for each in self._module.modules() for table in (each._parameters, each._modules)]
-        self._values = list(self._contents())  # held, so that no other object gets the same id
-        self._ids = [id(value) for value in self._values]
+        self._tables: list[dict[str, Any]] = [
+            table for each in self._module.modules() for table in (each._parameters, each._modules)
+        ]
+        self._values = list(chain.from_iterable(map(dict.values, self._tables)))  # held: nothing else gets their ids
+        self._ids = self._present_ids()
         self._parameters = list(self._named.values())
-        self._needed = [parameter.requires_grad for parameter in self._parameters]
+        self._needed = self._presently_needed()
 
-    def _contents(self) -> Iterator[object]:
-        return (value for table in self._tables for value in table.values())
+    def _present_ids(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
+
+    def _presently_needed(self) -> list[bool]:
+        return list(map(_REQUIRES_GRAD, self._parameters))
 
     def look(self) -> Change:
         """Compares with what is remembered; what has changed is remembered then.
@@ -72,12 +82,12 @@ class ParameterWatch:
         Raises:
             ConfigError: parameters were added, removed or replaced; names them.
         """
-        if [id(value) for table in self._tables for value in table.values()] != self._ids:
+        if self._present_ids() != self._ids:
             change = self._compare()
             if change is not Change.NONE:
                 return change
-        if [parameter.requires_grad for parameter in self._parameters] != self._needed:
-            self._needed = [parameter.requires_grad for parameter in self._parameters]
+        if (needed := self._presently_needed()) != self._needed:
+            self._needed = needed
             return Change.REQUIRES_GRAD
         return Change.NONE
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ddp.gradients.bucket import Bucket
 from ddp.replica.reducer import Reducer
 
@@ -43,8 +45,8 @@ def _describe(bucket: Bucket, reducer: Reducer) -> dict[str, Any]:
         "index": bucket.index,
         "parameters": [slot.name for slot in bucket.slots],
         "numel": sum(slot.parameter.numel() for slot in bucket.slots),
-        "bytes": bucket.flat.nbytes,
-        "dtype": str(bucket.flat.dtype).removeprefix("torch."),
+        "bytes": bucket.num_bytes,
+        "dtype": str(bucket.slots[0].parameter.dtype if bucket.slots else torch.float32).removeprefix("torch."),
         "ready_s": ready_s,
         "launched_s": launched_s,
         "done_s": done_s,

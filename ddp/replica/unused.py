@@ -45,10 +45,15 @@ class Unused:
             had = slot.parameter.grad
             self._kept[slot] = had if had is None or slot.is_sparse or had is not slot.view else had.clone()
 
-    def settle(self, *, had_backward: bool) -> None:
-        """Some rank has unused parameters: gives those that no rank used what they had. Collective."""
+    def settle(self, unused: Sequence[Slot], *, had_backward: bool) -> None:
+        """Some rank has unused parameters: gives those that no rank used what they had. Collective.
+
+        Args:
+            unused: this rank's, in the order of registration.
+        """
         if self._used_by_none is None:
-            used = torch.tensor([slot.used for slot in self._slots], dtype=torch.uint8, device=self._comm.device)
+            used = torch.ones(len(self._slots), dtype=torch.uint8, device=self._comm.device)
+            used[[slot.index for slot in unused]] = 0
             by_any = self._comm.all_reduce(used, "max", label="parameters used by any rank").tolist()
             self._used_by_none = [slot for slot, is_used in zip(self._slots, by_any, strict=True) if not is_used]
         for slot in self._used_by_none:
@@ -58,7 +63,7 @@ class Unused:
             else:
                 slot.parameter.grad = slot.view.copy_(had)
         if not self._tolerated:
-            mine = [(slot.name, slot.index) for slot in self._slots if not slot.used] if had_backward else None
+            mine = [(slot.name, slot.index) for slot in unused] if had_backward else None
             by_rank = dict(enumerate(all_gather_object(self._comm, mine)))
             self._error = UnusedParameters(
                 _message({rank: names for rank, names in by_rank.items() if names is not None})
