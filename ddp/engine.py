@@ -21,6 +21,15 @@ from typing import NamedTuple
 from ddp.failures import Failure
 
 CUBLAS_WORKSPACE = ":4096:8"  # what deterministic=true needs on a GPU, before its first matrix product
+# How a worker's allocator treats large blocks, unless the environment says otherwise. By default the C library gives
+# each one back to the kernel as soon as it is free, and a step that takes it anew pays for every page of it again; with
+# these, an MLP of 25M parameters trains a fifth faster. The price: what a worker has once taken it keeps.
+MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": 1 << 30,
+    "MALLOC_TRIM_THRESHOLD_": 1 << 30,
+    "THP_MEM_ALLOC_ENABLE": 1,  # torch asks for huge pages
+    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={16 << 20:#x}",  # `gradients/bucket.py` copies so much
+}
 SHUTDOWN_S = 60
 """How long workers may take to agree and save after a signal, before they are killed."""
 
@@ -80,7 +89,8 @@ def _environment(threads: int) -> list[str]:
         "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
         "PYTHONUNBUFFERED": 1,
     }
-    return [f"{name}={value}" for name, value in variables.items()]
+    memory = {name: value for name, value in MEMORY.items() if name not in os.environ}
+    return [f"{name}={value}" for name, value in (variables | memory).items()]
 
 
 @contextlib.contextmanager

@@ -37,10 +37,13 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], *, root: in
         return
     with torch.no_grad():
         for pack in _packs(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in pack])
-            comm.broadcast(flat, root, label=label)
-            for tensor, values in zip(pack, flat.split([tensor.numel() for tensor in pack]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+            sizes = [tensor.numel() for tensor in pack]
+            if comm.rank == root:
+                comm.broadcast(torch.cat([tensor.reshape(-1) for tensor in pack]), root, label=label)
+            else:
+                flat = comm.broadcast(pack[0].new_empty(sum(sizes)), root, label=label)
+                values = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), pack, strict=True)]
+                torch._foreach_copy_(pack, values)
 
 
 def broadcast_state(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], *, root: int = 0) -> None:

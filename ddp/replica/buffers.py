@@ -49,15 +49,27 @@ class BufferSync:
     hook: Callable[[Any, dict[str, Tensor]], Any] | None = None
     state: Any = None
     when: When = When.POST_FORWARD
+    _tables: list[tuple[str, dict[str, Tensor | None]]] = field(default_factory=list)  # every module's, with its name
     _futures: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"buffers={self.mode!r}: choose one of {', '.join(get_args(Mode))}")
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Modules came or went."""
+        modules = self.module.named_modules()
+        self._tables = [(f"{name}." if name else "", each._buffers) for name, each in modules if each._buffers]
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now: a module may have replaced some."""
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.ignored}
+        return {
+            prefix + name: buffer
+            for prefix, table in self._tables
+            for name, buffer in table.items()
+            if buffer is not None and prefix + name not in self.ignored
+        }
 
     def run(self, when: When, *, root: int = 0) -> None:
         """What is due on this side of forward. Collective.

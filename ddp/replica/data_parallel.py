@@ -260,7 +260,8 @@ class DistributedDataParallel(Replica, Joinable):
     def _begin_step(self) -> bool:
         """What every rank does before a forward that synchronises. False if that has borrowed its parameters."""
         self.reducer.raise_pending()
-        change = self._watch.look()
+        while (change := self._watch.look()) is Change.MODULES:
+            self._buffer_sync.look_again()
         if change is Change.BORROWED:
             return False
         if change is Change.REQUIRES_GRAD:

@@ -50,6 +50,7 @@ class Change(Enum):
 
     NONE = auto()
     BORROWED = auto()  # torch.func.functional_call has put other tensors in their places for one forward
+    MODULES = auto()  # some without parameters came or went
     REQUIRES_GRAD = auto()  # some were frozen or unfrozen
 
 
@@ -59,6 +60,7 @@ class ParameterWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._remember()
+        self._needed = self._presently_needed()
 
     def _remember(self) -> None:
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
@@ -68,7 +70,6 @@ class ParameterWatch:
         self._values = list(chain.from_iterable(map(dict.values, self._tables)))  # held: nothing else gets their ids
         self._ids = self._present_ids()
         self._parameters = list(self._named.values())
-        self._needed = self._presently_needed()
 
     def _present_ids(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
@@ -83,9 +84,7 @@ class ParameterWatch:
             ConfigError: parameters were added, removed or replaced; names them.
         """
         if self._present_ids() != self._ids:
-            change = self._compare()
-            if change is not Change.NONE:
-                return change
+            return self._compare()
         if (needed := self._presently_needed()) != self._needed:
             self._needed = needed
             return Change.REQUIRES_GRAD
@@ -103,5 +102,5 @@ class ParameterWatch:
                     f"parameters were {what} after the replica was made: {', '.join(sorted(names))}. They would not be "
                     "kept equal: change the model first, then wrap it (and give the optimizer the new parameters)"
                 )
-        self._remember()  # modules without parameters came or went
-        return Change.NONE
+        self._remember()
+        return Change.MODULES
