@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ddp.launcher import launch as launch
     from ddp.replica.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.replica.data_parallel import NaiveDataParallel as NaiveDataParallel
+    from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import continue_fit as continue_fit
@@ -40,6 +41,7 @@ _HOMES = {
     "EvaluationSampler": "ddp.data.sampler",
     "NaiveDataParallel": "ddp.replica.data_parallel",
     "PeerLost": "ddp.errors",
+    "SyncBatchNorm": "ddp.replica.sync_batchnorm",
     "TrainSampler": "ddp.data.sampler",
     "continue_fit": "ddp.train.fit",
     "evaluate": "ddp.train.evaluate",

@@ -339,14 +339,17 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
     """The module, kept equal to the other workers'. Buffers are synchronised by evaluate and checkpoints."""
     if config.replica.kind is settings.ReplicaKind.naive:
-        return NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
-    return DistributedDataParallel(
-        module,
-        comm=comm,
-        broadcast_buffers=False,
-        bucket_cap_mb=config.replica.bucket_cap_mb,
-        first_bucket_mb=config.replica.first_bucket_mb,
-    )
+        replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
+    else:
+        replica = DistributedDataParallel(
+            module,
+            comm=comm,
+            broadcast_buffers=False,
+            bucket_cap_mb=config.replica.bucket_cap_mb,
+            first_bucket_mb=config.replica.first_bucket_mb,
+        )
+    replica.verify_replicas(every=config.replica.verify_every)
+    return replica
 
 
 def learning_rate(config: Config) -> float:

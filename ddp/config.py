@@ -302,6 +302,7 @@ class Replica:
     kind: ReplicaKind = ReplicaKind.bucketed
     bucket_cap_mb: float = 25.0
     first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
+    verify_every: int = 0  # compare parameters of all workers bit by bit after so many steps; 0: never
 
 
 @dataclass(kw_only=True, slots=True)
@@ -440,6 +441,7 @@ _AT_LEAST = {
     "optim.weight_decay": 0,
     "optim.base_batch": 1,
     "schedule.warmup_steps": 0,
+    "replica.verify_every": 0,
     "schedule.final_factor": 0,
 }
 _BETWEEN = {  # (0, b): 0 itself is allowed

@@ -70,6 +70,7 @@ class Replica(nn.Module):
         self.module, self.comm = module, comm
         self.require_backward_grad_sync = True
         self.reducer, self._buffer_sync = reducer, buffers
+        self._verifies: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +91,8 @@ class Replica(nn.Module):
     def _finish(self, *, had_backward: bool = True) -> None:
         """Backward has ended."""
         self.reducer.finish(had_backward=had_backward)
+        if self._verifies is not None and self.reducer.num_steps % self._verifies.every == 0:
+            self.verify_replicas(also=self._verifies.also)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -103,6 +106,26 @@ class Replica(nn.Module):
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (BatchNorm statistics and the like). Collective."""
         self._buffer_sync.broadcast()
+
+    def verify_replicas(
+        self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+    ) -> None:
+        """Compares the parameters of all ranks bit by bit: now, or from now on after every so many steps. Collective.
+
+        Args:
+            every: number of steps; 0 for never again.
+            also: gives further tensors that must be equal, with names: rates, a loss scale, the optimizer's state.
+
+        Raises:
+            ReplicaMismatch: names the first tensor that differs, and the ranks in the minority.
+        """
+        if every is None:
+            verify_replicas(self.comm, [*self._equal_parameters(), *also()])
+        else:
+            self._verifies = Verification(every, also) if every else None
+
+    def _equal_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters())
 
     # --- the sum form, for ddp.fit -----------------------------------------------------------------------------------
 
@@ -234,7 +257,6 @@ class DistributedDataParallel(Replica, Joinable):
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._watch = ParameterWatch(module)
         self._stepper: StepInBackward | None = None
-        self._verifies: Verification | None = None
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -286,8 +308,6 @@ class DistributedDataParallel(Replica, Joinable):
         self._buffer_sync.wait()
         if self._stepper is not None:
             self._stepper.finish()
-        if self._verifies is not None and self.reducer.num_steps % self._verifies.every == 0:
-            self.verify_replicas(also=self._verifies.also)
 
     @property
     def _root(self) -> int:
@@ -336,9 +356,9 @@ class DistributedDataParallel(Replica, Joinable):
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""
         buffers = self._buffer_sync.named().items() if self.broadcast_buffers else ()
-        broadcast_state(self.comm, [*self._managed(), *buffers], root=root)
+        broadcast_state(self.comm, [*self._equal_parameters(), *buffers], root=root)
 
-    def _managed(self) -> list[tuple[str, nn.Parameter]]:
+    def _equal_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return managed(self.module, self.parameters_to_ignore, Replica)
 
     # --- hooks, and the optimizer in backward ------------------------------------------------------------------------
@@ -404,23 +424,6 @@ class DistributedDataParallel(Replica, Joinable):
         super().ride_along(totals)
 
     # --- looking at it -----------------------------------------------------------------------------------------------
-
-    def verify_replicas(
-        self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-    ) -> None:
-        """Compares the parameters of all ranks bit by bit: now, or from now on after every so many steps. Collective.
-
-        Args:
-            every: number of steps; 0 for never again.
-            also: gives further tensors that must be equal, with names: rates, a loss scale, the optimizer's state.
-
-        Raises:
-            ReplicaMismatch: names the first tensor that differs, and the ranks in the minority.
-        """
-        if every is None:
-            verify_replicas(self.comm, [*self._managed(), *also()])
-        else:
-            self._verifies = Verification(every, also) if every else None
 
     def logging_data(self) -> dict[str, Any]:
         """What the last step's reductions took, bucket by bucket (`timeline.py`)."""

@@ -23,7 +23,7 @@ class NaiveReducer:
     def __init__(self, comm: Communicator, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.comm, self.parameters = comm, dict(named_parameters)
         self.totals = StepTotals()
-        self.waited = Stopwatch()
+        self.waited, self.num_steps = Stopwatch(), 0
         self._in_backward = False
         self._mine: StepTotals | None = None
 
@@ -73,3 +73,4 @@ class NaiveReducer:
                     self.comm.all_reduce(gradient, label=name)
                 parameter.grad = gradient.div_(divisor)
         self._mine, self._in_backward = None, False
+        self.num_steps += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,8 @@ from ddp.errors import ConfigError
 from ddp.optim.schedules import Schedule, constant
 from ddp.precision.autocast import Precision
 from ddp.replica.data_parallel import DistributedDataParallel, Replica
+from ddp.replica.in_backward import refusal
+from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback, Callbacks
 from ddp.train.state import TrainState
@@ -121,6 +124,7 @@ def continue_fit(
     stop = StopFlag() if stop is None else stop  # a flag that is not raised counts as false
     on_gpu = state.comm.device.type == "cuda"
     loader = TrainLoader(train_data, state.sampler, num_workers=loader_workers, pin_memory=on_gpu)
+    _check_replica(state)
     state.model.train()
     try:
         watching.fit_start(state)
@@ -144,6 +148,21 @@ def continue_fit(
     finally:
         loader.close()
     return state
+
+
+def _check_replica(state: TrainState) -> None:
+    """Raises ConfigError for a replica whose steps cannot be taken back, or whose layers would wait in vain."""
+    model, sampler = state.model, state.sampler
+    if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
+        raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
+    if state.comm.world_size > 1 and any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
+        mine = [len(plan.micros) for plan in islice(sampler.plans(), sampler.num_steps_per_epoch)]
+        if len({tuple(numbers) for numbers in all_gather_object(state.comm, mine)}) > 1:
+            raise ConfigError(
+                "SyncBatchNorm waits in each forward for all ranks, but in some steps of an epoch they have different "
+                "numbers of forwards: choose a global batch that divides the number of samples, or leave out "
+                "micro_size, so that every rank has samples in every step"
+            )
 
 
 def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -> int:
