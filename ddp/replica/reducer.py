@@ -361,7 +361,7 @@ class Reducer:
     @property
     def layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together."""
-        return [[slot.name for slot in group] for group in plan_buckets(self._order, limits=self._limits)]
+        return [[slot.name for slot in bucket.slots] for bucket in self.buckets if bucket.slots]
 
     @property
     def order(self) -> list[str] | None:
@@ -370,12 +370,14 @@ class Reducer:
 
     def adopt_order(self, names: Sequence[str]) -> None:
         """Lays buckets out for gradients that come in this order, from now on. Every rank calls it alike."""
-        before = self.layout
         slots = {slot.name: slot for slot in self._order}
         self._order = list(dict.fromkeys([*(slots[name] for name in names if name in slots), *self._order]))
         self._came = None
-        if self.layout != before:
+        if [[slot.name for slot in group] for group in self._plan()] != self.layout:
             self._lay_out()
+
+    def _plan(self) -> list[list[Slot]]:
+        return plan_buckets(self._order, limits=self._limits)
 
     def _learn(self, *, had_backward: bool) -> None:
         """From the first backward: how often gradients come, and in which order, as rank 0 saw it. Collective."""
@@ -393,8 +395,7 @@ class Reducer:
     def _lay_out(self) -> None:
         """Makes the buckets, and hooks into autograd. Gradients move over from former buckets; collective then."""
         held = [(slot, slot.view) for slot in self._order if self._has_memory and slot.parameter.grad is slot.view]
-        groups = plan_buckets(self._order, limits=self._limits)
-        self.buckets = make_buckets(groups, device=self.comm.device, tails_apart=self.hook is not None)
+        self.buckets = make_buckets(self._plan(), device=self.comm.device, tails_apart=self.hook is not None)
         self._expect()
         self._unhook()
         for bucket in self.buckets:

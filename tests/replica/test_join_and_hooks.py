@@ -11,9 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ddp
 from ddp.errors import ConfigError, HookFailed
@@ -92,6 +90,8 @@ def torch_s_join_context(comm: ddp.Communicator) -> None:
         with Join([replica], divide_by_initial_world_size=False):
             train(replica, batches(comm, 2 + comm.rank), torch.optim.SGD(replica.parameters(), 0.1))
     assert_same_state(comm, ours, theirs)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     sharded = ddp.DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
     with Join([sharded, optimizer], divide_by_initial_world_size=False):
@@ -171,6 +171,9 @@ def a_hook_on_buffers(comm: ddp.Communicator) -> None:
 
 
 def torch_s_own_hooks(comm: ddp.Communicator) -> None:
+    # imported here: it warns, which is an error in the process of pytest
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+
     def states() -> dict[str, tuple[Any, Any]]:
         power = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1
@@ -208,6 +211,8 @@ def torch_s_own_hooks(comm: ddp.Communicator) -> None:
 
 def bf16_hook(comm: ddp.Communicator) -> None:
     """torch's class refuses it without NCCL."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     module = net()
     replica = ddp.DistributedDataParallel(module)
     plain = ddp.DistributedDataParallel(copy.deepcopy(module))

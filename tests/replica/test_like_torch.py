@@ -207,6 +207,31 @@ def a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name(com
     comm.barrier()
 
 
+def a_layer_used_twice_beside_others_in_its_bucket(comm: ddp.Communicator) -> None:
+    """As many gradients have come as the bucket has places, but not those of all."""
+
+    class Longer(Recomputed):
+        def __init__(self) -> None:
+            super().__init__(reentrant=True, times=2, unused=False)
+            self.before = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.before(x))
+
+    torch.manual_seed(0)
+    module, x = Longer(), torch.randn(3, 4) + comm.rank
+    alone = copy.deepcopy(module)
+    replica = ddp.DistributedDataParallel(module, bucket_cap_mb_list=[128 / 2**20, 256 / 2**20])
+    for _ in range(3):
+        replica.zero_grad()
+        replica(x.clone().requires_grad_()).square().sum().backward()
+        assert replica.bucket_layout[1] == ["layer.bias", "layer.weight", "first.bias", "first.weight"]
+        assert len(replica.bucket_layout) == 3
+    alone(x.clone().requires_grad_()).square().sum().backward()
+    for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, comm.all_reduce(q.grad, "mean"))
+
+
 def gradients_of_gradients(comm: ddp.Communicator) -> None:
     """A penalty on the norm of the mean gradient; against one process on the whole batch."""
     torch.manual_seed(0)
@@ -460,20 +485,25 @@ def an_unannounced_sparse_gradient_is_an_error_with_a_name(comm: ddp.Communicato
 
 
 def no_sync_nested_and_without_gradients(comm: ddp.Communicator) -> None:
-    torch.manual_seed(0)
-    pair = both(mlp(4, 3, 2), **TINY)
-    x = torch.randn(3, 4) + comm.rank
-    for replica in pair:
-        replica(x).sum().backward()
-        with replica.no_sync():
+    a_layer_each = {"bucket_cap_mb": 128 / 2**20, "first_bucket_mb": 128 / 2**20}
+    for kw, num_buckets in ((TINY, 4), (a_layer_each, 2), ({}, 1)):
+        torch.manual_seed(0)
+        pair = both(mlp(4, 3, 2), **kw)
+        assert len(pair[0].bucket_layout) == num_buckets
+        x = torch.randn(3, 4) + comm.rank
+        for replica in pair:
             replica(x).sum().backward()
-            with replica.no_sync(), torch.no_grad():
+            before = comm._sequence
+            with replica.no_sync():
+                replica(x).sum().backward()
+                with replica.no_sync(), torch.no_grad():
+                    replica(x)
+                replica(2 * x).sum().backward()
+            with torch.no_grad():
                 replica(x)
-            replica(2 * x).sum().backward()
-        with torch.no_grad():
-            replica(x)
-        replica(x).square().sum().backward()
-    assert_same_gradients(comm, *pair)
+            assert comm._sequence == before
+            replica(x).square().sum().backward()
+        assert_same_gradients(comm, *pair)
 
 
 def evaluation_on_one_rank(comm: ddp.Communicator) -> None:
@@ -682,6 +712,7 @@ CASES = [
     outputs_without_elements,
     control_flow_that_differs_by_rank,
     static_graphs,
+    a_layer_used_twice_beside_others_in_its_bucket,
     gradients_of_gradients,
     other_gradients_do_not_communicate,
     several_backwards,

@@ -1,0 +1,130 @@
+"""One-line mutants of the replicas die: each makes the case that is named beside it fail on some rank."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from typing import Any, NamedTuple
+
+import pytest
+from ranks import RankFailed, run_ranks
+
+import ddp
+
+
+class Mutant(NamedTuple):
+    """A line of a method, what becomes of it, and who must notice."""
+
+    method: str
+    line: str
+    becomes: str
+    cases: str
+    case: str
+
+
+LIKE_TORCH, JOIN_AND_HOOKS = "test_like_torch", "test_join_and_hooks"
+MUTANTS = {
+    "gradients are not synchronised": Mutant(
+        "reducer.Reducer._all_reduce",
+        "return done(self.comm.all_reduce(flat, divide_by=divide_by, label=label))",
+        "return done()",
+        LIKE_TORCH,
+        "outputs_of_many_kinds",
+    ),
+    "sum instead of mean": Mutant(
+        "reducer.Reducer._divisor", "return self.divide_by", "return 1", LIKE_TORCH, "outputs_of_many_kinds"
+    ),
+    "unused parameters are ignored": Mutant(
+        "reducer.Reducer._find_unused",
+        "return sorted(unused, key=lambda slot: slot.index)",
+        "return []",
+        LIKE_TORCH,
+        "control_flow_that_differs_by_rank",
+    ),
+    "a gradient that nobody has is made up": Mutant(
+        "unused.Unused.settle",
+        "slot.parameter.grad = had",
+        "slot.parameter.grad = slot.view",
+        LIKE_TORCH,
+        "control_flow_that_differs_by_rank",
+    ),
+    "a bucket goes before it is full": Mutant(
+        "ddp.gradients.bucket.Bucket.look",
+        "self.is_full = self.awaited <= set(map(id, self.arrivals[self.num_before :]))",
+        "self.is_full = True",
+        LIKE_TORCH,
+        "a_layer_used_twice_beside_others_in_its_bucket",
+    ),
+    "what came in no_sync counts as here": Mutant(
+        "ddp.gradients.bucket.Bucket.begin",
+        "self.num_before = len(self.arrivals)",
+        "self.num_before = 0",
+        LIKE_TORCH,
+        "no_sync_nested_and_without_gradients",
+    ),
+    "no_sync is ignored": Mutant(
+        "data_parallel.Replica.no_sync",
+        "before, self.require_backward_grad_sync = self.require_backward_grad_sync, False",
+        "before = True",
+        LIKE_TORCH,
+        "no_sync_nested_and_without_gradients",
+    ),
+    "no initial broadcast": Mutant(
+        "data_parallel.DistributedDataParallel.__init__",
+        "if init_sync:",
+        "if False:",
+        LIKE_TORCH,
+        "without_initial_synchronisation",
+    ),
+    "a wrong order is kept": Mutant(
+        "reducer.Reducer.adopt_order", "if self.layout != before:", "if False:", LIKE_TORCH, "the_order_is_learned"
+    ),
+    "buffers are not synchronised": Mutant(
+        "data_parallel.Replica._sync_buffers", "if self.training:", "if False:", JOIN_AND_HOOKS, "buffers_of_every_mode"
+    ),
+    "hooks are ignored": Mutant(
+        "reducer.Reducer.use_hook", "self.hook = hook", "pass", JOIN_AND_HOOKS, "what_a_hook_sees"
+    ),
+    "hooks do not wait for each other": Mutant(
+        "ddp.gradients.hook.CommHook.launch", "self.finish()", "pass", JOIN_AND_HOOKS, "hooks_follow_one_another"
+    ),
+    "join is ignored": Mutant(
+        "join.Joining.__exit__", "while self.step_of_others():", "while False:", JOIN_AND_HOOKS, "uneven_inputs"
+    ),
+    "who shadows a step contributes its last gradient": Mutant(
+        "join.Joining.step_of_others",
+        "self.replica.zero_grad(set_to_none=True)",
+        "pass",
+        JOIN_AND_HOOKS,
+        "uneven_inputs",
+    ),
+}
+
+
+def mutate(mutant: Mutant) -> None:
+    """Puts the mutant in the method's place, in this process."""
+    path = mutant.method if mutant.method.startswith("ddp.") else f"ddp.replica.{mutant.method}"
+    module_name, class_name, name = path.rsplit(".", 2)
+    module = importlib.import_module(module_name)
+    owner = getattr(module, class_name)
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, name))))
+    assert source.count(mutant.line) >= 1, f"{path} has no line {mutant.line!r} any more"
+    scope: dict[str, Any] = {"__class__": owner}
+    exec(compile(source.replace(mutant.line, mutant.becomes), path, "exec"), vars(module), scope)
+    setattr(owner, name, scope[name])
+
+
+def run_case(mutant: Mutant | None, cases: str, case: str) -> None:
+    if mutant is not None:
+        mutate(mutant)
+    comm = ddp.init(abort_s=3)
+    getattr(importlib.import_module(cases), case)(comm)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_dies(name: str) -> None:
+    mutant = MUTANTS[name]
+    with pytest.raises(RankFailed):
+        run_ranks(run_case, 3, mutant, mutant.cases, mutant.case, timeout_s=20)
