@@ -61,7 +61,7 @@ class MemoryFigures:
 
 
 def measure_memory(
-    workload_name: str, variant: str, *, num_steps: int = 6, broadcast_buffers: bool = False
+    workload_name: str, variant: str, *, num_steps: int = 6, broadcast_buffers: bool = True
 ) -> MemoryFigures:
     """Runs on every rank of one host, in the environment that `ddp.launch` gives; the same figures on all of them.
 

@@ -19,7 +19,7 @@ order, so that a machine whose speed drifts is the same machine for all of them.
 | reduce  | no computing: our all-reduce of as many numbers as each bucket of "ours" has, one after another    |
 
 Whether a forward in training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics) is the same for
-ours, torch and naive: by default not, since `ddp.fit` needs none.
+ours, torch and naive: by default it does, as is the default of both classes.
 
 | figure            | meaning                                                                                  |
 |-------------------|------------------------------------------------------------------------------------------|
@@ -141,7 +141,7 @@ def measure_step(
     variants: Collection[str] = TRAINED,
     num_turns: int = 9,
     steps_per_turn: int = 10,
-    broadcast_buffers: bool = False,
+    broadcast_buffers: bool = True,
 ) -> StepFigures:
     """Runs on every rank, in the environment that torchrun or `ddp.launch` gives; the same figures on all of them.
 

@@ -5,7 +5,7 @@
     loss.backward()                                 # gradients are averaged over all ranks meanwhile
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
-It is `torch.nn.parallel.DistributedDataParallel` to its users: the same keywords (`keywords.py` has the table) and the
+It is `torch.nn.parallel.DistributedDataParallel` to its users: the same keywords (`arguments.py` has the table) and the
 same `state_dict` (keys begin with "module."; loading takes them with and without). What it adds is the *sum* form for
 `ddp.fit`: `ride_along` sends loss and sample count with the gradients, which are then divided by the global count.
 
@@ -20,7 +20,7 @@ same `state_dict` (keys begin with "module."; loading takes them with and withou
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -32,15 +32,15 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import communicator_of, current
+from ddp.comm.setup import current
 from ddp.gradients.hook import CommHook, Hook, check_hook
 from ddp.gradients.totals import StepTotals
 from ddp.replica import timeline
+from ddp.replica.arguments import bucket_limits, check_devices, check_keywords, choose_communicator, input_device
 from ddp.replica.broadcast import broadcast_state, check_same_layout
 from ddp.replica.buffers import BufferSync, Mode, When
 from ddp.replica.in_backward import MakeOptimizer, StepInBackward, refusal
 from ddp.replica.join import Joining, TorchJoinHook
-from ddp.replica.keywords import bucket_limits, check_keywords
 from ddp.replica.naive import NaiveReducer
 from ddp.replica.parameters import Change, ParameterWatch, managed, trainable
 from ddp.replica.reducer import Reducer
@@ -194,7 +194,7 @@ class DistributedDataParallel(Replica, Joinable):
         buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none" (`buffers.py`).
         overlap: reduce in the background of backward; None: where that pays (`reducer.py`, note "foreground").
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
-        others: further keywords of torch's class (`keywords.py`).
+        others: further keywords of torch's class (`arguments.py`).
 
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
@@ -228,11 +228,11 @@ class DistributedDataParallel(Replica, Joinable):
     ) -> None:
         check_keywords(others)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb)
-        comm = _communicator(comm, process_group, device_mesh)
+        comm = choose_communicator(comm, process_group, device_mesh)
         ignored = frozenset(getattr(module, IGNORED, ()))
         named = managed(module, ignored, Replica)
         trainable(named, has_inner=_has_inner(module))
-        _check_devices(named, device_ids, output_device)
+        check_devices(named, device_ids, output_device)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
         if buffers is not None and keeps_buffers and buffers != "none":
             raise ValueError(f"buffers={buffers!r} excludes broadcast_buffers=False and forward_sync_buffers=False")
@@ -253,7 +253,7 @@ class DistributedDataParallel(Replica, Joinable):
         self.device_mesh = device_mesh
         self.joining: Joining | None = None
         self._joining_of_torch: Joining | None = None
-        self._settings, self._device = settings, _input_device(device_ids)
+        self._settings, self._device = settings, input_device(device_ids)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._watch = ParameterWatch(module)
         self._stepper: StepInBackward | None = None
@@ -512,18 +512,6 @@ def _reducer(comm: Communicator, module: nn.Module, ignored: Collection[str], se
     return Reducer(comm, named, sparse=[name for name, parameter in named if id(parameter) in sparse], **settings)
 
 
-def _communicator(comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any) -> Communicator:
-    given = [each for each in (comm, process_group, device_mesh) if each is not None]
-    if len(given) > 1:
-        raise ValueError("comm, process_group and device_mesh exclude each other; give one")
-    if device_mesh is not None and device_mesh.ndim != 1:
-        raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; pass one of them: mesh['replicate'], say")
-    if comm is not None:
-        return comm
-    group = device_mesh.get_group(0) if device_mesh is not None else process_group
-    return current() if group is None else communicator_of(group)
-
-
 def _has_inner(module: nn.Module) -> bool:
     return any(isinstance(child, Replica) for child in module.modules())
 
@@ -531,25 +519,6 @@ def _has_inner(module: nn.Module) -> bool:
 def _communicates(module: nn.Module) -> bool:
     """Whether a layer makes collectives of its own in backward."""
     return any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in module.modules())
-
-
-def _input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
-    """Where inputs are moved to."""
-    if not device_ids:
-        return None
-    first = device_ids[0]
-    return torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
-
-
-def _check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, output_device: Any) -> None:
-    devices = {parameter.device for _, parameter in named}
-    if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(f"device_ids={device_ids}: one process drives one device; start one worker per device")
-    for given in (*(device_ids or ()), *(() if output_device is None else (output_device,))):
-        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-        if devices != {device}:
-            found = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"device {device} was given, but the module's parameters are on {found}; move it first")
 
 
 def _accept_plain_keys(replica: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -3,8 +3,8 @@
 In the order of time, for every step that synchronises:
 
     begin      backward has reached the outputs (`sink.py`)
-    ready      a gradient is there. Once a bucket and all before it are full, its mean is taken: in one fixed order on
-               every rank, or the ranks would wait for different ones
+    arrival    a gradient is there (`arrangement.py` has the hooks). Once a bucket and all before it are full, its mean
+               is taken: in one fixed order on every rank, or the ranks would wait for different ones
     finish     backward has ended: fill what is still empty, reduce the rest, wait
 
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
@@ -18,9 +18,6 @@ Note "foreground". Over a network, buckets travel in the background while backwa
 whose processors are all busy with backward there is nothing to overlap with: another thread takes its time from the one
 that computes, and changing threads costs more than it brings (MLP with 25M parameters, 2 workers on two cores: 208 ms a
 step in the background, 190 ms in the foreground). There each bucket is reduced at once, by the thread that filled it.
-
-Note "order". Buckets are first laid out in the reverse order of registration. The first backward shows in which order
-gradients really come; at its end rank 0's order becomes everyone's, and if it needs other buckets, they are made anew.
 
 Note "unused parameters". A parameter without a gradient contributes zeros (or what it had accumulated), so that no
 rank ever waits for it. Whether any rank had such parameters rides in the tail of the last bucket; only then do the
@@ -38,7 +35,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +44,10 @@ from ddp.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.work import Work, done
-from ddp.gradients.bucket import Bucket, Slot, make_buckets, plan_buckets
+from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
+from ddp.replica.arrangement import Arrangement
 from ddp.replica.higher_order import hand_out_differentiable
 from ddp.replica.sink import accumulates, call_at_end, will_accumulate
 from ddp.replica.sparse import reduce_sparse
@@ -79,7 +76,6 @@ class Reducer:
         overlap: reduce in the background; None: where that pays (note "foreground").
 
     Attributes:
-        buckets: in the order of reduction; their memory is made by the first step that synchronises.
         divide_by: what sums over ranks are divided by, unless totals ride along.
         hook: takes the place of the all-reduce, if one is registered (`use_hook`).
         is_expected: a forward that synchronises waits for its backward.
@@ -102,12 +98,10 @@ class Reducer:
         static_graph: bool = False,
         overlap: bool | None = None,
     ) -> None:
-        self.comm, self._limits = comm, limits
-        self._finds_unused, self._is_static = find_unused_parameters and not static_graph, static_graph
+        self.comm, self._finds_unused = comm, find_unused_parameters and not static_graph
         self.overlap = comm.overlaps if overlap is None else overlap
         names = set(sparse)
         self.slots = [Slot(i, name, p, is_sparse=name in names) for i, (name, p) in enumerate(named_parameters)]
-        self._order = [slot for slot in reversed(self.slots) if not slot.is_sparse]  # backward comes to the last first
         tolerated = find_unused_parameters or static_graph
         self._unused = Unused(comm, self.slots, tolerated=tolerated, fixed=static_graph)
         self.divide_by = comm.world_size
@@ -120,18 +114,18 @@ class Reducer:
         self._parameters = [slot.parameter for slot in self.slots]
         self._phase = Phase.IDLE
         self._mine: StepTotals | None = None
-        self._totals_tail = self._unused_tail = torch.empty(0)
-        self._has_memory = False
-        self._allocated: list[Tensor] = []  # of that, what is the communicator's
         self._works: list[tuple[Bucket, Work]] = []  # in flight
         self._num_launched = 0
         self._is_differentiable = False
         self._came: list[Tensor] | None = []  # in the order of their gradients; None once the order is known
         self._knows_graph = not static_graph
-        self._times: Counter[int] | None = None  # static graph: gradients per step, by the parameter's id
+        dense = [slot for slot in self.slots if not slot.is_sparse]
+        self._sparse = [slot for slot in self.slots if slot.is_sparse]
         self._sparse_arrivals: list[Tensor] = []
-        self._handles: list[Any] = []
-        self._lay_out()
+        self._arrangement = Arrangement(comm, dense, limits=limits, hooks_of=self._hooks_of)
+        self._sparse_handles = [
+            slot.parameter.register_post_accumulate_grad_hook(self._on_sparse_gradient) for slot in self._sparse
+        ]
 
     # --- the step, in the order of time ------------------------------------------------------------------------------
 
@@ -157,11 +151,10 @@ class Reducer:
         """Backward has reached an output, or a rank without samples joins in. True for the first call of a step."""
         if self._phase is Phase.BACKWARD or (in_backward and not accumulates(self._parameters)):
             return False
-        if not self._has_memory:
-            self._allocate()
+        self._arrangement.allocate()
         self._phase, self.began_s = Phase.BACKWARD, now_s()
         self._is_differentiable = in_backward and torch.is_grad_enabled()
-        (self._mine or StepTotals()).write(self._totals_tail)
+        (self._mine or StepTotals()).write(self._arrangement.totals)
         coming = None
         if self._finds_unused and in_backward:
             coming = frozenset(id(self._parameters[place]) for place in will_accumulate(self._parameters))
@@ -276,7 +269,7 @@ class Reducer:
         unused = self._find_unused()
         for slot in unused:
             self._unused.keep(slot)
-        self._unused_tail.fill_(bool(unused) and had_backward)
+        self._arrangement.unused.fill_(bool(unused) and had_backward)
         for bucket in self.buckets[self._num_launched :]:
             if not bucket.is_full or not bucket.slots:
                 bucket.ready_s = self.ended_s
@@ -285,12 +278,11 @@ class Reducer:
             self._finish_hook(self.hook)
         self._read_totals()
         if self._is_differentiable:
-            hand_out_differentiable(self._order, self.begin, self.finish)
-        if self._unused_tail.item() > 0:
+            hand_out_differentiable(self._arrangement.slots, self.begin, self.finish)
+        if self._arrangement.unused.item() > 0:
             self._unused.settle(unused, had_backward=had_backward)
-        for slot in self.slots:
-            if slot.is_sparse:
-                reduce_sparse(self.comm, slot.parameter, divide_by=self._divisor())
+        for slot in self._sparse:
+            reduce_sparse(self.comm, slot.parameter, divide_by=self._divisor())
         self._learn(had_backward=had_backward)
         self._make_ready()
 
@@ -307,7 +299,7 @@ class Reducer:
         """Parameters that got no gradient since the last reduction, in the order of registration."""
         unused = [slot for bucket in self.buckets for slot in bucket.without_gradient()]
         arrived = set(map(id, self._sparse_arrivals))
-        unused += [slot for slot in self.slots if slot.is_sparse and id(slot.parameter) not in arrived]
+        unused += [slot for slot in self._sparse if id(slot.parameter) not in arrived]
         return sorted(unused, key=lambda slot: slot.index)
 
     def use_hook(self, hook: CommHook) -> None:
@@ -316,7 +308,8 @@ class Reducer:
         Buckets are ordinary memory then, each one's gradients and nothing else: hooks may resize their buffers.
         """
         self.hook = hook
-        self._lay_out()
+        self._arrangement.in_ordinary_memory = True
+        self._arrangement.lay_out()
 
     # --- the mean ----------------------------------------------------------------------------------------------------
 
@@ -337,11 +330,11 @@ class Reducer:
         """Of sums over ranks: their number, or the global count, which is known once the first bucket is through."""
         if self._mine is None:
             return self.divide_by
-        return max(1, StepTotals.read(self._totals_tail).num_items)
+        return max(1, StepTotals.read(self._arrangement.totals).num_items)
 
     def _read_totals(self) -> None:
         if self._mine is not None:
-            self.totals = StepTotals.read(self._totals_tail)
+            self.totals = StepTotals.read(self._arrangement.totals)
             if self.hook is None:
                 self.buckets[0].gradients.div_(self._divisor())
 
@@ -359,32 +352,31 @@ class Reducer:
     # --- buckets and their order -------------------------------------------------------------------------------------
 
     @property
+    def buckets(self) -> list[Bucket]:
+        """In the order of reduction."""
+        return self._arrangement.buckets
+
+    @property
     def layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together."""
-        return [[slot.name for slot in bucket.slots] for bucket in self.buckets if bucket.slots]
+        return self._arrangement.layout
 
     @property
     def order(self) -> list[str] | None:
         """Names in the order in which gradients come; None as long as that is not known."""
-        return [slot.name for slot in self._order] if self._came is None else None
+        return [slot.name for slot in self._arrangement.slots] if self._arrangement.is_learned else None
 
     def adopt_order(self, names: Sequence[str]) -> None:
-        """Lays buckets out for gradients that come in this order, from now on. Every rank calls it alike."""
-        slots = {slot.name: slot for slot in self._order}
-        self._order = list(dict.fromkeys([*(slots[name] for name in names if name in slots), *self._order]))
+        """Expects gradients in this order from now on. Every rank calls it alike."""
         self._came = None
-        if [[slot.name for slot in group] for group in self._plan()] != self.layout:
-            self._lay_out()
-
-    def _plan(self) -> list[list[Slot]]:
-        return plan_buckets(self._order, limits=self._limits)
+        self._arrangement.adopt_order(names)
 
     def _learn(self, *, had_backward: bool) -> None:
         """From the first backward: how often gradients come, and in which order, as rank 0 saw it. Collective."""
         if had_backward and not self._knows_graph:
             self._knows_graph = True
-            self._times = Counter(id(each) for bucket in self.buckets for each in bucket.arrivals[bucket.num_before :])
-            self._expect()
+            arrivals = (each for bucket in self.buckets for each in bucket.arrivals[bucket.num_before :])
+            self._arrangement.expect(Counter(map(id, arrivals)))
         if self._came is not None:
             names = {id(slot.parameter): slot.name for slot in self.slots}
             seen = all_gather_object(self.comm, [names[id(each)] for each in self._came] if had_backward else None)
@@ -392,54 +384,8 @@ class Reducer:
             if (order := next((names for names in seen if names is not None), None)) is not None:
                 self.adopt_order(order)
 
-    def _lay_out(self) -> None:
-        """Makes the buckets, and hooks into autograd. Gradients move over from former buckets; collective then."""
-        held = [(slot, slot.view) for slot in self._order if self._has_memory and slot.parameter.grad is slot.view]
-        self.buckets = make_buckets(self._plan(), device=self.comm.device, tails_apart=self.hook is not None)
-        self._expect()
-        self._unhook()
-        for bucket in self.buckets:
-            for slot, hook in zip(bucket.slots, self._hooks_of(bucket), strict=True):
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
-        for slot in self.slots:
-            if slot.is_sparse:
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(self._on_sparse_gradient))
-        if self._has_memory:
-            self._allocate()
-        for slot, gradient in held:
-            slot.parameter.grad = slot.view.copy_(gradient)
-
-    def _expect(self) -> None:
-        """Tells the buckets how often gradients come, if that is known."""
-        if self._times is not None:
-            for bucket in self.buckets:
-                bucket.expect({id(slot.parameter): self._times[id(slot.parameter)] for slot in bucket.slots})
-
-    def _allocate(self) -> None:
-        """Gives the buckets their memory, and that of others back. Collective."""
-        former, self._allocated = self._allocated, []
-        for bucket in self.buckets:
-            bucket.allocate(self._memory_for, self.comm.device)
-        self._totals_tail = next(bucket.totals for bucket in self.buckets if bucket.has_totals)
-        self._unused_tail = self.buckets[-1].unused
-        self._has_memory = True
-        for flat in former:
-            self.comm.free(flat)
-
-    def _memory_for(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device != self.comm.device or self.hook is not None:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        self._allocated.append(self.comm.allocate(numel, dtype))
-        return self._allocated[-1]
-
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def close(self) -> None:
-        """Takes the hooks off the parameters, and gives the memory back once no gradient lives in it. Collective."""
-        self._unhook()
-        for flat in self._allocated:
-            self.comm.free(flat)
-        self._allocated.clear()
+        """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
+        self._arrangement.close()
+        for handle in self._sparse_handles:
+            handle.remove()

@@ -617,7 +617,7 @@ def keywords(comm: ddp.Communicator) -> None:
     import inspect
 
     accepted = set(inspect.signature(ddp.DistributedDataParallel.__init__).parameters)
-    from ddp.replica.keywords import ACCEPTED, USE_INSTEAD
+    from ddp.replica.arguments import ACCEPTED, USE_INSTEAD
 
     theirs = set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters)
     assert theirs - accepted == ACCEPTED | USE_INSTEAD.keys()

@@ -78,7 +78,11 @@ MUTANTS = {
         "without_initial_synchronisation",
     ),
     "a wrong order is kept": Mutant(
-        "reducer.Reducer.adopt_order", "if self.layout != before:", "if False:", LIKE_TORCH, "the_order_is_learned"
+        "arrangement.Arrangement.adopt_order",
+        "if [[slot.name for slot in group] for group in self._plan()] != self.layout:",
+        "if False:",
+        LIKE_TORCH,
+        "the_order_is_learned",
     ),
     "buffers are not synchronised": Mutant(
         "data_parallel.Replica._sync_buffers", "if self.training:", "if False:", JOIN_AND_HOOKS, "buffers_of_every_mode"

@@ -18,9 +18,18 @@ skip_all_reduce_unused_params    refused: `static_graph=True` learns which param
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.setup import communicator_of, current
+
+MIB = 1 << 20
+DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
 ACCEPTED = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction"})
 USE_INSTEAD = {
     "mixed_precision": "precision=bf16 of ddp.fit, or torch.autocast around forward",
@@ -66,5 +75,40 @@ def bucket_limits(
     return [max(1, int(cap * MIB)) for cap in caps]
 
 
-MIB = 1 << 20
-DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
+def choose_communicator(
+    comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> Communicator:
+    """The ranks that take part: those that were given, in whichever way, or all.
+
+    Raises:
+        ValueError: they were given in two ways, or the mesh has several dimensions.
+    """
+    given = [each for each in (comm, process_group, device_mesh) if each is not None]
+    if len(given) > 1:
+        raise ValueError("comm, process_group and device_mesh exclude each other; give one")
+    if device_mesh is not None and device_mesh.ndim != 1:
+        raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; pass one of them: mesh['replicate'], say")
+    if comm is not None:
+        return comm
+    group = device_mesh.get_group(0) if device_mesh is not None else process_group
+    return current() if group is None else communicator_of(group)
+
+
+def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
+    """Where inputs are moved to."""
+    if not device_ids:
+        return None
+    first = device_ids[0]
+    return torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
+
+
+def check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, output_device: Any) -> None:
+    """Raises ValueError unless what was given is one device, the parameters'."""
+    devices = {parameter.device for _, parameter in named}
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"device_ids={device_ids}: one process drives one device; start one worker per device")
+    for given in (*(device_ids or ()), *(() if output_device is None else (output_device,))):
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+        if devices != {device}:
+            found = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"device {device} was given, but the module's parameters are on {found}; move it first")

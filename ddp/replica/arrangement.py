@@ -1,0 +1,132 @@
+"""Where a replica's gradients live: its buckets, their order, their memory, and the hooks that tell who has come.
+
+Buckets are first laid out in the reverse order of registration, since backward comes to the last layers first. The
+first backward shows in which order gradients really come; at its end rank 0's order becomes everyone's, and if it needs
+other buckets, they are made anew. Gradients that lived in the former ones move over.
+
+Memory is made by the first step that synchronises, not before: a replica can be made, copied and loaded without meeting
+the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+from ddp.gradients.bucket import Bucket, Slot, make_buckets, plan_buckets
+
+Hook = Callable[[Tensor], None]
+
+
+class Arrangement:
+    """The buckets of one replica.
+
+    Args:
+        slots: its dense parameters, in the order of registration.
+        limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
+        hooks_of: what autograd is to call for each of a bucket's gradients.
+
+    Attributes:
+        buckets: in the order of reduction.
+        is_learned: the order is one that a backward has shown.
+        in_ordinary_memory: buckets are not the communicator's, and hold gradients and nothing else.
+        totals, unused: the tails, wherever they are.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        slots: Sequence[Slot],
+        *,
+        limits: Sequence[int],
+        hooks_of: Callable[[Bucket], Iterable[Hook]],
+    ) -> None:
+        self._comm, self._limits, self._hooks_of = comm, limits, hooks_of
+        self._order = list(reversed(slots))
+        self._times: Counter[int] | None = None
+        self._has_memory = False
+        self._allocated: list[Tensor] = []  # what of it is the communicator's
+        self._handles: list[Any] = []
+        self.is_learned = self.in_ordinary_memory = False
+        self.totals = self.unused = torch.empty(0)
+        self.buckets: list[Bucket] = []
+        self.lay_out()
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """Names of the gradients that are reduced together."""
+        return [[slot.name for slot in bucket.slots] for bucket in self.buckets if bucket.slots]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """In the order in which gradients are expected."""
+        return self._order
+
+    def adopt_order(self, names: Sequence[str]) -> None:
+        """Expects gradients in this order from now on. Every rank calls it alike; collective once there is memory."""
+        slots = {slot.name: slot for slot in self._order}
+        self._order = list(dict.fromkeys([*(slots[name] for name in names if name in slots), *self._order]))
+        self.is_learned = True
+        if [[slot.name for slot in group] for group in self._plan()] != self.layout:
+            self.lay_out()
+
+    def expect(self, times: Counter[int]) -> None:
+        """Expects so many gradients per step, by the parameter's id, from now on."""
+        self._times = times
+        for bucket in self.buckets:
+            bucket.expect({id(slot.parameter): times[id(slot.parameter)] for slot in bucket.slots})
+
+    def lay_out(self) -> None:
+        """Makes the buckets, and hooks into autograd. Every rank calls it alike; collective once there is memory."""
+        held = [(slot, slot.view) for slot in self._order if self._has_memory and slot.parameter.grad is slot.view]
+        self.buckets = make_buckets(self._plan(), device=self._comm.device, tails_apart=self.in_ordinary_memory)
+        if self._times is not None:
+            self.expect(self._times)
+        self._unhook()
+        for bucket in self.buckets:
+            for slot, hook in zip(bucket.slots, self._hooks_of(bucket), strict=True):
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        if self._has_memory:
+            self._has_memory = False
+            self.allocate()
+        for slot, gradient in held:
+            slot.parameter.grad = slot.view.copy_(gradient)
+
+    def allocate(self) -> None:
+        """Gives the buckets their memory, if they have none, and that of others back. Collective."""
+        if self._has_memory:
+            return
+        former, self._allocated = self._allocated, []
+        for bucket in self.buckets:
+            bucket.allocate(self._memory_for, self._comm.device)
+        self.totals = next(bucket.totals for bucket in self.buckets if bucket.has_totals)
+        self.unused = self.buckets[-1].unused
+        self._has_memory = True
+        for flat in former:
+            self._comm.free(flat)
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
+        self._unhook()
+        for flat in self._allocated:
+            self._comm.free(flat)
+        self._allocated.clear()
+
+    def _plan(self) -> list[list[Slot]]:
+        return plan_buckets(self._order, limits=self._limits)
+
+    def _memory_for(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device != self._comm.device or self.in_ordinary_memory:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        self._allocated.append(self._comm.allocate(numel, dtype))
+        return self._allocated[-1]
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
