@@ -420,6 +420,14 @@ class Communicator:
 
         self._start(self._call("wait", label=label), until_there, False)
 
+    def find_lost(self, label: str) -> PeerLost | None:
+        """After an error outside of this communicator: the rank that is surely lost, if it was one. Not collective."""
+        if self._watchdog is None:
+            return None
+        lost = self._watchdog.find_lost(Call(self._sequence, "wait", name=label), self._neighbour)
+        self._broken = self._broken or lost
+        return lost
+
     # --- which way an all-reduce goes --------------------------------------------------------------------------------
 
     @property

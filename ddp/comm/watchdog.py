@@ -165,6 +165,27 @@ class Watchdog:
         culprit, reason = verdict[0] if verdict else silent
         return PeerLost(culprit, self._hosts[culprit], self._generation, note.call.sequence, note.call.label, reason)
 
+    def find_lost(self, call: Call, peer: int) -> PeerLost | None:
+        """Who is surely lost, after an error that may be another rank's doing or this one's own; takes some seconds.
+
+        Args:
+            call: what failed.
+            peer: whom a report says that this rank waits for.
+        """
+        outer, verdict, until_s = self.begin(call, peer), None, now_s() + STALE_S + 2 * INTERVAL_S
+        try:
+            while (verdict := self._judge(self._observe())) is None and now_s() < until_s:
+                self._stopped.wait(INTERVAL_S / 2)
+        except Exception as error:
+            log.debug("watchdog: the store is out of reach: %s", error)
+        finally:
+            self.end(outer)
+        if verdict is None:
+            return None
+        culprit, reason = verdict
+        self.fail(f"lost rank {culprit}", blames=culprit)
+        return PeerLost(culprit, self._hosts[culprit], self._generation, call.sequence, call.label, reason)
+
     def _watch_until(self, until_s: float, suspect: int, observed: str) -> tuple[int, str]:
         """A verdict, for certain or at last; passed on to the others."""
         try:

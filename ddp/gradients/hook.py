@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.errors import HookFailed
+from ddp.errors import HookFailed, PeerLost
 from ddp.gradients.bucket import Bucket
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
@@ -100,7 +100,7 @@ class CommHook:
         try:
             future = self.hook(self.state, seen)
         except Exception as error:
-            raise HookFailed(f"the communication hook {self.name} raised {error!r} ({where})") from error
+            raise self._failure(f"the communication hook {self.name} raised {error!r} ({where})", where) from error
         if not isinstance(future, torch._C.Future):  # what a Work gives is one, too, but no torch.futures.Future
             raise HookFailed(
                 f"the communication hook {self.name} returned a {type(future).__name__} ({where}); "
@@ -116,8 +116,8 @@ class CommHook:
             try:
                 result = future.value()
             except Exception as error:
-                raise HookFailed(
-                    f"the future of the communication hook {self.name} failed: {error} ({where})"
+                raise self._failure(
+                    f"the future of the communication hook {self.name} failed: {error} ({where})", where
                 ) from error
             self._put(bucket, result, where)
 
@@ -127,6 +127,10 @@ class CommHook:
 
     def _wait(self, future: torch.futures.Future[Tensor], where: str) -> None:
         await_future(self.comm, future, label=f"communication hook {self.name}, {where}")
+
+    def _failure(self, message: str, where: str) -> HookFailed | PeerLost:
+        """A lost rank breaks the connections of torch's process group at once: then that rank is to blame."""
+        return self.comm.find_lost(f"communication hook {self.name}, {where}") or HookFailed(message)
 
     def _put(self, bucket: Bucket, result: Any, where: str) -> None:
         if isinstance(result, (list, tuple)) and len(result) == 1:

@@ -47,6 +47,7 @@ from ddp.replica.reducer import Reducer
 from ddp.replica.sink import watch_backward
 from ddp.replica.sparse import produces_sparse_gradient
 from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.uncompiled import uncompiled
 from ddp.replica.verify import verify_replicas
 
 PREFIX = "module."
@@ -88,6 +89,7 @@ class Replica(nn.Module):
         if self.training:
             self._buffer_sync.run(when, root=root)
 
+    @uncompiled
     def _finish(self, *, had_backward: bool = True) -> None:
         """Backward has ended."""
         self.reducer.finish(had_backward=had_backward)
@@ -269,18 +271,17 @@ class DistributedDataParallel(Replica, Joinable):
         """
         if self._device is not None:
             args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(self._device, non_blocking=True))
-        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
-            self.reducer.is_expected &= not torch.is_grad_enabled()
-            return self.module(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()
         if not self._begin_step():
             return self.module(*args, **kwargs)
         outputs = self.module(*args, **kwargs)
         return self._watch_outputs(outputs)
 
+    @uncompiled
     def _begin_step(self) -> bool:
-        """What every rank does before a forward that synchronises. False if that has borrowed its parameters."""
+        """What every rank does before a forward. False if that does not synchronise, or has borrowed its parameters."""
+        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
+            self.reducer.is_expected &= not torch.is_grad_enabled()
+            return False
         self.reducer.raise_pending()
         while (change := self._watch.look()) is Change.MODULES:
             self._buffer_sync.look_again()
@@ -296,12 +297,14 @@ class DistributedDataParallel(Replica, Joinable):
         self._sync_buffers(When.PRE_FORWARD, self._root)
         return True
 
+    @uncompiled
     def _watch_outputs(self, outputs: Any) -> Any:
         self._sync_buffers(When.POST_FORWARD, self._root)
         self.reducer.is_expected, self.reducer.on_end = self.training, self._finish
         watch_backward(outputs, self.reducer.begin, self._finish)
         return outputs
 
+    @uncompiled
     def _finish(self, *, had_backward: bool = True) -> None:
         """Backward has ended."""
         super()._finish(had_backward=had_backward)

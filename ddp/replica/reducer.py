@@ -44,6 +44,7 @@ from ddp.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.work import Work, done
+from ddp.errors import CommunicatorBroken
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
@@ -51,6 +52,7 @@ from ddp.replica.arrangement import Arrangement
 from ddp.replica.higher_order import hand_out_differentiable
 from ddp.replica.sink import accumulates, call_at_end, will_accumulate
 from ddp.replica.sparse import reduce_sparse
+from ddp.replica.uncompiled import uncompiled
 from ddp.replica.unused import Unused
 
 
@@ -147,6 +149,7 @@ class Reducer:
         """Sends this rank's part of the step's totals with the gradients; they are divided by the global count then."""
         self._mine = totals
 
+    @uncompiled
     def begin(self, *, in_backward: bool = True) -> bool:
         """Backward has reached an output, or a rank without samples joins in. True for the first call of a step."""
         if self._phase is Phase.BACKWARD or (in_backward and not accumulates(self._parameters)):
@@ -175,6 +178,7 @@ class Reducer:
         """
         arrivals = bucket.arrivals
 
+        @uncompiled
         def on_gradient(parameter: Tensor) -> None:
             if self._phase is IDLE and not self._begins_here():
                 arrivals.append(parameter)
@@ -185,6 +189,7 @@ class Reducer:
             if len(arrivals) >= bucket.full_at:
                 self._on_last(bucket, parameter)
 
+        @uncompiled
         def on_large_gradient(slot: Slot, parameter: Tensor) -> None:
             if self._phase is not IDLE or self._begins_here():
                 slot.move_in(keep=self._is_differentiable)
@@ -193,6 +198,7 @@ class Reducer:
         for slot in bucket.slots:
             yield partial(on_large_gradient, slot) if slot.is_large else on_gradient
 
+    @uncompiled
     def _on_sparse_gradient(self, parameter: Tensor) -> None:
         if self._phase is IDLE:
             self._begins_here()
@@ -238,7 +244,11 @@ class Reducer:
             return
         in_background = self.overlap and bucket is not self.buckets[-1]
         with record_function(f"ddp: {bucket.label}"), self.waited.running():
-            work = self._all_reduce(bucket, async_op=in_background)
+            try:
+                work = self._all_reduce(bucket, async_op=in_background)
+            except CommunicatorBroken:
+                self._retire(wait=True)  # a bucket in flight has failed: its error says whom it waited for
+                raise
             if in_background:
                 self._works.append((bucket, work))
                 self._retire(wait=False)

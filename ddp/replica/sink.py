@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ddp.replica.uncompiled import uncompiled
+
 
 def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], None]) -> None:
     """Calls `begin` when a backward reaches any of the outputs; `end` after that backward, if `begin` returned True.
@@ -29,6 +31,7 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
         end: called once per `begin` that returned True.
     """
 
+    @uncompiled
     def hook(_gradient: Tensor) -> None:
         if begin():
             call_at_end(end)
