@@ -135,9 +135,11 @@ def compare(comm: ddp.Communicator, wrap: Callable[..., Any], step: Step, kw: di
 
 def all_cases() -> None:
     comm = ddp.init(abort_s=20)
+    had_compiler = "torch._dynamo" in sys.modules  # an earlier test of this process may have imported it
     replica = ddp.DistributedDataParallel(Net(has_spare=False))
     a_step(replica, torch.randn(6, 8))
-    assert "torch._dynamo" not in sys.modules, "the compiler takes seconds to import; who compiles nothing needs none"
+    has_compiler = "torch._dynamo" in sys.modules
+    assert had_compiler or not has_compiler, "it takes seconds to import; who compiles nothing needs none"
 
     for wrap, step, kw in CASES:
         try:
