@@ -38,6 +38,76 @@ def gradients(device: str) -> list[Tensor]:
     return result
 
 
+def batch_norm_over_all_ranks(device: str, layer: str) -> list[Tensor]:
+    """Ours on both devices; torch's, which rejects the CPU, inside our wrapper."""
+    comm = ddp.init(device=device, abort_s=30)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 3))
+    convert = ddp.SyncBatchNorm.convert if layer == "ours" else nn.SyncBatchNorm.convert_sync_batchnorm
+    replica = ddp.DistributedDataParallel(convert(plain.to(comm.device)))
+    x = torch.randn(3 + comm.rank, 1, 8, 8, generator=torch.Generator().manual_seed(comm.rank))
+    replica(x.to(comm.device)).square().sum().backward()
+    values = [p.grad.cpu() for p in replica.parameters()] + [b.float().cpu() for b in replica.buffers()]
+    ddp.shutdown()
+    return values
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_norm_over_all_ranks_equals_the_cpu_s_and_torch_s(world_size: int) -> None:
+    reference = run_ranks(batch_norm_over_all_ranks, world_size, "cpu", "ours")
+    for layer in ("ours", "torch's"):
+        for mine, theirs in zip(
+            run_ranks(batch_norm_over_all_ranks, world_size, "cuda", layer), reference, strict=True
+        ):
+            for a, b in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def overlap_in_a_trace() -> float:
+    """Share of the time of the buckets' ranges, from launch to done, that lies before backward's end."""
+    comm = ddp.init(device="cuda", abort_s=30)
+    deep = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to(comm.device)
+    replica = ddp.DistributedDataParallel(deep, bucket_cap_mb=16, first_bucket_mb=16)
+    x = torch.randn(256, 2048, device=comm.device)
+    for _ in range(3):
+        replica(x).sum().backward()
+    with torch.profiler.profile() as profile:
+        replica(x).sum().backward()
+        torch.cuda.synchronize()
+    ranges = {event.key for event in profile.key_averages() if event.key.startswith("ddp: ")}
+    assert ranges == {f"ddp: {bucket.label}" for bucket in replica.reducer.buckets}
+    overlap: float = replica.logging_data()["overlap"]
+    ddp.shutdown()
+    return overlap
+
+
+def test_backward_hides_some_of_the_reductions() -> None:
+    assert all(overlap > 0.2 for overlap in run_ranks(overlap_in_a_trace, 2))
+
+
+def a_model_on_two_devices() -> None:
+    """One layer on the CPU, one on the GPU; its gradients go the way of the communicator's device."""
+    comm = ddp.init(device="cuda", abort_s=30)
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near, self.far = nn.Linear(4, 4), nn.Linear(4, 2).to(comm.device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.far(self.near(x).to(comm.device))
+            return result
+
+    replica = ddp.DistributedDataParallel(Split())
+    replica(torch.randn(3, 4) + comm.rank).sum().backward()
+    replica.verify_replicas(also=lambda: [(n, p.grad) for n, p in replica.named_parameters()])
+    ddp.shutdown()
+
+
+def test_a_model_on_two_devices() -> None:
+    run_ranks(a_model_on_two_devices, 2)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_equal_those_on_the_cpu(world_size: int) -> None:
     on_gpu, on_cpu = run_ranks(gradients, world_size, "cuda"), run_ranks(gradients, world_size, "cpu")
