@@ -74,7 +74,7 @@ class Slot:
             self.parameter.grad = self.view
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Bucket:
     """Gradients of one dtype and device, side by side.
 
@@ -226,7 +226,8 @@ def _copy(view: Tensor, gradient: Tensor) -> None:
     That is if it is told to (`ddp/engine.py` does); then 64 MB take 7 ms instead of 12.
     """
     past_caches = gradient.nbytes >= PAST_CACHES_BYTES and gradient.device.type == "cpu"
-    if past_caches and gradient.is_contiguous() and view.is_contiguous():
+    is_as_it_lies = gradient.is_contiguous() and not (gradient.is_conj() or gradient.is_neg())
+    if past_caches and is_as_it_lies and view.is_contiguous():
         copy_bytes(view.data_ptr(), gradient.data_ptr(), gradient.nbytes)
     else:
         view.copy_(gradient)

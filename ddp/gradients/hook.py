@@ -121,10 +121,6 @@ class CommHook:
                 ) from error
             self._put(bucket, result, where)
 
-    def forget(self) -> None:
-        """After an error: what is in flight is nobody's."""
-        self._pending.clear()
-
     def _wait(self, future: torch.futures.Future[Tensor], where: str) -> None:
         await_future(self.comm, future, label=f"communication hook {self.name}, {where}")
 

@@ -10,6 +10,7 @@ the other ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -55,6 +56,8 @@ class Arrangement:
         self.is_learned = self.in_ordinary_memory = False
         self.totals = self.unused = torch.empty(0)
         self.buckets: list[Bucket] = []
+        self._release = weakref.finalize(self, _release, comm, self._handles, self._allocated)
+        self._release.atexit = False
         self.lay_out()
 
     @property
@@ -84,24 +87,48 @@ class Arrangement:
     def lay_out(self) -> None:
         """Makes the buckets, and hooks into autograd. Every rank calls it alike; collective once there is memory."""
         held = [(slot, slot.view) for slot in self._order if self._has_memory and slot.parameter.grad is slot.view]
+        arrived = [parameter for bucket in self.buckets for parameter in bucket.arrivals]
         self.buckets = make_buckets(self._plan(), device=self._comm.device, tails_apart=self.in_ordinary_memory)
         if self._times is not None:
             self.expect(self._times)
-        self._unhook()
-        for bucket in self.buckets:
-            for slot, hook in zip(bucket.slots, self._hooks_of(bucket), strict=True):
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        self.take_over(arrived)
+        self.hook()
         if self._has_memory:
             self._has_memory = False
             self.allocate()
         for slot, gradient in held:
             slot.parameter.grad = slot.view.copy_(gradient)
 
+    def take_over(self, arrived: Iterable[Tensor]) -> list[Tensor]:
+        """Notes parameters that got a gradient while others kept watch (in `no_sync`). Returns those it has not."""
+        home = {id(slot.parameter): bucket for bucket in self.buckets for slot in bucket.slots}
+        strangers = []
+        for parameter in arrived:
+            if id(parameter) in home:
+                home[id(parameter)].arrivals.append(parameter)
+            else:
+                strangers.append(parameter)
+        return strangers
+
+    def hook(self) -> None:
+        """Lets autograd tell who has come."""
+        self.unhook()
+        for bucket in self.buckets:
+            for slot, hook in zip(bucket.slots, self._hooks_of(bucket), strict=True):
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+
+    def unhook(self) -> None:
+        """Autograd tells nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
     def allocate(self) -> None:
         """Gives the buckets their memory, if they have none, and that of others back. Collective."""
         if self._has_memory:
             return
-        former, self._allocated = self._allocated, []
+        former = self._allocated.copy()
+        self._allocated.clear()
         for bucket in self.buckets:
             bucket.allocate(self._memory_for, self._comm.device)
         self.totals = next(bucket.totals for bucket in self.buckets if bucket.has_totals)
@@ -112,10 +139,7 @@ class Arrangement:
 
     def close(self) -> None:
         """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
-        self._unhook()
-        for flat in self._allocated:
-            self._comm.free(flat)
-        self._allocated.clear()
+        self._release()
 
     def _plan(self) -> list[list[Slot]]:
         return plan_buckets(self._order, limits=self._limits)
@@ -126,7 +150,12 @@ class Arrangement:
         self._allocated.append(self._comm.allocate(numel, dtype))
         return self._allocated[-1]
 
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+
+def _release(comm: Communicator, handles: list[Any], allocated: list[Tensor]) -> None:
+    """When an arrangement ends, also by being forgotten: its model may live on, under another replica."""
+    for handle in handles:
+        handle.remove()
+    for flat in allocated:
+        comm.free(flat)
+    handles.clear()
+    allocated.clear()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -93,8 +94,13 @@ class Replica(nn.Module):
     def _finish(self, *, had_backward: bool = True) -> None:
         """Backward has ended."""
         self.reducer.finish(had_backward=had_backward)
-        if self._verifies is not None and self.reducer.num_steps % self._verifies.every == 0:
+        is_time = self._verifies is not None and self.reducer.num_steps % self._verifies.every == 0
+        if self._verifies is not None and is_time and self._all_make_steps():
             self.verify_replicas(also=self._verifies.also)
+
+    def _all_make_steps(self) -> bool:
+        """Whether the optimizer has stepped on every rank as often."""
+        return True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -259,6 +265,8 @@ class DistributedDataParallel(Replica, Joinable):
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._watch = ParameterWatch(module)
         self._stepper: StepInBackward | None = None
+        self._reducers = {self._watch.needed: self.reducer}
+        self._is_borrowed = False
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -278,17 +286,16 @@ class DistributedDataParallel(Replica, Joinable):
 
     @uncompiled
     def _begin_step(self) -> bool:
-        """What every rank does before a forward. False if that does not synchronise, or has borrowed its parameters."""
+        """What every rank does before a forward. False if that does not synchronise."""
         if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
             self.reducer.is_expected &= not torch.is_grad_enabled()
             return False
         self.reducer.raise_pending()
         while (change := self._watch.look()) is Change.MODULES:
             self._buffer_sync.look_again()
-        if change is Change.BORROWED:
-            return False
+        self._is_borrowed = change is Change.BORROWED
         if change is Change.REQUIRES_GRAD:
-            self._make_reducer()
+            self._change_reducer()
         if self._join_config.enable:  # torch's Join
             Join.notify_join_context(self)
             self.joining = self._joining_of_torch
@@ -300,8 +307,8 @@ class DistributedDataParallel(Replica, Joinable):
     @uncompiled
     def _watch_outputs(self, outputs: Any) -> Any:
         self._sync_buffers(When.POST_FORWARD, self._root)
-        self.reducer.is_expected, self.reducer.on_end = self.training, self._finish
-        watch_backward(outputs, self.reducer.begin, self._finish)
+        self.reducer.is_expected, self.reducer.on_end = self.training and not self._is_borrowed, self._finish
+        watch_backward(outputs, partial(self.reducer.begin, if_reached=self._is_borrowed), self._finish)
         return outputs
 
     @uncompiled
@@ -311,6 +318,9 @@ class DistributedDataParallel(Replica, Joinable):
         self._buffer_sync.wait()
         if self._stepper is not None:
             self._stepper.finish()
+
+    def _all_make_steps(self) -> bool:
+        return self.joining is None or len(self.joining.active) == self.comm.world_size
 
     @property
     def _root(self) -> int:
@@ -378,6 +388,8 @@ class DistributedDataParallel(Replica, Joinable):
             RuntimeError: there is one already.
         """
         check_hook(hook)
+        if self._stepper is not None:
+            raise refusal("a communication hook that is registered after it")
         if self.reducer.hook is not None:
             raise RuntimeError(
                 f"the communication hook {self.reducer.hook.name} is registered already; there can be one"
@@ -451,16 +463,19 @@ class DistributedDataParallel(Replica, Joinable):
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def _make_reducer(self) -> None:
-        """Anew, after parameters were frozen or unfrozen. Collective."""
+    def _change_reducer(self) -> None:
+        """After parameters were frozen or unfrozen. Collective, unless the same were trained before (as in a GAN)."""
         if self._stepper is not None:
             raise refusal("freezing or unfreezing parameters")
-        former = self.reducer
-        former.close()
-        reducer = _reducer(self.comm, self.module, self.parameters_to_ignore, self._settings)
-        check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in reducer.slots])
-        reducer.hook, reducer.num_steps, reducer.waited = former.hook, former.num_steps, former.waited
-        self.reducer = reducer
+        former, needed = self.reducer, self._watch.needed
+        if needed not in self._reducers:
+            reducer = _reducer(self.comm, self.module, self.parameters_to_ignore, self._settings)
+            check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in reducer.slots])
+            while len(self._reducers) >= KEPT_REDUCERS:
+                self._reducers.pop(next(iter(self._reducers))).close()
+            self._reducers[needed] = reducer
+        self.reducer = self._reducers[needed] = self._reducers.pop(needed)
+        self.reducer.resume(former)
 
     def __getstate__(self) -> dict[str, Any]:
         """What can go to another process."""
@@ -493,10 +508,12 @@ class DistributedDataParallel(Replica, Joinable):
         self.reducer = _reducer(comm, self.module, self.parameters_to_ignore, self._settings)
         self._buffer_sync = BufferSync(comm, self.module, mode, self.parameters_to_ignore)
         self._watch = ParameterWatch(self.module)
+        self._reducers = {self._watch.needed: self.reducer}
 
 
+KEPT_REDUCERS = 2  # for as many choices of trained parameters at a time, buckets are kept
 OF_THIS_PROCESS = frozenset(
-    {"comm", "reducer", "joining", "device_mesh", "_buffer_sync", "_joining_of_torch", "_process_group"}
+    {"comm", "reducer", "_reducers", "joining", "device_mesh", "_buffer_sync", "_joining_of_torch", "_process_group"}
     | {"_stepper", "_verifies", "_watch"}
 )
 
@@ -510,7 +527,7 @@ class Verification(NamedTuple):
 
 def _reducer(comm: Communicator, module: nn.Module, ignored: Collection[str], settings: dict[str, Any]) -> Reducer:
     """Of a module's parameters as they are now."""
-    named = trainable(managed(module, ignored, Replica), has_inner=_has_inner(module))
+    named = [(name, parameter) for name, parameter in managed(module, ignored, Replica) if parameter.requires_grad]
     sparse = {id(child.weight) for child in module.modules() if produces_sparse_gradient(child)}
     return Reducer(comm, named, sparse=[name for name, parameter in named if id(parameter) in sparse], **settings)
 

@@ -77,6 +77,11 @@ class ParameterWatch:
     def _presently_needed(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD, self._parameters))
 
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        """Which parameters needed a gradient at the last look."""
+        return tuple(self._needed)
+
     def look(self) -> Change:
         """Compares with what is remembered; what has changed is remembered then.
 

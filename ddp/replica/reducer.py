@@ -31,20 +31,22 @@ shows how many there are: it holds all buckets back until its end, and later ste
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from ddp.clock import Stopwatch, now_s
-from ddp.comm.communicator import Communicator
+from ddp.comm.communicator import Communicator, Divisor
 from ddp.comm.objects import all_gather_object
 from ddp.comm.work import Work, done
-from ddp.errors import CommunicatorBroken
+from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
@@ -109,7 +111,7 @@ class Reducer:
         self.divide_by = comm.world_size
         self.hook: CommHook | None = None
         self.is_expected = False
-        self.on_end: Callable[[], None] = self.finish
+        self.on_end: Callable[[], None] | None = None
         self.on_mean: Callable[[Bucket], None] | None = None
         self.totals, self.waited, self.num_steps = StepTotals(), Stopwatch(), 0
         self.began_s = self.ended_s = 0.0
@@ -125,9 +127,8 @@ class Reducer:
         self._sparse = [slot for slot in self.slots if slot.is_sparse]
         self._sparse_arrivals: list[Tensor] = []
         self._arrangement = Arrangement(comm, dense, limits=limits, hooks_of=self._hooks_of)
-        self._sparse_handles = [
-            slot.parameter.register_post_accumulate_grad_hook(self._on_sparse_gradient) for slot in self._sparse
-        ]
+        self._sparse_handles: list[Any] = []
+        self._hook_sparse(True)
 
     # --- the step, in the order of time ------------------------------------------------------------------------------
 
@@ -150,9 +151,15 @@ class Reducer:
         self._mine = totals
 
     @uncompiled
-    def begin(self, *, in_backward: bool = True) -> bool:
-        """Backward has reached an output, or a rank without samples joins in. True for the first call of a step."""
-        if self._phase is Phase.BACKWARD or (in_backward and not accumulates(self._parameters)):
+    def begin(self, *, in_backward: bool = True, if_reached: bool = False) -> bool:
+        """Backward has reached an output, or a rank without samples joins in. True for the first call of a step.
+
+        Args:
+            if_reached: it begins no step unless it will come to one of the parameters.
+        """
+        if self._phase is Phase.BACKWARD:
+            return False
+        if in_backward and not (will_accumulate if if_reached else accumulates)(self._parameters):
             return False
         self._arrangement.allocate()
         self._phase, self.began_s = Phase.BACKWARD, now_s()
@@ -176,10 +183,14 @@ class Reducer:
         This runs once per parameter and step: small gradients share one closure, which takes two thirds of the time of
         a bound method, and finds all that it touches in the cache.
         """
-        arrivals = bucket.arrivals
+        arrivals, of_bucket = bucket.arrivals, weakref.ref(bucket)
+        of_reducer = weakref.ref(self)  # parameters hold their hooks, and may live longer than this replica
 
         @uncompiled
         def on_gradient(parameter: Tensor) -> None:
+            self, bucket = of_reducer(), of_bucket()
+            if self is None or bucket is None:
+                return
             if self._phase is IDLE and not self._begins_here():
                 arrivals.append(parameter)
                 return
@@ -191,7 +202,8 @@ class Reducer:
 
         @uncompiled
         def on_large_gradient(slot: Slot, parameter: Tensor) -> None:
-            if self._phase is not IDLE or self._begins_here():
+            self = of_reducer()
+            if self is not None and (self._phase is not IDLE or self._begins_here()):
                 slot.move_in(keep=self._is_differentiable)
             on_gradient(parameter)
 
@@ -207,7 +219,7 @@ class Reducer:
     def _begins_here(self) -> bool:
         """Whether this gradient belongs to a step that no output has announced (note "begin")."""
         if self.is_expected and self.begin():
-            call_at_end(self.on_end)
+            call_at_end(self.on_end or self.finish)
             return True
         return False
 
@@ -325,7 +337,10 @@ class Reducer:
 
     def _all_reduce(self, bucket: Bucket, *, async_op: bool) -> Work:
         """Sums a bucket over the ranks and divides it on its way. The first one carries what totals divide by."""
-        divide_by = self._divisor if self._mine is None or bucket.index else 1
+        divide_by: Divisor = self._divisor if self._mine is None or bucket.index else 1
+        if bucket.flat.dtype is torch.float16:  # its sums would overflow: divided before, as far as that is known
+            bucket.flat.div_(self._known_divisor())
+            divide_by = 1
         label = f"step {self.num_steps}, {bucket.label}"
         flat = bucket.flat
         if flat.device == self.comm.device:
@@ -342,11 +357,18 @@ class Reducer:
             return self.divide_by
         return max(1, StepTotals.read(self._arrangement.totals).num_items)
 
+    def _known_divisor(self) -> int:
+        """What is known before the first bucket is through."""
+        return self.divide_by if self._mine is None else self.comm.world_size
+
     def _read_totals(self) -> None:
         if self._mine is not None:
             self.totals = StepTotals.read(self._arrangement.totals)
             if self.hook is None:
                 self.buckets[0].gradients.div_(self._divisor())
+                for bucket in self.buckets:
+                    if bucket.flat.dtype is torch.float16:
+                        bucket.flat.mul_(self._known_divisor() / self._divisor())
 
     def _finish_hook(self, hook: CommHook) -> None:
         """Waits for the hook's futures. Its buckets have no tails: those are a bucket of their own."""
@@ -397,5 +419,55 @@ class Reducer:
     def close(self) -> None:
         """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
         self._arrangement.close()
+        self._hook_sparse(False)
+
+    def suspend(self) -> list[Tensor]:
+        """Hears of no gradients until `resume`. Returns the parameters that have one which has not been sent."""
+        self._arrangement.unhook()
+        self._hook_sparse(False)
+        waiting = [each for bucket in self.buckets for each in bucket.arrivals] + self._sparse_arrivals
+        for bucket in self.buckets:
+            bucket.arrivals.clear()
+        self._sparse_arrivals.clear()
+        return waiting
+
+    def resume(self, former: Reducer) -> None:
+        """Goes on in another one's place, after parameters were frozen or unfrozen.
+
+        Raises:
+            ConfigError: a parameter was frozen that has a gradient which has not been sent.
+        """
+        strangers = self._arrangement.take_over(former.suspend())
+        sparse = {id(slot.parameter) for slot in self._sparse}
+        self._sparse_arrivals += [each for each in strangers if id(each) in sparse]
+        names = {id(slot.parameter): slot.name for slot in former.slots}
+        if frozen := sorted({names[id(each)] for each in strangers if id(each) not in sparse}):
+            raise ConfigError(
+                f"{', '.join(frozen)}: frozen with a gradient from no_sync that has not been sent. Freeze parameters "
+                "after a backward that synchronises"
+            )
+        self._arrangement.hook()
+        self._hook_sparse(True)
+        if former.hook is not None and self.hook is None:
+            self.use_hook(former.hook)
+        self._mine, self.divide_by = former._mine, former.divide_by
+        self.num_steps, self.waited, self.totals = former.num_steps, former.waited, former.totals
+
+    def _hook_sparse(self, on: bool) -> None:
         for handle in self._sparse_handles:
             handle.remove()
+        slots = self._sparse if on else []
+        hook = _weakly(self._on_sparse_gradient)
+        self._sparse_handles = [slot.parameter.register_post_accumulate_grad_hook(hook) for slot in slots]
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The method, as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    @uncompiled
+    def call(parameter: Tensor) -> None:
+        if (found := reference()) is not None:
+            found(parameter)
+
+    return call

@@ -62,7 +62,9 @@ def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
     Parameters inside re-entrant checkpoints are not seen: their part of the graph does not exist yet.
     """
     will_run = torch._C._will_engine_execute_node
-    return [place for place, each in enumerate(parameters) if will_run(get_gradient_edge(each).node)]
+    return [
+        place for place, each in enumerate(parameters) if each.requires_grad and will_run(get_gradient_edge(each).node)
+    ]
 
 
 def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -56,6 +56,11 @@ class Unused:
             used[[slot.index for slot in unused]] = 0
             by_any = self._comm.all_reduce(used, "max", label="parameters used by any rank").tolist()
             self._used_by_none = [slot for slot, is_used in zip(self._slots, by_any, strict=True) if not is_used]
+        if late := [slot.name for slot in self._used_by_none if slot not in unused]:
+            raise RuntimeError(
+                f"with static_graph=True every step must use the same parameters, but {', '.join(late)} got a gradient "
+                "now and none in the first step: pass find_unused_parameters=True instead"
+            )
         for slot in self._used_by_none:
             had = self._kept[slot]
             if slot.is_sparse or had is None:

@@ -66,6 +66,9 @@ def uneven_inputs(comm: ddp.Communicator) -> None:
                 train(ours, batches(comm, 1))  # as if nothing had been
                 train(theirs, batches(comm, 1)) if divides_by_all else None
     ours = ddp.DistributedDataParallel(net())
+    ours.verify_replicas(every=1)  # not while some have no inputs, and make no steps
+    with ours.join():
+        train(ours, batches(comm, 2 + comm.rank))
     with ours.join(enable=False):
         train(ours, batches(comm, 2))
     assert ours.joining is None
@@ -345,6 +348,8 @@ def what_does_not_go_with_it(comm: ddp.Communicator) -> None:
     with pytest.raises(ConfigError, match=r"a step that may be refused .*ddp\.fit clips"):
         replica.ride_along(None)
     replica(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(ConfigError, match="a communication hook that is registered after it"):
+        replica.register_comm_hook(None, lambda state, bucket: None)
     replica.module[0].requires_grad_(False)
     with pytest.raises(ConfigError, match="freezing or unfreezing"):
         replica(torch.randn(3, 4))

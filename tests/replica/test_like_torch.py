@@ -365,6 +365,13 @@ def functional_calls(comm: ddp.Communicator) -> None:
     assert given["module.weight"].grad.tolist() == [[comm.rank, comm.rank]]
     replica(torch.full((1, 2), float(comm.rank))).sum().backward()
     assert module.weight.grad.tolist() == [[(comm.world_size - 1) / 2] * 2]
+    torch.manual_seed(0)
+    pair = both(mlp(4, 3, 2), **TINY)
+    for each in pair:
+        each.zero_grad()
+        scaled = {name: p * 0.9 for name, p in each.named_parameters()}  # gradients do come to our parameters
+        torch.func.functional_call(each, scaled, torch.ones(3, 4) + comm.rank).square().sum().backward()
+    assert_same_gradients(comm, *pair)
 
 
 def frozen_and_unfrozen(comm: ddp.Communicator) -> None:
@@ -383,6 +390,135 @@ def frozen_and_unfrozen(comm: ddp.Communicator) -> None:
     net[0].requires_grad_(True)  # torch's class would never synchronise it
     replica(torch.randn(3, 4) + comm.rank).sum().backward()
     verify_replicas(comm, [(n, p.grad) for n, p in net.named_parameters()])
+
+
+def frozen_wholly_and_back(comm: ddp.Communicator) -> None:
+    """As the discriminator of a GAN is while the generator is trained; buckets are made once for each state."""
+    torch.manual_seed(0)
+    pair = both(mlp(4, 4, 2), {"find_unused_parameters": True}, **TINY)
+    x = torch.randn(3, 4) + comm.rank
+    for step in range(6):
+        for replica in pair:
+            replica.module.requires_grad_(step % 2 == 0)
+            replica.zero_grad()
+            leaf = x.clone().requires_grad_()
+            replica(leaf).square().sum().backward()
+            assert leaf.grad is not None
+        assert_same_gradients(comm, *pair)
+    assert len(pair[0]._reducers) == 2
+
+
+def frozen_between_forward_and_backward(comm: ddp.Communicator) -> None:
+    for kw in ({}, {"find_unused_parameters": True}):
+        net = mlp(4, 4, 2)
+        replica = ddp.DistributedDataParallel(net, **kw)
+        loss = replica(torch.randn(3, 4) + comm.rank).sum()
+        net[0].weight.requires_grad_(False)
+        loss.backward()
+        verify_replicas(comm, [(n, p.grad) for n, p in net.named_parameters() if p.grad is not None])
+
+
+def gradients_of_no_sync_are_not_forgotten(comm: ddp.Communicator) -> None:
+    """Whatever happens to the buckets in between."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    torch.manual_seed(0)
+    module = mlp(4, 4, 2)
+    x = torch.randn(3, 4) + comm.rank
+    for freeze, hook in ((True, False), (False, True), (True, True)):
+        pair = both(copy.deepcopy(module), {"find_unused_parameters": True}, find_unused_parameters=True)
+        for replica in pair:
+            if hook:
+                replica.register_comm_hook(None, default_hooks.allreduce_hook)
+            replica(x).sum().backward()
+            replica.zero_grad()
+            with replica.no_sync():
+                replica(x).square().sum().backward()
+            if freeze:
+                replica.module[0].bias.requires_grad_(False)
+                replica.module[0].bias.grad = None
+        if freeze:
+            with pytest.raises(ConfigError, match=r"0\.bias: frozen with a gradient from no_sync"):
+                pair[0](x)
+            continue
+        for replica in pair:
+            replica(x).sum().backward()
+        assert_same_gradients(comm, *pair)
+    replica = ddp.DistributedDataParallel(copy.deepcopy(module))
+    plain = ddp.DistributedDataParallel(copy.deepcopy(module))
+    for each in (replica, plain):
+        each(x).sum().backward()
+        each.zero_grad()
+        with each.no_sync():
+            each(x).square().sum().backward()
+    replica.register_comm_hook(None, default_hooks.allreduce_hook)
+    for each in (replica, plain):
+        each(x).sum().backward()
+    for p, q in zip(replica.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def a_hook_outlives_freezing(comm: ddp.Communicator) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    torch.manual_seed(0)
+    pair = both(mlp(4, 4, 2), {"find_unused_parameters": True}, **TINY)
+    for replica in pair:
+        replica.register_comm_hook(None, default_hooks.allreduce_hook)
+        for trained in (True, False, True):
+            replica.module[0].requires_grad_(trained)
+            replica.zero_grad()
+            replica(torch.randn(3, 4, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+    assert_same_gradients(comm, *pair)
+
+
+def replicas_that_are_gone_leave_nothing_behind(comm: ddp.Communicator) -> None:
+    import gc
+
+    module = mlp(4, 3, 2)
+
+    def num_regions() -> int:
+        return len(comm._carrier.group._memory._regions)
+
+    gc.collect()
+    before = num_regions()
+    for _ in range(3):
+        replica = ddp.DistributedDataParallel(module)
+        replica(torch.randn(3, 4)).sum().backward()
+        del replica
+        module.zero_grad()
+        gc.collect()
+        assert num_regions() == before
+        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+def static_graphs_that_are_not(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(Branches(), static_graph=True)
+    x = torch.randn(3, 4)
+    replica(x, "left").sum().backward()
+    with pytest.raises(RuntimeError, match=r"right\.0\.weight.* got a gradient now and none in the first step"):
+        replica(x, "left right").sum().backward()
+    comm.barrier()
+
+
+def large_halves_and_conjugates(comm: ddp.Communicator) -> None:
+    """float16 sums that would overflow before the division; gradients that torch conjugates when it is asked to."""
+
+    class Scaled(nn.Module):
+        def __init__(self, dtype: torch.dtype, numel: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(numel, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight.conj() if self.weight.is_complex() else self.weight) * x
+
+    half = ddp.DistributedDataParallel(Scaled(torch.float16, 5))
+    half(torch.full((5,), 40000.0, dtype=torch.float16)).sum().backward()
+    assert half.module.weight.grad.tolist() == pytest.approx([40000.0] * 5, rel=1e-3)
+    pair = both(Scaled(torch.complex64, 2_200_000))
+    for replica in pair:
+        torch.view_as_real(replica(torch.tensor(1.5 + 3j))).sum().backward()
+    assert_same_gradients(comm, *pair)
 
 
 def changed_parameters_are_an_error_with_a_name(comm: ddp.Communicator) -> None:
@@ -720,6 +856,12 @@ CASES = [
     a_wrapper_inside_a_wrapper,
     functional_calls,
     frozen_and_unfrozen,
+    frozen_wholly_and_back,
+    frozen_between_forward_and_backward,
+    gradients_of_no_sync_are_not_forgotten,
+    a_hook_outlives_freezing,
+    replicas_that_are_gone_leave_nothing_behind,
+    large_halves_and_conjugates,
     changed_parameters_are_an_error_with_a_name,
     ignored_by_name,
     gradients_of_many_types,
@@ -732,6 +874,7 @@ CASES = [
     groups_and_meshes,
     mismatches_and_verification,
     without_initial_synchronisation,
+    static_graphs_that_are_not,
     a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name,
     an_unannounced_sparse_gradient_is_an_error_with_a_name,
 ]
