@@ -32,6 +32,7 @@ from ddp.transport.shared_memory import copy_bytes
 ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 << 10  # a gradient of so much is worth a call of its own
 PAST_CACHES_BYTES = 16 << 20
+NOWHERE = torch.empty(0)
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
@@ -42,14 +43,14 @@ class Slot:
     Attributes:
         index: its number in the order of registration.
         is_sparse: the gradient is a sparse tensor, and lives in no bucket.
-        view: the gradient in its bucket; shaped and strided like the parameter.
+        view: the gradient in its bucket, from `Bucket.allocate` on; shaped and strided like the parameter.
     """
 
     index: int
     name: str
     parameter: nn.Parameter
     is_sparse: bool = False
-    view: Tensor = field(init=False, repr=False)
+    view: Tensor = field(default=NOWHERE, repr=False)
 
     @property
     def is_large(self) -> bool:

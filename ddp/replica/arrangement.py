@@ -2,10 +2,10 @@
 
 Buckets are first laid out in the reverse order of registration, since backward comes to the last layers first. The
 first backward shows in which order gradients really come; at its end rank 0's order becomes everyone's, and if it needs
-other buckets, they are made anew. Gradients that lived in the former ones move over.
+other buckets, they are planned anew.
 
-Memory is made by the first step that synchronises, not before: a replica can be made, copied and loaded without meeting
-the other ranks.
+Memory is made then, and not before: never are two generations of buckets there at a time, and a replica can be made,
+copied and loaded without meeting the other ranks.
 """
 
 from __future__ import annotations

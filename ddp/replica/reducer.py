@@ -161,13 +161,13 @@ class Reducer:
             return False
         if in_backward and not (will_accumulate if if_reached else accumulates)(self._parameters):
             return False
-        self._arrangement.allocate()
         self._phase, self.began_s = Phase.BACKWARD, now_s()
         self._is_differentiable = in_backward and torch.is_grad_enabled()
-        (self._mine or StepTotals()).write(self._arrangement.totals)
         coming = None
-        if self._finds_unused and in_backward:
-            coming = frozenset(id(self._parameters[place]) for place in will_accumulate(self._parameters))
+        if self._came is None:
+            self._make_memory()
+            if self._finds_unused and in_backward:
+                coming = frozenset(id(self._parameters[place]) for place in will_accumulate(self._parameters))
         for bucket in self.buckets:
             bucket.begin(coming)
             if len(bucket.awaited) < len(bucket.slots):
@@ -176,6 +176,11 @@ class Reducer:
                         self._unused.keep(slot)
         self._reduce_full_buckets()
         return True
+
+    def _make_memory(self) -> None:
+        """Makes the buckets' memory, if it is not there yet, and writes what this rank knows already. Collective."""
+        self._arrangement.allocate()
+        (self._mine or StepTotals()).write(self._arrangement.totals)
 
     def _hooks_of(self, bucket: Bucket) -> Iterator[Callable[[Tensor], None]]:
         """What autograd calls when it has accumulated a parameter's gradient, for each of the bucket's.
@@ -203,7 +208,7 @@ class Reducer:
         @uncompiled
         def on_large_gradient(slot: Slot, parameter: Tensor) -> None:
             self = of_reducer()
-            if self is not None and (self._phase is not IDLE or self._begins_here()):
+            if self is not None and (self._phase is not IDLE or self._begins_here()) and self._came is None:
                 slot.move_in(keep=self._is_differentiable)
             on_gradient(parameter)
 
@@ -233,11 +238,13 @@ class Reducer:
                 "find_unused_parameters=True takes for unused: pass use_reentrant=False to the checkpoint, or "
                 "static_graph=True to the replica if all steps are alike"
             )
-        if self._knows_graph and bucket.look(at_s=now_s()):
+        if self._knows_graph and self._came is None and bucket.look(at_s=now_s()):
             self._reduce_full_buckets()
 
     def _reduce_full_buckets(self) -> None:
         """Reduces every bucket whose turn it is, except the last."""
+        if self._came is not None:
+            return  # the first step reduces when backward has ended, and buckets are known
         while self._num_launched < len(self.buckets) - 1 and self.buckets[self._num_launched].is_full:
             self._reduce(self.buckets[self._num_launched])
 
@@ -291,6 +298,7 @@ class Reducer:
         unused = self._find_unused()
         for slot in unused:
             self._unused.keep(slot)
+        self._learn(had_backward=had_backward)
         self._arrangement.unused.fill_(bool(unused) and had_backward)
         for bucket in self.buckets[self._num_launched :]:
             if not bucket.is_full or not bucket.slots:
@@ -305,7 +313,6 @@ class Reducer:
             self._unused.settle(unused, had_backward=had_backward)
         for slot in self._sparse:
             reduce_sparse(self.comm, slot.parameter, divide_by=self._divisor())
-        self._learn(had_backward=had_backward)
         self._make_ready()
 
     def _make_ready(self) -> None:
@@ -415,6 +422,7 @@ class Reducer:
             self._came = []
             if (order := next((names for names in seen if names is not None), None)) is not None:
                 self.adopt_order(order)
+            self._make_memory()
 
     def close(self) -> None:
         """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""

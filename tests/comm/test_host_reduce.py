@@ -681,6 +681,7 @@ def test_memory_that_cannot_be_prepared_leaves_nothing(kind: Kind, monkeypatch: 
         raise OSError(errno.ENOMEM, "no more")
 
     monkeypatch.setattr(SharedMemory, "prefault", fail)
+    gc.collect()  # what earlier tests have left
     before = len(list(Path("/proc/self/fd").iterdir())), named()
     memory, problem = host_reduce._first(kind, 1 << 16, 2)
     assert memory is None and "no more" in problem
