@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -87,6 +87,17 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         if isinstance(result, RankFailed):
             raise result
     return results
+
+
+def run_cases(cases: Sequence[Callable[[Any], None]], comm: Any, names: Sequence[str]) -> None:
+    """Runs case(comm) for each case, or for those that are named; a failure says in which it was."""
+    for case in cases:
+        if not names or case.__name__ in names:
+            try:
+                case(comm)
+            except BaseException as error:
+                error.add_note(f"in the case {case.__name__}")
+                raise
 
 
 def _run(payload: bytes, variables: dict[str, str], sender: Connection) -> None:

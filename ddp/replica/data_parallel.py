@@ -316,8 +316,6 @@ class DistributedDataParallel(Replica, Joinable):
         """Backward has ended."""
         super()._finish(had_backward=had_backward)
         self._buffer_sync.wait()
-        if self._stepper is not None:
-            self._stepper.finish()
 
     def _all_make_steps(self) -> bool:
         return self.joining is None or len(self.joining.active) == self.comm.world_size

@@ -3,7 +3,7 @@
     model.step_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
 The step overlaps with the rest of backward, and a gradient is gone once it is used: at no time are all gradients there.
-One optimizer for each bucket, made when the order of gradients is known, at the end of the first step.
+One optimizer for each bucket, made when the bucket has its first mean: the order of gradients is known by then.
 
 The price: a step is no transaction any more. Nothing can be taken back once the first bucket is stepped, and nothing
 that looks at all gradients can come before. So it is refused beside loss scaling, clipping by the global norm, the veto
@@ -42,17 +42,11 @@ class StepInBackward:
     def on_mean(self, bucket: Bucket) -> None:
         """A bucket has its mean."""
         if self._reducer.order is None:
-            return  # buckets may be made anew at the end of this step
+            return  # no rank had a backward yet: buckets are not final
         if bucket not in self.optimizers and bucket.slots:
             self.optimizers[bucket] = self._make([slot.parameter for slot in bucket.slots])
         if bucket.slots:
             self._step(bucket)
-
-    def finish(self) -> None:
-        """The first step has ended, and the buckets are final."""
-        for bucket in self._reducer.buckets:
-            if bucket not in self.optimizers:
-                self.on_mean(bucket)
 
     @torch.no_grad()
     def _step(self, bucket: Bucket) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -884,13 +884,7 @@ CASES = [
 def all_cases(names: list[str], overlap: bool = False) -> None:
     comm = ddp.init(abort_s=20)
     type(comm).overlaps = property(lambda self: overlap)
-    for case in CASES:
-        if not names or case.__name__ in names:
-            try:
-                case(comm)
-            except BaseException as error:
-                error.add_note(f"in the case {case.__name__}")
-                raise
+    run_cases(CASES, comm, names)
     ddp.shutdown()
 
 
