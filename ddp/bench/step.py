@@ -10,16 +10,17 @@ order, so that a machine whose speed drifts is the same machine for all of them.
     a turn       median of its steps, on the rank where that is longest
     a ratio      median over turns of turn ÷ turn
 
-| variant | what a step is                                                                                     |
-|---------|----------------------------------------------------------------------------------------------------|
-| ours    | `ddp.DistributedDataParallel`                                                                      |
-| torch   | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True             |
-| naive   | one of our all-reduces per parameter, after backward                                               |
-| alone   | no communication; all ranks compute at the same time, as in the others                             |
-| reduce  | no computing: our all-reduce of as many numbers as each bucket of "ours" has, one after another    |
+| variant     | what a step is                                                                                     |
+|-------------|----------------------------------------------------------------------------------------------------|
+| ours        | `ddp.DistributedDataParallel`                                                                      |
+| torch       | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True             |
+| naive       | one of our all-reduces per parameter, after backward                                               |
+| alone       | no communication; all ranks compute at the same time, as in the others                             |
+| in_backward | ours with `step_in_backward`: the optimizer steps a bucket while the next one travels              |
+| reduce      | no computing: our all-reduce of as many numbers as each bucket of "ours" has, one after another    |
 
 Whether a forward in training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics) is the same for
-ours, torch and naive: by default it does, as is the default of both classes.
+all replicas: by default it does, as is the default of both classes.
 
 | figure            | meaning                                                                                  |
 |-------------------|------------------------------------------------------------------------------------------|
@@ -41,7 +42,7 @@ from __future__ import annotations
 import copy
 import gc
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ from ddp.errors import ConfigError
 from ddp.replica.data_parallel import DistributedDataParallel, NaiveDataParallel
 
 TRAINED = ("ours", "torch", "naive", "alone")
-VARIANTS = (*TRAINED, "reduce")
+VARIANTS = (*TRAINED, "in_backward", "reduce")
 WARM_UP_STEPS = 3
 """At least: torch rebuilds its buckets after the first step."""
 PAYLOAD = 0.956
@@ -185,10 +186,12 @@ def _measured(
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     replicas = {
         name: wrap(name, copy.deepcopy(module), broadcast_buffers=broadcast_buffers)
-        for name in TRAINED
-        if name in variants
+        for name in VARIANTS
+        if name in variants and name != "reduce"
     }
-    steps: dict[str, Callable[[], object]] = {name: Training(replica, batch) for name, replica in replicas.items()}
+    steps: dict[str, Callable[[], object]] = {
+        name: Training(replica, batch, in_backward=name == "in_backward") for name, replica in replicas.items()
+    }
     ours = replicas.get("ours")
     for step in steps.values():
         _turn_s(comm, step, max(WARM_UP_STEPS, steps_per_turn // 2))
@@ -247,8 +250,8 @@ def make(workload_name: str, *, rank: int) -> tuple[nn.Module, Batch]:
 
 
 def wrap(variant: str, module: nn.Module, *, broadcast_buffers: bool) -> nn.Module:
-    """One of `TRAINED`. Collective, except for "alone"."""
-    if variant == "ours":
+    """All but "reduce". Collective, except for "alone"."""
+    if variant in ("ours", "in_backward"):
         return DistributedDataParallel(module, broadcast_buffers=broadcast_buffers)
     if variant == "torch":
         return nn.parallel.DistributedDataParallel(
@@ -260,11 +263,18 @@ def wrap(variant: str, module: nn.Module, *, broadcast_buffers: bool) -> nn.Modu
 
 
 class Training:
-    """One variant with its optimizer; a call is a step."""
+    """One variant with its optimizer; a call is a step.
 
-    def __init__(self, replica: nn.Module, batch: Batch) -> None:
+    Args:
+        in_backward: the optimizer steps inside backward; after it, no gradient is left to step with.
+    """
+
+    def __init__(self, replica: nn.Module, batch: Batch, *, in_backward: bool = False) -> None:
         self._replica, self._batch = replica, batch
-        self._optimizer = torch.optim.SGD(replica.parameters(), lr=1e-4, momentum=0.9)
+        self._optimizer = _optimizer(replica.parameters())
+        if in_backward:
+            assert isinstance(replica, DistributedDataParallel)
+            replica.step_in_backward(_optimizer)
         self.loss = torch.zeros(())
 
     def __call__(self) -> None:
@@ -275,6 +285,10 @@ class Training:
         loss.backward()
         self._optimizer.step()
         self.loss = loss.detach()
+
+
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
 
 
 class _Reduction:

@@ -126,18 +126,22 @@ def print_overlap(all_figures: Sequence[StepFigures], console: Console, *, rate_
         rate_bit_s: of each host's link; None if it is not known: the wire's part is left out then.
     """
     table = Table(title="what a step of ours consists of, in ms")
-    table.add_column("model", no_wrap=True)
-    for number, cell in enumerate(all_figures):
-        columns = _overlap(cell, rate_bit_s)
-        if number == 0:
-            for name in columns:
-                table.add_column(name, justify="right", no_wrap=True)
-        table.add_row(cell.workload, *columns.values())
+    rows = [
+        {"model": cell.workload, "variant": name, **_overlap(cell, name, rate_bit_s)}
+        for cell in all_figures
+        for name in ("ours", "in_backward")
+        if name in cell.turns_s
+    ]
+    for name in rows[0] if rows else ():
+        table.add_column(name, justify="left" if name in ("model", "variant") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
 
 
-def _overlap(cell: StepFigures, rate_bit_s: float | None) -> dict[str, str]:
-    compute_s, step_s, reduce_s = (cell.step_s(name) for name in ("alone", "ours", "reduce"))
+def _overlap(cell: StepFigures, variant: str, rate_bit_s: float | None) -> dict[str, str]:
+    compute_s, step_s, reduce_s = (cell.step_s(name) for name in ("alone", variant, "reduce"))
+    wait_s = cell.wait_s if variant == "ours" else None
     columns = {"without communication": _number(compute_s, 1e3)}
     if rate_bit_s is not None:
         columns["wire"] = _number(cell.wire_s(rate_bit_s), 1e3)
@@ -145,8 +149,8 @@ def _overlap(cell: StepFigures, rate_bit_s: float | None) -> dict[str, str]:
     if rate_bit_s is not None:
         bound_s = max(compute_s or 0.0, cell.wire_s(rate_bit_s))
         columns["÷ the longer of both"] = "" if compute_s is None else _number(_quotient(step_s, bound_s))
-    columns["reduce alone"], columns["wait"] = _number(reduce_s, 1e3), _number(cell.wait_s, 1e3)
-    return {**columns, "wait ÷ reduce": _number(_quotient(cell.wait_s, reduce_s))}
+    columns["reduce alone"], columns["wait"] = _number(reduce_s, 1e3), _number(wait_s, 1e3)
+    return {**columns, "wait ÷ reduce": _number(_quotient(wait_s, reduce_s))}
 
 
 def _quotient(numerator: float | None, denominator: float | None) -> float | None:

@@ -115,9 +115,7 @@ class Carrier:
         elif way.startswith(IN_MEMORY):
             self._through_hosts(flat, op, schedule, sequence=sequence, divide_by=divide_by, wire_dtype=wire_dtype)
         else:
-            self._run(schedule, flat, op=op, wire_dtype=wire_dtype)
-            if divide_by != 1:
-                flat.div_(divide_by)
+            self._run(schedule, flat, op=op, divide_by=divide_by, wire_dtype=wire_dtype)
 
     def _through_hosts(
         self,
@@ -165,12 +163,10 @@ class Carrier:
         place = self.group.index if self.group is not None else 0
         mine = piece[slices[place] : slices[place + 1]]
         try:
-            self._run(schedule, mine, op=op, wire_dtype=wire_dtype, transport=self._across)
+            self._run(schedule, mine, op=op, divide_by=divide_by, wire_dtype=wire_dtype, transport=self._across)
         except TransportError as error:
             error.peer = self._counterparts[error.peer]
             raise
-        if divide_by != 1:
-            mine.div_(divide_by)
 
     def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work, *, sequence: int) -> None:
         crossed.wait()
@@ -267,6 +263,7 @@ class Carrier:
         bounds: Sequence[int] | None = None,
         *,
         op: str = "sum",
+        divide_by: int = 1,
         wire_dtype: torch.dtype | None = None,
         transport: Transport | None = None,
     ) -> None:
@@ -274,7 +271,7 @@ class Carrier:
         transport = transport or self.transport
         if bounds is None:
             bounds = offsets(flat.numel(), schedule.num_chunks(transport.world_size))
-        self._execute(schedule, [flat], [bounds], transport, op=op, wire_dtype=wire_dtype)
+        self._execute(schedule, [flat], [bounds], transport, op=op, divide_by=divide_by, wire_dtype=wire_dtype)
 
     def _execute(
         self,
@@ -284,6 +281,7 @@ class Carrier:
         transport: Transport,
         *,
         op: str = "sum",
+        divide_by: int = 1,
         wire_dtype: torch.dtype | None = None,
         longest: int | None = None,
     ) -> None:
@@ -304,6 +302,7 @@ class Carrier:
             timeout_s=self._timeout_s,
             wire_dtype=wire_dtype,
             waiting_for=lambda peer: self.waiting_for(ranks[peer]),
+            finish=None if divide_by == 1 else lambda part: part.div_(divide_by),
         )
 
     @property

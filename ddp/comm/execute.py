@@ -57,7 +57,22 @@ class Step(NamedTuple):
     receives: tuple[Piece, ...]
 
 
-Program = tuple[tuple[Step, ...], ...]  # by lane, by round
+class Part(NamedTuple):
+    """A run of elements of a buffer."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class Lane(NamedTuple):
+    """One segment of every chunk: its rounds, and where it lies."""
+
+    steps: tuple[Step, ...]
+    parts: tuple[Part, ...]
+
+
+Program = tuple[Lane, ...]
 
 
 @lru_cache(maxsize=512)
@@ -88,7 +103,7 @@ def program_of(
         longest = max((stop - start for bounds in offsets for start, stop in pairwise(bounds)), default=0)
     num_lanes = max(1, -(-longest // segment_numel))
     cuts = [_Cuts(offsets, segment_numel, lane, num_lanes) for lane in range(num_lanes)]
-    return tuple(tuple(cut.step(ops) for ops in rounds) for cut in cuts)
+    return tuple(Lane(tuple(cut.step(ops) for ops in rounds), cut.parts()) for cut in cuts)
 
 
 class _Cuts(NamedTuple):
@@ -104,15 +119,22 @@ class _Cuts(NamedTuple):
         receives = tuple(piece for op in ops if isinstance(op, Recv) for piece in self._pieces(op, add=op.add))
         return Step(sends, receives)
 
+    def parts(self) -> tuple[Part, ...]:
+        whole = (self._parts(slot, range(len(bounds) - 1)) for slot, bounds in enumerate(self.offsets))
+        return tuple(part for parts in whole for part in parts)
+
     def _pieces(self, op: Send | Recv, *, add: bool) -> Iterable[Piece]:
+        return (Piece(op.peer, *part, add) for part in self._parts(op.slot, op.chunks))
+
+    def _parts(self, slot: int, chunks: range) -> Iterable[Part]:
         """None of them empty; where a lane has all of its chunks, neighbours travel as one."""
-        bounds = self.offsets[op.slot]
+        bounds = self.offsets[slot]
         if self.num_lanes == 1:
-            runs = [(bounds[op.chunks.start], bounds[op.chunks.stop])]
+            runs = [(bounds[chunks.start], bounds[chunks.stop])]
         else:
             done = self.lane * self.segment_numel
-            runs = [(bounds[k] + done, min(bounds[k] + done + self.segment_numel, bounds[k + 1])) for k in op.chunks]
-        return (Piece(op.peer, op.slot, start, stop, add) for start, stop in runs if stop > start)
+            runs = [(bounds[k] + done, min(bounds[k] + done + self.segment_numel, bounds[k + 1])) for k in chunks]
+        return (Part(slot, start, stop) for start, stop in runs if stop > start)
 
 
 # --- doing it --------------------------------------------------------------------------------------------------------
@@ -128,6 +150,7 @@ def execute(
     timeout_s: float,
     wire_dtype: torch.dtype | None = None,
     waiting_for: Callable[[int], object] = lambda peer: None,
+    finish: Callable[[Tensor], object] | None = None,
 ) -> None:
     """Runs one collective on this rank, in place.
 
@@ -138,22 +161,27 @@ def execute(
         timeout_s: longest silence of a neighbour, in seconds.
         wire_dtype: what travels, if not the buffers' own type (note "narrow wire").
         waiting_for: told, before each wait, which peer a round's first transfer is with.
+        finish: called with all parts of the buffers, each as soon as its lane has ended: others are still on the wire.
 
     Raises:
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.
     """
     scratch.reset()
-    lanes = [_Lane(steps, buffers, transport, scratch, combine, wire_dtype) for steps in program]
-    active = deque(lane for lane in lanes if lane.post_next())
+    active: deque[_RunningLane] = deque()
+
+    def go_on(lane: _RunningLane) -> None:
+        if lane.post_next():
+            active.append(lane)
+        else:
+            lane.end(finish)
+
+    for each in program:
+        go_on(_RunningLane(each, buffers, transport, scratch, combine, wire_dtype))
     while active:
         lane = active.popleft()
         waiting_for(lane.first_peer)
-        lane.finish(timeout_s)
-        if lane.post_next():
-            active.append(lane)
-    if wire_dtype is not None:
-        for flat in buffers:
-            flat.copy_(flat.to(wire_dtype))
+        lane.finish_round(timeout_s)
+        go_on(lane)
 
 
 class Scratch:
@@ -180,19 +208,20 @@ class Scratch:
         return block[start : self._used]
 
 
-class _Lane:
-    """One segment of every chunk on its way through the rounds."""
+class _RunningLane:
+    """A lane on its way through the rounds."""
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        lane: Lane,
         buffers: Sequence[Tensor],
         transport: Transport,
         scratch: Scratch,
         combine: Combine,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._steps, self._buffers, self._transport = iter(steps), buffers, transport
+        self._lane, self._steps = lane, iter(lane.steps)
+        self._buffers, self._transport = buffers, transport
         self._scratch, self._combine, self._wire_dtype = scratch, combine, wire_dtype
         self._pending: Pending | None = None
         self._arriving: list[_Arriving] = []
@@ -211,7 +240,7 @@ class _Lane:
             self.first_peer = (receives or sends)[0].peer
         return True
 
-    def finish(self, timeout_s: float) -> None:
+    def finish_round(self, timeout_s: float) -> None:
         """Waits for the round, then adds what arrived, in the order listed.
 
         Sends have ended too by then, so that a round may send a chunk and add to it (recursive doubling does).
@@ -223,6 +252,17 @@ class _Lane:
                 self._combine(here, arrived)
             else:
                 here.copy_(arrived)
+
+    def end(self, finish: Callable[[Tensor], object] | None) -> None:
+        """After the last round."""
+        if self._wire_dtype is None and finish is None:
+            return
+        for piece in self._lane.parts:
+            part = self._part(piece)
+            if self._wire_dtype is not None:
+                part.copy_(part.to(self._wire_dtype))
+            if finish is not None:
+                finish(part)
 
     def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         if self._wire_dtype is None or not pieces:
@@ -253,7 +293,7 @@ class _Lane:
             transfers.append(Transfer(piece.peer, landing))
         return transfers
 
-    def _part(self, piece: Piece) -> Tensor:
+    def _part(self, piece: Piece | Part) -> Tensor:
         flat = self._buffers[piece.slot]
         return flat if piece.stop - piece.start == flat.numel() else flat[piece.start : piece.stop]
 

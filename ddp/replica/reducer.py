@@ -249,7 +249,7 @@ class Reducer:
             self._reduce(self.buckets[self._num_launched])
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Takes a bucket's mean: now, or in the background; the last one's always now, since nothing is left to do."""
+        """Takes a bucket's mean: in the background if anything is left to do meanwhile, else now."""
         self._num_launched += 1
         if self._is_differentiable:
             for slot in bucket.slots:
@@ -261,25 +261,25 @@ class Reducer:
             if bucket.slots:
                 self.hook.launch(bucket, self.buckets, self.num_steps)
             return
-        in_background = self.overlap and bucket is not self.buckets[-1]
-        with record_function(f"ddp: {bucket.label}"), self.waited.running():
-            try:
+        in_background = self.overlap and (bucket is not self.buckets[-1] or bool(self._works))
+        try:
+            with record_function(f"ddp: {bucket.label}"), self.waited.running():
                 work = self._all_reduce(bucket, async_op=in_background)
-            except CommunicatorBroken:
-                self._retire(wait=True)  # a bucket in flight has failed: its error says whom it waited for
-                raise
-            if in_background:
-                self._works.append((bucket, work))
-                self._retire(wait=False)
-            else:
-                self._retire(wait=True)
-                self._has_mean(bucket, now_s())
+        except CommunicatorBroken:
+            self._retire(wait=True)  # a bucket in flight has failed: its error says whom it waited for
+            raise
+        if in_background:
+            self._works.append((bucket, work))
+            self._retire(wait=False)
+        else:
+            self._has_mean(bucket, now_s())
 
     def _retire(self, *, wait: bool) -> None:
         """Takes note of buckets that have come back, in order."""
         while self._works and (wait or self._works[0][1].is_completed()):
             bucket, work = self._works.pop(0)
-            work.wait()
+            with self.waited.running():
+                work.wait()
             self._has_mean(bucket, work.done_s)
 
     def _has_mean(self, bucket: Bucket, done_s: float) -> None:
@@ -304,6 +304,7 @@ class Reducer:
             if not bucket.is_full or not bucket.slots:
                 bucket.ready_s = self.ended_s
             self._reduce(bucket)
+        self._retire(wait=True)
         if self.hook is not None:
             self._finish_hook(self.hook)
         self._read_totals()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from ddp.bench.step import VARIANTS, measure_step, refuse_unknown
 from ddp.bench.step_report import print_overlap, print_report, to_json
 from ddp.bench.units import parse_rate
 from ddp.bench.workloads import WORKLOADS
+from ddp.engine import MEMORY
 from ddp.errors import ConfigError
 
 
@@ -45,6 +47,9 @@ def main() -> None:
         refuse_unknown("variant", variants, VARIANTS)
     except ConfigError as error:
         parser.error(str(error))
+
+    if not os.environ.keys() >= MEMORY.keys():  # as ddp.launch has it; the C library looks once, at the start
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**{k: str(v) for k, v in MEMORY.items()}, **os.environ})
 
     figures = []
     for name in names:
