@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddp.errors import PeerLost as PeerLost
     from ddp.launcher import launch as launch
     from ddp.replica.data_parallel import DistributedDataParallel as DistributedDataParallel
-    from ddp.replica.data_parallel import NaiveDataParallel as NaiveDataParallel
+    from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
@@ -39,7 +39,7 @@ _HOMES = {
     "DistributedDataParallel": "ddp.replica.data_parallel",
     "DistributedSampler": "ddp.data.sampler",
     "EvaluationSampler": "ddp.data.sampler",
-    "NaiveDataParallel": "ddp.replica.data_parallel",
+    "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
     "SyncBatchNorm": "ddp.replica.sync_batchnorm",
     "TrainSampler": "ddp.data.sampler",

@@ -33,7 +33,9 @@ from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
 from ddp.models.resnet import resnet
 from ddp.optim import schedules
-from ddp.replica.data_parallel import DistributedDataParallel, NaiveDataParallel, Replica
+from ddp.replica.data_parallel import DistributedDataParallel
+from ddp.replica.naive import NaiveDataParallel
+from ddp.replica.replica import Replica
 from ddp.tasks import ngram
 from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel

@@ -58,7 +58,8 @@ from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
 from ddp.errors import ConfigError
-from ddp.replica.data_parallel import DistributedDataParallel, NaiveDataParallel
+from ddp.replica.data_parallel import DistributedDataParallel
+from ddp.replica.naive import NaiveDataParallel
 
 TRAINED = ("ours", "torch", "naive", "alone")
 VARIANTS = (*TRAINED, "in_backward", "reduce")

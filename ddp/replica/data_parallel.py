@@ -6,24 +6,22 @@
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
 It is `torch.nn.parallel.DistributedDataParallel` to its users: the same keywords (`arguments.py` has the table) and the
-same `state_dict` (keys begin with "module."; loading takes them with and without). What it adds is the *sum* form for
-`ddp.fit`: `ride_along` sends loss and sample count with the gradients, which are then divided by the global count.
+same `state_dict`.
 
     forward     `parameters.py` are they still the same?   `join.py` who has inputs?   `buffers.py` equal buffers
     backward    `sink.py` when it begins and ends          `reducer.py` everything else
-    and         `broadcast.py` equal at the start          `in_backward.py` the optimizer inside backward
+    and         `replica.py` what any replica has
+                `broadcast.py` equal at the start          `in_backward.py` the optimizer inside backward
                 `verify.py` proof                          `timeline.py` what it took
-
-`Replica` is the part that any reducer needs; the bucketed and the naive one differ in the reducer alone.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
 from ddp.gradients.hook import CommHook, Hook, check_hook
@@ -42,145 +39,15 @@ from ddp.replica.broadcast import broadcast_state, check_same_layout
 from ddp.replica.buffers import BufferSync, Mode, When
 from ddp.replica.in_backward import MakeOptimizer, StepInBackward, refusal
 from ddp.replica.join import Joining, TorchJoinHook
-from ddp.replica.naive import NaiveReducer
 from ddp.replica.parameters import Change, ParameterWatch, managed, trainable
 from ddp.replica.reducer import Reducer
+from ddp.replica.replica import Replica
 from ddp.replica.sink import watch_backward
 from ddp.replica.sparse import produces_sparse_gradient
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.replica.uncompiled import uncompiled
-from ddp.replica.verify import verify_replicas
 
-PREFIX = "module."
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
-
-
-class Replica(nn.Module):
-    """One worker's copy of a model, kept equal to the others by a reducer.
-
-    Attributes:
-        module: the model.
-        comm: the ranks that have a copy.
-        reducer: averages gradients.
-        require_backward_grad_sync: False inside `no_sync`.
-    """
-
-    def __init__(
-        self, module: nn.Module, comm: Communicator, reducer: Reducer | NaiveReducer, buffers: BufferSync
-    ) -> None:
-        super().__init__()
-        self.module, self.comm = module, comm
-        self.require_backward_grad_sync = True
-        self.reducer, self._buffer_sync = reducer, buffers
-        self._verifies: Verification | None = None
-        self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; a backward through what it returns ends with equal gradients on all ranks."""
-        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
-            return self.module(*args, **kwargs)
-        self.reducer.raise_pending()
-        self._sync_buffers(When.PRE_FORWARD)
-        outputs = self.module(*args, **kwargs)
-        self._sync_buffers(When.POST_FORWARD)
-        watch_backward(outputs, self.reducer.begin, self._finish)
-        return outputs
-
-    def _sync_buffers(self, when: When, root: int = 0) -> None:
-        if self.training:
-            self._buffer_sync.run(when, root=root)
-
-    @uncompiled
-    def _finish(self, *, had_backward: bool = True) -> None:
-        """Backward has ended."""
-        self.reducer.finish(had_backward=had_backward)
-        is_time = self._verifies is not None and self.reducer.num_steps % self._verifies.every == 0
-        if self._verifies is not None and is_time and self._all_make_steps():
-            self.verify_replicas(also=self._verifies.also)
-
-    def _all_make_steps(self) -> bool:
-        """Whether the optimizer has stepped on every rank as often."""
-        return True
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Forward and backward inside add to this rank's gradients only; the next backward outside sends the sum."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def sync_buffers(self) -> None:
-        """Gives every rank rank 0's buffers (BatchNorm statistics and the like). Collective."""
-        self._buffer_sync.broadcast()
-
-    def verify_replicas(
-        self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-    ) -> None:
-        """Compares the parameters of all ranks bit by bit: now, or from now on after every so many steps. Collective.
-
-        Args:
-            every: number of steps; 0 for never again.
-            also: gives further tensors that must be equal, with names: rates, a loss scale, the optimizer's state.
-
-        Raises:
-            ReplicaMismatch: names the first tensor that differs, and the ranks in the minority.
-        """
-        if every is None:
-            verify_replicas(self.comm, [*self._equal_parameters(), *also()])
-        else:
-            self._verifies = Verification(every, also) if every else None
-
-    def _equal_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.module.named_parameters())
-
-    # --- the sum form, for ddp.fit -----------------------------------------------------------------------------------
-
-    def ride_along(self, totals: StepTotals) -> None:
-        """Call before the step's last backward: gradients become global sums divided by the global count."""
-        self.reducer.ride_along(totals)
-
-    def reduce_without_backward(self, *, root: int = 0) -> None:
-        """Takes part in a step for which this rank has no samples (or none that needed a backward).
-
-        Args:
-            root: the rank whose buffers are right.
-        """
-        self.reducer.raise_pending()
-        self._sync_buffers(When.PRE_FORWARD, root)
-        self._sync_buffers(When.POST_FORWARD, root)
-        if self.reducer.begin(in_backward=False):
-            self._finish(had_backward=False)
-
-    def raise_pending(self) -> None:
-        """Raises, on every rank alike, what the last backward found wrong (UnusedParameters)."""
-        self.reducer.raise_pending()
-
-    @property
-    def bucket_layout(self) -> list[list[str]]:
-        """Names of the gradients that are reduced together; the bits of a ring depend on it."""
-        return self.reducer.layout
-
-    @property
-    def totals(self) -> StepTotals:
-        """What the last step's totals added up to, over all ranks."""
-        return self.reducer.totals
-
-    @property
-    def waited(self) -> Stopwatch:
-        """Time that backward had to wait for the other ranks."""
-        return self.reducer.waited
-
-
-class NaiveDataParallel(Replica):
-    """One all-reduce per parameter after backward: slow and plain. The baseline, and the first lesson."""
-
-    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
-        comm = comm or current()
-        broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
-        reducer = NaiveReducer(comm, trainable(list(module.named_parameters())))
-        super().__init__(module, comm, reducer, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
 
 
 class DistributedDataParallel(Replica, Joinable):
@@ -516,13 +383,6 @@ OF_THIS_PROCESS = frozenset(
 )
 
 
-class Verification(NamedTuple):
-    """What is compared, and when."""
-
-    every: int
-    also: Callable[[], Iterable[tuple[str, Tensor]]]
-
-
 def _reducer(comm: Communicator, module: nn.Module, ignored: Collection[str], settings: dict[str, Any]) -> Reducer:
     """Of a module's parameters as they are now."""
     named = [(name, parameter) for name, parameter in managed(module, ignored, Replica) if parameter.requires_grad]
@@ -537,12 +397,3 @@ def _has_inner(module: nn.Module) -> bool:
 def _communicates(module: nn.Module) -> bool:
     """Whether a layer makes collectives of its own in backward."""
     return any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in module.modules())
-
-
-def _accept_plain_keys(replica: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Lets a checkpoint of the bare module load into its replica."""
-    wanted = {prefix + key for key in replica.state_dict()}
-    for key in [key for key in state_dict if key.startswith(prefix) and key not in wanted]:
-        wrapped = prefix + PREFIX + key.removeprefix(prefix)
-        if wrapped in wanted and wrapped not in state_dict:
-            state_dict[wrapped] = state_dict.pop(key)

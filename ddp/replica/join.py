@@ -62,7 +62,7 @@ class Joining:
     def end(self) -> None:
         """Everything is as it was before."""
         self.replica.joining = None
-        self.replica.reducer.divide_by = self._comm.world_size
+        self.replica.reducer.mean.divide_by = self._comm.world_size
 
     def meet(self, *, has_inputs: bool) -> None:
         """Finds out who still has inputs. Collective.
@@ -78,7 +78,7 @@ class Joining:
             raise RuntimeError(f"rank(s) {exhausted} have run out of inputs; all ranks stop here")
         if active:
             self.active = active
-            self.replica.reducer.divide_by = self._comm.world_size if self._divides_by_all else len(active)
+            self.replica.reducer.mean.divide_by = self._comm.world_size if self._divides_by_all else len(active)
 
     def step_of_others(self) -> bool:
         """Shadows a step of the ranks that have inputs. False if none has."""

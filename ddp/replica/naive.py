@@ -13,7 +13,12 @@ from torch import nn
 
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
+from ddp.comm.setup import current
 from ddp.gradients.totals import StepTotals
+from ddp.replica.broadcast import broadcast_state
+from ddp.replica.buffers import BufferSync
+from ddp.replica.parameters import trainable
+from ddp.replica.replica import Replica
 from ddp.replica.sink import accumulates
 
 
@@ -74,3 +79,13 @@ class NaiveReducer:
                 parameter.grad = gradient.div_(divisor)
         self._mine, self._in_backward = None, False
         self.num_steps += 1
+
+
+class NaiveDataParallel(Replica):
+    """One all-reduce per parameter after backward: slow and plain. The baseline, and the first lesson."""
+
+    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
+        comm = comm or current()
+        broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
+        reducer = NaiveReducer(comm, trainable(list(module.named_parameters())))
+        super().__init__(module, comm, reducer, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))

@@ -36,24 +36,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from ddp.clock import Stopwatch, now_s
-from ddp.comm.communicator import Communicator, Divisor
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.work import Work, done
+from ddp.comm.work import Work
 from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
 from ddp.replica.arrangement import Arrangement
 from ddp.replica.higher_order import hand_out_differentiable
+from ddp.replica.mean import Mean
 from ddp.replica.sink import accumulates, call_at_end, will_accumulate
-from ddp.replica.sparse import reduce_sparse
+from ddp.replica.sparse import SparseGradients
 from ddp.replica.uncompiled import uncompiled
 from ddp.replica.unused import Unused
 
@@ -80,12 +80,11 @@ class Reducer:
         overlap: reduce in the background; None: where that pays (note "foreground").
 
     Attributes:
-        divide_by: what sums over ranks are divided by, unless totals ride along.
+        mean: how it is taken.
         hook: takes the place of the all-reduce, if one is registered (`use_hook`).
         is_expected: a forward that synchronises waits for its backward.
         on_end: what to call when a backward has ended that no output has announced.
         on_mean: told of every bucket that has its mean, in backward's thread.
-        totals: what all ranks' totals added up to in the last step.
         waited: time that backward's thread spent on reductions, or waiting for them.
         num_steps: steps that have synchronised.
         began_s, ended_s: when the last step's backward did.
@@ -108,27 +107,24 @@ class Reducer:
         self.slots = [Slot(i, name, p, is_sparse=name in names) for i, (name, p) in enumerate(named_parameters)]
         tolerated = find_unused_parameters or static_graph
         self._unused = Unused(comm, self.slots, tolerated=tolerated, fixed=static_graph)
-        self.divide_by = comm.world_size
         self.hook: CommHook | None = None
         self.is_expected = False
         self.on_end: Callable[[], None] | None = None
         self.on_mean: Callable[[Bucket], None] | None = None
-        self.totals, self.waited, self.num_steps = StepTotals(), Stopwatch(), 0
+        self.waited, self.num_steps = Stopwatch(), 0
         self.began_s = self.ended_s = 0.0
         self._parameters = [slot.parameter for slot in self.slots]
         self._phase = Phase.IDLE
-        self._mine: StepTotals | None = None
         self._works: list[tuple[Bucket, Work]] = []  # in flight
         self._num_launched = 0
         self._is_differentiable = False
         self._came: list[Tensor] | None = []  # in the order of their gradients; None once the order is known
         self._knows_graph = not static_graph
         dense = [slot for slot in self.slots if not slot.is_sparse]
-        self._sparse = [slot for slot in self.slots if slot.is_sparse]
-        self._sparse_arrivals: list[Tensor] = []
         self._arrangement = Arrangement(comm, dense, limits=limits, hooks_of=self._hooks_of)
-        self._sparse_handles: list[Any] = []
-        self._hook_sparse(True)
+        self.mean = Mean(comm, self._arrangement)
+        scattered = [slot for slot in self.slots if slot.is_sparse]
+        self._sparse = SparseGradients(comm, scattered, on_gradient=_weakly(self._on_sparse_gradient))
 
     # --- the step, in the order of time ------------------------------------------------------------------------------
 
@@ -148,7 +144,7 @@ class Reducer:
 
     def ride_along(self, totals: StepTotals) -> None:
         """Sends this rank's part of the step's totals with the gradients; they are divided by the global count then."""
-        self._mine = totals
+        self.mean.ride_along(totals)
 
     @uncompiled
     def begin(self, *, in_backward: bool = True, if_reached: bool = False) -> bool:
@@ -180,7 +176,7 @@ class Reducer:
     def _make_memory(self) -> None:
         """Makes the buckets' memory, if it is not there yet, and writes what this rank knows already. Collective."""
         self._arrangement.allocate()
-        (self._mine or StepTotals()).write(self._arrangement.totals)
+        self.mean.write_totals()
 
     def _hooks_of(self, bucket: Bucket) -> Iterator[Callable[[Tensor], None]]:
         """What autograd calls when it has accumulated a parameter's gradient, for each of the bucket's.
@@ -219,7 +215,7 @@ class Reducer:
     def _on_sparse_gradient(self, parameter: Tensor) -> None:
         if self._phase is IDLE:
             self._begins_here()
-        self._sparse_arrivals.append(parameter)
+        self._sparse.arrivals.append(parameter)
 
     def _begins_here(self) -> bool:
         """Whether this gradient belongs to a step that no output has announced (note "begin")."""
@@ -264,7 +260,8 @@ class Reducer:
         in_background = self.overlap and (bucket is not self.buckets[-1] or bool(self._works))
         try:
             with record_function(f"ddp: {bucket.label}"), self.waited.running():
-                work = self._all_reduce(bucket, async_op=in_background)
+                label = f"step {self.num_steps}, {bucket.label}"
+                work = self.mean.all_reduce(bucket, async_op=in_background, label=label)
         except CommunicatorBroken:
             self._retire(wait=True)  # a bucket in flight has failed: its error says whom it waited for
             raise
@@ -307,29 +304,28 @@ class Reducer:
         self._retire(wait=True)
         if self.hook is not None:
             self._finish_hook(self.hook)
-        self._read_totals()
+        self.mean.settle(by_hook=self.hook is not None)
         if self._is_differentiable:
             hand_out_differentiable(self._arrangement.slots, self.begin, self.finish)
         if self._arrangement.unused.item() > 0:
             self._unused.settle(unused, had_backward=had_backward)
-        for slot in self._sparse:
-            reduce_sparse(self.comm, slot.parameter, divide_by=self._divisor())
+        self._sparse.reduce(divide_by=self.mean.divisor())
         self._make_ready()
 
     def _make_ready(self) -> None:
         """For the next step."""
-        self._phase, self._mine, self._num_launched, self.is_expected = Phase.IDLE, None, 0, False
+        self._phase, self._num_launched, self.is_expected = Phase.IDLE, 0, False
         self.num_steps += 1
+        self.mean.forget()
         self._unused.forget()
-        self._sparse_arrivals.clear()
+        self._sparse.arrivals.clear()
         for bucket in self.buckets:
             bucket.arrivals.clear()
 
     def _find_unused(self) -> list[Slot]:
         """Parameters that got no gradient since the last reduction, in the order of registration."""
         unused = [slot for bucket in self.buckets for slot in bucket.without_gradient()]
-        arrived = set(map(id, self._sparse_arrivals))
-        unused += [slot for slot in self._sparse if id(slot.parameter) not in arrived]
+        unused += self._sparse.without_gradient()
         return sorted(unused, key=lambda slot: slot.index)
 
     def use_hook(self, hook: CommHook) -> None:
@@ -341,53 +337,18 @@ class Reducer:
         self._arrangement.in_ordinary_memory = True
         self._arrangement.lay_out()
 
-    # --- the mean ----------------------------------------------------------------------------------------------------
-
-    def _all_reduce(self, bucket: Bucket, *, async_op: bool) -> Work:
-        """Sums a bucket over the ranks and divides it on its way. The first one carries what totals divide by."""
-        divide_by: Divisor = self._divisor if self._mine is None or bucket.index else 1
-        if bucket.flat.dtype is torch.float16:  # its sums would overflow: divided before, as far as that is known
-            bucket.flat.div_(self._known_divisor())
-            divide_by = 1
-        label = f"step {self.num_steps}, {bucket.label}"
-        flat = bucket.flat
-        if flat.device == self.comm.device:
-            if async_op:
-                return self.comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
-            return done(self.comm.all_reduce(flat, divide_by=divide_by, label=label))
-        staged = flat.to(self.comm.device)  # a model on several devices
-        flat.copy_(self.comm.all_reduce(staged, divide_by=divide_by, label=label))
-        return done()
-
-    def _divisor(self) -> int:
-        """Of sums over ranks: their number, or the global count, which is known once the first bucket is through."""
-        if self._mine is None:
-            return self.divide_by
-        return max(1, StepTotals.read(self._arrangement.totals).num_items)
-
-    def _known_divisor(self) -> int:
-        """What is known before the first bucket is through."""
-        return self.divide_by if self._mine is None else self.comm.world_size
-
-    def _read_totals(self) -> None:
-        if self._mine is not None:
-            self.totals = StepTotals.read(self._arrangement.totals)
-            if self.hook is None:
-                self.buckets[0].gradients.div_(self._divisor())
-                for bucket in self.buckets:
-                    if bucket.flat.dtype is torch.float16:
-                        bucket.flat.mul_(self._known_divisor() / self._divisor())
-
     def _finish_hook(self, hook: CommHook) -> None:
         """Waits for the hook's futures. Its buckets have no tails: those are a bucket of their own."""
         with self.waited.running():
             hook.finish()
             self.comm.all_reduce(self.buckets[-1].flat, label=f"step {self.num_steps}, totals")
-        if self._mine is not None:  # a hook gives means of the ranks' sums
-            for bucket in self.buckets:
-                bucket.gradients.mul_(self.comm.world_size / self._divisor())
         for bucket in self.buckets:
             self._has_mean(bucket, now_s())
+
+    @property
+    def totals(self) -> StepTotals:
+        """What all ranks' totals added up to in the last step."""
+        return self.mean.totals
 
     # --- buckets and their order -------------------------------------------------------------------------------------
 
@@ -428,16 +389,16 @@ class Reducer:
     def close(self) -> None:
         """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
         self._arrangement.close()
-        self._hook_sparse(False)
+        self._sparse.unhook()
 
     def suspend(self) -> list[Tensor]:
         """Hears of no gradients until `resume`. Returns the parameters that have one which has not been sent."""
         self._arrangement.unhook()
-        self._hook_sparse(False)
-        waiting = [each for bucket in self.buckets for each in bucket.arrivals] + self._sparse_arrivals
+        self._sparse.unhook()
+        waiting = [each for bucket in self.buckets for each in bucket.arrivals] + self._sparse.arrivals
         for bucket in self.buckets:
             bucket.arrivals.clear()
-        self._sparse_arrivals.clear()
+        self._sparse.arrivals.clear()
         return waiting
 
     def resume(self, former: Reducer) -> None:
@@ -446,28 +407,19 @@ class Reducer:
         Raises:
             ConfigError: a parameter was frozen that has a gradient which has not been sent.
         """
-        strangers = self._arrangement.take_over(former.suspend())
-        sparse = {id(slot.parameter) for slot in self._sparse}
-        self._sparse_arrivals += [each for each in strangers if id(each) in sparse]
+        strangers = self._sparse.take_over(self._arrangement.take_over(former.suspend()))
         names = {id(slot.parameter): slot.name for slot in former.slots}
-        if frozen := sorted({names[id(each)] for each in strangers if id(each) not in sparse}):
+        if frozen := sorted({names[id(each)] for each in strangers}):
             raise ConfigError(
                 f"{', '.join(frozen)}: frozen with a gradient from no_sync that has not been sent. Freeze parameters "
                 "after a backward that synchronises"
             )
         self._arrangement.hook()
-        self._hook_sparse(True)
+        self._sparse.hook()
         if former.hook is not None and self.hook is None:
             self.use_hook(former.hook)
-        self._mine, self.divide_by = former._mine, former.divide_by
-        self.num_steps, self.waited, self.totals = former.num_steps, former.waited, former.totals
-
-    def _hook_sparse(self, on: bool) -> None:
-        for handle in self._sparse_handles:
-            handle.remove()
-        slots = self._sparse if on else []
-        hook = _weakly(self._on_sparse_gradient)
-        self._sparse_handles = [slot.parameter.register_post_accumulate_grad_hook(hook) for slot in slots]
+        self.mean.take_over(former.mean)
+        self.num_steps, self.waited = former.num_steps, former.waited
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

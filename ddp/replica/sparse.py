@@ -6,10 +6,14 @@ of the ranks and adds up equal indices, so that all come to the same bits. Bytes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.gradients.bucket import Slot
 
 
 def produces_sparse_gradient(module: nn.Module) -> bool:
@@ -17,8 +21,52 @@ def produces_sparse_gradient(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
-def reduce_sparse(comm: Communicator, parameter: nn.Parameter, *, divide_by: int) -> None:
-    """Makes `parameter.grad` the sum over all ranks, divided; left as it is if no rank has one. Collective."""
+class SparseGradients:
+    """Those of one replica.
+
+    Args:
+        slots: of the parameters that have one.
+        on_gradient: what autograd calls when it has accumulated one.
+
+    Attributes:
+        arrivals: parameters that got one since the last reduction.
+    """
+
+    def __init__(self, comm: Communicator, slots: Sequence[Slot], *, on_gradient: Callable[[Tensor], None]) -> None:
+        self._comm, self._slots, self._on_gradient = comm, slots, on_gradient
+        self._handles: list[Any] = []
+        self.arrivals: list[Tensor] = []
+        self.hook()
+
+    def hook(self) -> None:
+        """Lets autograd tell who has come."""
+        self.unhook()
+        self._handles = [slot.parameter.register_post_accumulate_grad_hook(self._on_gradient) for slot in self._slots]
+
+    def unhook(self) -> None:
+        """Autograd tells nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def take_over(self, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """Notes parameters that got a gradient while others kept watch (in `no_sync`). Returns those it has not."""
+        mine = {id(slot.parameter) for slot in self._slots}
+        self.arrivals += [parameter for parameter in arrived if id(parameter) in mine]
+        return [parameter for parameter in arrived if id(parameter) not in mine]
+
+    def without_gradient(self) -> list[Slot]:
+        """Slots whose parameter got none since the last reduction."""
+        arrived = set(map(id, self.arrivals))
+        return [slot for slot in self._slots if id(slot.parameter) not in arrived]
+
+    def reduce(self, *, divide_by: int) -> None:
+        """Makes each gradient the sum over all ranks, divided; left as it is if no rank has one. Collective."""
+        for slot in self._slots:
+            _reduce(self._comm, slot.parameter, divide_by=divide_by)
+
+
+def _reduce(comm: Communicator, parameter: nn.Parameter, *, divide_by: int) -> None:
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.sparse_coo_tensor(

@@ -20,7 +20,7 @@ from ddp.comm.setup import current
 from ddp.data.loader import EvaluationLoader
 from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision, forward_precision
-from ddp.replica.data_parallel import Replica
+from ddp.replica.replica import Replica
 from ddp.tasks.task import Task
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag

@@ -18,8 +18,9 @@ from ddp.data.sampler import TrainSampler
 from ddp.errors import ConfigError
 from ddp.optim.schedules import Schedule, constant
 from ddp.precision.autocast import Precision
-from ddp.replica.data_parallel import DistributedDataParallel, Replica
+from ddp.replica.data_parallel import DistributedDataParallel
 from ddp.replica.in_backward import refusal
+from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback, Callbacks

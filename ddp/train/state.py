@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.data.sampler import TrainSampler
-from ddp.replica.data_parallel import Replica
+from ddp.replica.replica import Replica
 
 
 @dataclass(eq=False)

@@ -26,14 +26,14 @@ class Mutant(NamedTuple):
 LIKE_TORCH, JOIN_AND_HOOKS = "test_like_torch", "test_join_and_hooks"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
-        "reducer.Reducer._all_reduce",
-        "return done(self.comm.all_reduce(flat, divide_by=divide_by, label=label))",
+        "mean.Mean.all_reduce",
+        "return done(self._comm.all_reduce(flat, divide_by=divide_by, label=label))",
         "return done()",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
     "sum instead of mean": Mutant(
-        "reducer.Reducer._divisor", "return self.divide_by", "return 1", LIKE_TORCH, "outputs_of_many_kinds"
+        "mean.Mean.divisor", "return self.divide_by", "return 1", LIKE_TORCH, "outputs_of_many_kinds"
     ),
     "unused parameters are ignored": Mutant(
         "reducer.Reducer._find_unused",
@@ -64,7 +64,7 @@ MUTANTS = {
         "no_sync_nested_and_without_gradients",
     ),
     "no_sync is ignored": Mutant(
-        "data_parallel.Replica.no_sync",
+        "replica.Replica.no_sync",
         "before, self.require_backward_grad_sync = self.require_backward_grad_sync, False",
         "before = True",
         LIKE_TORCH,
@@ -85,7 +85,7 @@ MUTANTS = {
         "the_order_is_learned",
     ),
     "buffers are not synchronised": Mutant(
-        "data_parallel.Replica._sync_buffers", "if self.training:", "if False:", JOIN_AND_HOOKS, "buffers_of_every_mode"
+        "replica.Replica._sync_buffers", "if self.training:", "if False:", JOIN_AND_HOOKS, "buffers_of_every_mode"
     ),
     "hooks are ignored": Mutant(
         "reducer.Reducer.use_hook", "self.hook = hook", "pass", JOIN_AND_HOOKS, "what_a_hook_sees"
@@ -106,8 +106,8 @@ MUTANTS = {
 }
 
 
-def mutate(mutant: Mutant) -> None:
-    """Puts the mutant in the method's place, in this process."""
+def mutated(mutant: Mutant) -> tuple[type, str, Any]:
+    """The method's class, its name, and the mutant."""
     path = mutant.method if mutant.method.startswith("ddp.") else f"ddp.replica.{mutant.method}"
     module_name, class_name, name = path.rsplit(".", 2)
     module = importlib.import_module(module_name)
@@ -116,12 +116,12 @@ def mutate(mutant: Mutant) -> None:
     assert source.count(mutant.line) >= 1, f"{path} has no line {mutant.line!r} any more"
     scope: dict[str, Any] = {"__class__": owner}
     exec(compile(source.replace(mutant.line, mutant.becomes), path, "exec"), vars(module), scope)
-    setattr(owner, name, scope[name])
+    return owner, name, scope[name]
 
 
 def run_case(mutant: Mutant | None, cases: str, case: str) -> None:
     if mutant is not None:
-        mutate(mutant)
+        setattr(*mutated(mutant))
     comm = ddp.init(abort_s=3)
     getattr(importlib.import_module(cases), case)(comm)
     comm.barrier()
@@ -130,5 +130,6 @@ def run_case(mutant: Mutant | None, cases: str, case: str) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_dies(name: str) -> None:
     mutant = MUTANTS[name]
+    mutated(mutant)  # it can be made; what dies in the ranks dies of what it does
     with pytest.raises(RankFailed):
         run_ranks(run_case, 3, mutant, mutant.cases, mutant.case, timeout_s=20)

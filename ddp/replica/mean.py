@@ -1,0 +1,89 @@
+"""How sums over the ranks become means: what a bucket is divided by, and when that is known.
+
+    a plain step         by the number of ranks, on its way (under `join`, perhaps of those that still have inputs)
+    totals ride along    by the global count of samples or tokens. The first bucket carries it, and is divided once it
+                         is through; all later ones on their way
+    float16              before it is added up, or the sum would overflow: by what is known then; the rest later
+    a hook               has taken means over the ranks; they are turned into means over the global count at the end
+
+Read before: `reducer.py`, which says when; `gradients/totals.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ddp.comm.communicator import Communicator, Divisor
+from ddp.comm.work import Work, done
+from ddp.gradients.bucket import Bucket
+from ddp.gradients.totals import StepTotals
+from ddp.replica.arrangement import Arrangement
+
+
+class Mean:
+    """Takes the means of one replica's buckets.
+
+    Attributes:
+        divide_by: what sums over ranks are divided by, unless totals ride along.
+        totals: what all ranks' totals added up to in the last step.
+    """
+
+    def __init__(self, comm: Communicator, arrangement: Arrangement) -> None:
+        self._comm, self._arrangement = comm, arrangement
+        self.divide_by = comm.world_size
+        self.totals = StepTotals()
+        self._mine: StepTotals | None = None
+
+    def ride_along(self, totals: StepTotals) -> None:
+        """Sends this rank's part of the step's totals with the gradients."""
+        self._mine = totals
+
+    def write_totals(self) -> None:
+        """Puts them where the first bucket carries them."""
+        (self._mine or StepTotals()).write(self._arrangement.totals)
+
+    def all_reduce(self, bucket: Bucket, *, async_op: bool, label: str) -> Work:
+        """Sums a bucket over the ranks and divides it on its way. The first one carries what totals divide by."""
+        flat = bucket.flat
+        divide_by: Divisor = self.divisor if self._mine is None or bucket.index else 1
+        if flat.dtype is torch.float16:
+            flat.div_(self._known_divisor())
+            divide_by = 1
+        if flat.device == self._comm.device:
+            if async_op:
+                return self._comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
+            return done(self._comm.all_reduce(flat, divide_by=divide_by, label=label))
+        staged = flat.to(self._comm.device)  # a model on several devices
+        flat.copy_(self._comm.all_reduce(staged, divide_by=divide_by, label=label))
+        return done()
+
+    def settle(self, *, by_hook: bool) -> None:
+        """All buckets are through: reads the totals, and divides what could not be divided before."""
+        if self._mine is None:
+            return
+        self.totals = StepTotals.read(self._arrangement.totals)
+        for bucket in self._arrangement.buckets:
+            if by_hook:
+                bucket.gradients.mul_(self._comm.world_size / self.divisor())
+            elif bucket.flat.dtype is torch.float16:
+                bucket.flat.mul_(self._known_divisor() / self.divisor())
+            elif bucket.index == 0:
+                bucket.gradients.div_(self.divisor())
+
+    def divisor(self) -> int:
+        """Of sums over ranks: their number, or the global count, which is known once the first bucket is through."""
+        if self._mine is None:
+            return self.divide_by
+        return max(1, StepTotals.read(self._arrangement.totals).num_items)
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._mine = None
+
+    def take_over(self, former: Mean) -> None:
+        """Goes on in another one's place."""
+        self._mine, self.divide_by, self.totals = former._mine, former.divide_by, former.totals
+
+    def _known_divisor(self) -> int:
+        """What is known before the first bucket is through."""
+        return self.divide_by if self._mine is None else self._comm.world_size
