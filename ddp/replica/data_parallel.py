@@ -31,6 +31,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
+from ddp.errors import CollectiveMismatch, ReplicaMismatch
 from ddp.gradients.hook import CommHook, Hook, check_hook
 from ddp.gradients.totals import StepTotals
 from ddp.replica import timeline
@@ -335,7 +336,14 @@ class DistributedDataParallel(Replica, Joinable):
         former, needed = self.reducer, self._watch.needed
         if needed not in self._reducers:
             reducer = _reducer(self.comm, self.module, self.parameters_to_ignore, self._settings)
-            check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in reducer.slots])
+            try:
+                check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in reducer.slots])
+            except CollectiveMismatch as mismatch:
+                changed = {slot.name for slot in former.slots} ^ {slot.name for slot in reducer.slots}
+                raise ReplicaMismatch(
+                    f"{', '.join(sorted(changed))}: frozen or unfrozen on rank {self.comm.rank}, and not on another "
+                    "one. Change requires_grad on every rank, between the same two steps"
+                ) from mismatch
             while len(self._reducers) >= KEPT_REDUCERS:
                 self._reducers.pop(next(iter(self._reducers))).close()
             self._reducers[needed] = reducer
@@ -349,11 +357,11 @@ class DistributedDataParallel(Replica, Joinable):
         return self._state()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over this process's communicator. Not collective: buckets are made in the first step."""
+        """Over this process's communicator, without hooks of the user. Not collective: buckets are made in a step."""
         self._connect(state, current())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A replica of its own over the same ranks; for an average of weights, say. Not collective, either."""
+        """A replica of its own over the same ranks, without hooks; for an average of weights, say. Not collective."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin._connect(copy.deepcopy(self._state(), memo), self.comm, self._process_group)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.errors import ReplicaMismatch, UnusedParameters
+from ddp.errors import CollectiveMismatch, ReplicaMismatch, UnusedParameters
 from ddp.replica.verify import verify_replicas
 
 
@@ -316,6 +316,14 @@ def outputs_of_any_kind_are_synchronised(comm: ddp.Communicator) -> None:
 def a_mismatch_names_parameter_and_ranks(comm: ddp.Communicator) -> None:
     with pytest.raises(ReplicaMismatch, match=r"rank 0 and rank 2 differ: weight \[1, 3\].*weight \[1, 4\]"):
         ddp.DistributedDataParallel(nn.Linear(4 if comm.rank == 2 else 3, 1))
+    replica = ddp.DistributedDataParallel(small_cnn(), comm=comm.subgroup(range(comm.world_size)))
+    x = torch.randn(2, 1, 8, 8)
+    replica(x).sum().backward()
+    if comm.rank == 1:
+        replica.module[0].weight.requires_grad_(False)
+    named, unnamed = "^0\\.weight: frozen or unfrozen on rank 1", "called different collectives"
+    with pytest.raises((ReplicaMismatch, CollectiveMismatch), match=named if comm.rank == 1 else unnamed):
+        replica(x).sum().backward()
     drifted = torch.full((2,), float(comm.rank == 1))
     with pytest.raises(ReplicaMismatch, match=r"bias is not the same on all ranks: rank\(s\) \[1\] differ"):
         verify_replicas(comm, [("weight", torch.zeros(3)), ("bias", drifted)])
