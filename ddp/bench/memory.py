@@ -31,7 +31,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from ddp.bench.pss import Memory, Peaks, Sampler
-from ddp.bench.step import TRAINED, Training, make, refuse_unknown, wrap
+from ddp.bench.step import USUAL, Training, make, refuse_unknown, wrap
 from ddp.bench.workloads import WORKLOADS
 from ddp.comm.setup import init, shutdown
 from ddp.errors import ConfigError
@@ -69,7 +69,7 @@ def measure_memory(
         ConfigError: an unknown workload or variant, or a system that does not tell the PSS.
     """
     refuse_unknown("model", [workload_name], WORKLOADS)
-    refuse_unknown("variant", [variant], TRAINED)
+    refuse_unknown("variant", [variant], USUAL)
     torch.set_num_threads(1)
     with torch.device("meta"):
         WORKLOADS[workload_name].make()  # imports what it needs, torchvision say, and takes no memory for numbers

@@ -61,8 +61,8 @@ from ddp.errors import ConfigError
 from ddp.replica.data_parallel import DistributedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 
-TRAINED = ("ours", "torch", "naive", "alone")
-VARIANTS = (*TRAINED, "in_backward", "reduce")
+USUAL = ("ours", "torch", "naive", "alone")
+VARIANTS = (*USUAL, "in_backward", "reduce")
 WARM_UP_STEPS = 3
 """At least: torch rebuilds its buckets after the first step."""
 PAYLOAD = 0.956
@@ -140,7 +140,7 @@ def _median(values: Sequence[float]) -> float | None:
 def measure_step(
     workload_name: str,
     *,
-    variants: Collection[str] = TRAINED,
+    variants: Collection[str] = USUAL,
     num_turns: int = 9,
     steps_per_turn: int = 10,
     broadcast_buffers: bool = True,

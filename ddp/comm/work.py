@@ -57,6 +57,7 @@ class Work:
 def done(result: Any = None) -> Work:
     """A work that has ended already."""
     work = Work()
+    work.done_s = now_s()
     work._future.set_result(result)
     return work
 

@@ -69,7 +69,7 @@ class Slot:
         if gradient is None:
             self.view.zero_()
         else:
-            check_dense(self.name, gradient)
+            check_fits(self, gradient)
             _copy(self.view, gradient.detach())
         if not keep:
             self.parameter.grad = self.view
@@ -191,33 +191,38 @@ class Bucket:
         """Moves in every gradient that is not in its place yet; `parameter.grad` is the view afterwards."""
         here: list[Tensor] = []
         there: list[Tensor] = []
-        for slot in self.slots:
-            parameter, view = slot.parameter, slot.view
-            gradient = parameter.grad
-            if gradient is view:
-                continue
-            if gradient is None:
-                view.zero_()
-            else:
-                here.append(view)
-                there.append(gradient)
-            parameter.grad = view
-        if here:
-            try:
+        try:
+            for slot in self.slots:
+                parameter, view = slot.parameter, slot.view
+                gradient = parameter.grad
+                if gradient is view:
+                    continue
+                if gradient is None:
+                    view.zero_()
+                else:
+                    here.append(view)
+                    there.append(gradient)
+                parameter.grad = view
+            if here:
                 torch._foreach_copy_(here, there)
-            except RuntimeError:
-                names = {id(slot.view): slot.name for slot in self.slots}
-                for view, gradient in zip(here, there, strict=True):
-                    check_dense(names[id(view)], gradient)
-                raise
+        except RuntimeError:
+            slots = {id(slot.view): slot for slot in self.slots}
+            for view, gradient in zip(here, there, strict=True):
+                check_fits(slots[id(view)], gradient)
+            raise
 
 
-def check_dense(name: str, gradient: Tensor) -> None:
-    """Raises RuntimeError for a gradient that no bucket can hold."""
+def check_fits(slot: Slot, gradient: Tensor) -> None:
+    """Raises RuntimeError for a gradient that its bucket cannot hold."""
     if gradient.layout is not torch.strided:
         raise RuntimeError(
-            f"{name} got a sparse gradient, which nothing had announced; ranks must know beforehand which gradients "
-            "are sparse: use nn.Embedding(…, sparse=True) or nn.EmbeddingBag(…, sparse=True), or a dense gradient"
+            f"{slot.name} got a sparse gradient, which nothing had announced; ranks must know beforehand which "
+            "gradients are sparse: use nn.Embedding(…, sparse=True) or nn.EmbeddingBag(…, sparse=True), or a dense one"
+        )
+    if (gradient.dtype, gradient.device) != (slot.view.dtype, slot.view.device):
+        raise RuntimeError(
+            f"{slot.name} got a gradient of {gradient.dtype} on {gradient.device}; its bucket holds {slot.view.dtype} "
+            f"on {slot.view.device}. Convert or move the model first, then wrap it"
         )
 
 

@@ -19,11 +19,13 @@ skip_all_reduce_unused_params    refused: `static_graph=True` learns which param
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import communicator_of, current
@@ -98,8 +100,26 @@ def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.devic
     """Where inputs are moved to."""
     if not device_ids:
         return None
-    first = device_ids[0]
-    return torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
+    return _device(device_ids[0])
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same with its tensors on a device: in tuples, lists and dicts, as torch's class does; the rest as it is.
+
+    The lengths of a packed sequence stay on the CPU.
+    """
+    if isinstance(value, (Tensor, PackedSequence)):
+        movable: Any = value
+        return movable.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(each, device) for each in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(moved(each, device) for each in value)
+    if isinstance(value, dict):
+        result = copy(value)  # also of a defaultdict
+        result.update({name: moved(each, device) for name, each in value.items()})
+        return result
+    return value
 
 
 def check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, output_device: Any) -> None:
@@ -108,7 +128,14 @@ def check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, ou
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids={device_ids}: one process drives one device; start one worker per device")
     for given in (*(device_ids or ()), *(() if output_device is None else (output_device,))):
-        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+        device = _device(given)
         if devices != {device}:
             found = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"device {device} was given, but the module's parameters are on {found}; move it first")
+
+
+def _device(given: int | torch.device | str) -> torch.device:
+    """What a number or a name means: a CUDA device without a number is the current one."""
+    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device

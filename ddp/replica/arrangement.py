@@ -49,6 +49,7 @@ class Arrangement:
     ) -> None:
         self._comm, self._limits, self._hooks_of = comm, limits, hooks_of
         self._order = list(reversed(slots))
+        self._planned: list[tuple[torch.dtype, torch.device]] = []
         self._times: Counter[int] | None = None
         self._has_memory = False
         self._allocated: list[Tensor] = []  # what of it is the communicator's
@@ -88,6 +89,7 @@ class Arrangement:
         """Makes the buckets, and hooks into autograd. Every rank calls it alike; collective once there is memory."""
         held = [(slot, slot.view) for slot in self._order if self._has_memory and slot.parameter.grad is slot.view]
         arrived = [parameter for bucket in self.buckets for parameter in bucket.arrivals]
+        self._planned = self._kinds()
         self.buckets = make_buckets(self._plan(), device=self._comm.device, tails_apart=self.in_ordinary_memory)
         if self._times is not None:
             self.expect(self._times)
@@ -127,6 +129,8 @@ class Arrangement:
         """Gives the buckets their memory, if they have none, and that of others back. Collective."""
         if self._has_memory:
             return
+        if self._kinds() != self._planned:  # model.half() after the replica was made
+            self.lay_out()
         former = self._allocated.copy()
         self._allocated.clear()
         for bucket in self.buckets:
@@ -140,6 +144,9 @@ class Arrangement:
     def close(self) -> None:
         """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
         self._release()
+
+    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(slot.parameter.dtype, slot.parameter.device) for slot in self._order]
 
     def _plan(self) -> list[list[Slot]]:
         return plan_buckets(self._order, limits=self._limits)

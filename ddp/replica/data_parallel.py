@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
@@ -35,7 +35,7 @@ from ddp.errors import CollectiveMismatch, ReplicaMismatch
 from ddp.gradients.hook import CommHook, Hook, check_hook
 from ddp.gradients.totals import StepTotals
 from ddp.replica import timeline
-from ddp.replica.arguments import bucket_limits, check_devices, check_keywords, choose_communicator, input_device
+from ddp.replica.arguments import bucket_limits, check_devices, check_keywords, choose_communicator, input_device, moved
 from ddp.replica.broadcast import broadcast_state, check_same_layout
 from ddp.replica.buffers import BufferSync, Mode, When
 from ddp.replica.in_backward import MakeOptimizer, StepInBackward, refusal
@@ -146,7 +146,7 @@ class DistributedDataParallel(Replica, Joinable):
             ConfigError: parameters were added, removed or replaced.
         """
         if self._device is not None:
-            args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(self._device, non_blocking=True))
+            args, kwargs = moved((args, kwargs), self._device)
         if not self._begin_step():
             return self.module(*args, **kwargs)
         outputs = self.module(*args, **kwargs)
@@ -175,8 +175,9 @@ class DistributedDataParallel(Replica, Joinable):
     @uncompiled
     def _watch_outputs(self, outputs: Any) -> Any:
         self._sync_buffers(When.POST_FORWARD, self._root)
-        self.reducer.is_expected, self.reducer.on_end = self.training and not self._is_borrowed, self._finish
-        watch_backward(outputs, partial(self.reducer.begin, if_reached=self._is_borrowed), self._finish)
+        is_seen = watch_backward(outputs, partial(self.reducer.begin, if_reached=self._is_borrowed), self._finish)
+        self.reducer.is_expected = (self.training or not is_seen) and not self._is_borrowed
+        self.reducer.on_end = self._finish
         return outputs
 
     @uncompiled
@@ -282,8 +283,11 @@ class DistributedDataParallel(Replica, Joinable):
             make_optimizer: makes an optimizer of the parameters that it is given; called once per bucket.
 
         Raises:
-            ConfigError: a gradient may never come, or comes sparse.
+            ConfigError: a gradient may never come, or comes sparse; or there is such an optimizer already.
+            TypeError: `make_optimizer` cannot be called.
         """
+        if self._stepper is not None:
+            raise refusal("another optimizer")
         if self.find_unused_parameters or self.static_graph:
             raise refusal("find_unused_parameters or static_graph")
         if any(slot.is_sparse for slot in self.reducer.slots):
@@ -295,6 +299,11 @@ class DistributedDataParallel(Replica, Joinable):
     def steps_in_backward(self) -> bool:
         """Whether `step_in_backward` was called."""
         return self._stepper is not None
+
+    @property
+    def optimizers_in_backward(self) -> list[Optimizer]:
+        """Those that `step_in_backward` has made so far, one for each bucket: for their rates and their state."""
+        return [] if self._stepper is None else list(self._stepper.optimizers.values())
 
     def ride_along(self, totals: StepTotals) -> None:
         """Call before the step's last backward: gradients become global sums divided by the global count."""
@@ -357,11 +366,11 @@ class DistributedDataParallel(Replica, Joinable):
         return self._state()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over this process's communicator, without hooks of the user. Not collective: buckets are made in a step."""
+        """Over this process's communicator, without hooks and optimizers of the user. Not collective."""
         self._connect(state, current())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A replica of its own over the same ranks, without hooks; for an average of weights, say. Not collective."""
+        """A replica of its own over the same ranks, without hooks; for an average of weights. Not collective."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin._connect(copy.deepcopy(self._state(), memo), self.comm, self._process_group)

@@ -7,12 +7,14 @@ One optimizer for each bucket, made when the bucket has its first mean: the orde
 
 The price: a step is no transaction any more. Nothing can be taken back once the first bucket is stepped, and nothing
 that looks at all gradients can come before. So it is refused beside loss scaling, clipping by the global norm, the veto
-on values that are not finite, and elasticity (all of `ddp.fit`), and where it is not certain that a gradient will come.
+on values that are not finite, elasticity (all of `ddp.fit`) and create_graph, and where gradients may be missing: if
+one is all the same, its parameter is stepped with zeros before the error about it comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,7 +22,9 @@ from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
-from ddp.replica.reducer import Reducer
+
+if TYPE_CHECKING:
+    from ddp.replica.reducer import Reducer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -33,9 +37,16 @@ class StepInBackward:
 
     Attributes:
         optimizers: by bucket.
+
+    Raises:
+        TypeError: `make_optimizer` cannot be called.
     """
 
     def __init__(self, reducer: Reducer, make_optimizer: MakeOptimizer) -> None:
+        if not callable(make_optimizer):
+            raise TypeError(
+                f"make_optimizer={make_optimizer!r}: want a function of parameters, e.g. lambda p: SGD(p, 0.1)"
+            )
         self._reducer, self._make = reducer, make_optimizer
         self.optimizers: dict[Bucket, Optimizer] = {}
 

@@ -23,7 +23,7 @@ from ddp.replica.sink import accumulates
 
 
 class NaiveReducer:
-    """Same face as `Reducer`; a parameter that no rank used keeps the gradient that it had."""
+    """An `AnyReducer`; a parameter that no rank used keeps the gradient that it had."""
 
     def __init__(self, comm: Communicator, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.comm, self.parameters = comm, dict(named_parameters)
@@ -33,7 +33,7 @@ class NaiveReducer:
         self._mine: StepTotals | None = None
 
     def raise_pending(self) -> None:
-        """A step leaves nothing behind that could be wrong."""
+        """Raises nothing: a step leaves nothing behind that could be wrong. One that broke off is forgotten."""
         self._in_backward = False
 
     @property

@@ -51,6 +51,7 @@ from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
 from ddp.replica.arrangement import Arrangement
 from ddp.replica.higher_order import hand_out_differentiable
+from ddp.replica.in_backward import refusal
 from ddp.replica.mean import Mean
 from ddp.replica.sink import accumulates, call_at_end, will_accumulate
 from ddp.replica.sparse import SparseGradients
@@ -84,6 +85,7 @@ class Reducer:
         hook: takes the place of the all-reduce, if one is registered (`use_hook`).
         is_expected: a forward that synchronises waits for its backward.
         on_end: what to call when a backward has ended that no output has announced.
+        is_differentiable: this step's gradients stay out of place, and can be differentiated (create_graph).
         on_mean: told of every bucket that has its mean, in backward's thread.
         waited: time that backward's thread spent on reductions, or waiting for them.
         num_steps: steps that have synchronised.
@@ -117,7 +119,7 @@ class Reducer:
         self._phase = Phase.IDLE
         self._works: list[tuple[Bucket, Work]] = []  # in flight
         self._num_launched = 0
-        self._is_differentiable = False
+        self.is_differentiable = False
         self._came: list[Tensor] | None = []  # in the order of their gradients; None once the order is known
         self._knows_graph = not static_graph
         dense = [slot for slot in self.slots if not slot.is_sparse]
@@ -152,13 +154,18 @@ class Reducer:
 
         Args:
             if_reached: it begins no step unless it will come to one of the parameters.
+
+        Raises:
+            ConfigError: it creates a graph, and parameters are to be stepped meanwhile.
         """
         if self._phase is Phase.BACKWARD:
             return False
         if in_backward and not (will_accumulate if if_reached else accumulates)(self._parameters):
             return False
+        self.is_differentiable = in_backward and torch.is_grad_enabled()
+        if self.is_differentiable and self.on_mean is not None:
+            raise refusal("create_graph=True")
         self._phase, self.began_s = Phase.BACKWARD, now_s()
-        self._is_differentiable = in_backward and torch.is_grad_enabled()
         coming = None
         if self._came is None:
             self._make_memory()
@@ -205,7 +212,7 @@ class Reducer:
         def on_large_gradient(slot: Slot, parameter: Tensor) -> None:
             self = of_reducer()
             if self is not None and (self._phase is not IDLE or self._begins_here()) and self._came is None:
-                slot.move_in(keep=self._is_differentiable)
+                slot.move_in(keep=self.is_differentiable)
             on_gradient(parameter)
 
         for slot in bucket.slots:
@@ -247,7 +254,7 @@ class Reducer:
     def _reduce(self, bucket: Bucket) -> None:
         """Takes a bucket's mean: in the background if anything is left to do meanwhile, else now."""
         self._num_launched += 1
-        if self._is_differentiable:
+        if self.is_differentiable:
             for slot in bucket.slots:
                 slot.move_in(keep=True)
         else:
@@ -305,8 +312,8 @@ class Reducer:
         if self.hook is not None:
             self._finish_hook(self.hook)
         self.mean.settle(by_hook=self.hook is not None)
-        if self._is_differentiable:
-            hand_out_differentiable(self._arrangement.slots, self.begin, self.finish)
+        if self.is_differentiable:
+            hand_out_differentiable(self._arrangement.slots, self.begin, self.on_end or self.finish)
         if self._arrangement.unused.item() > 0:
             self._unused.settle(unused, had_backward=had_backward)
         self._sparse.reduce(divide_by=self.mean.divisor())

@@ -121,7 +121,10 @@ class Replica(nn.Module):
 
         Raises:
             ReplicaMismatch: names the first tensor that differs, and the ranks in the minority.
+            ValueError: `every` is negative.
         """
+        if every is not None and every < 0:
+            raise ValueError(f"every={every}: want a number of steps, or 0 for never again")
         if every is None:
             verify_replicas(self.comm, [*self._equal_parameters(), *also()])
         else:

@@ -12,7 +12,9 @@ come to, before it has come to any.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,13 +24,16 @@ from torch.autograd.graph import get_gradient_edge
 from ddp.replica.uncompiled import uncompiled
 
 
-def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], None]) -> None:
+def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], None]) -> bool:
     """Calls `begin` when a backward reaches any of the outputs; `end` after that backward, if `begin` returned True.
 
     Args:
         outputs: what forward returned (see `tensors_in`).
         begin: called once per output tensor that backward reaches.
         end: called once per `begin` that returned True.
+
+    Returns:
+        Whether there is any output that a backward could begin at.
     """
 
     @uncompiled
@@ -36,9 +41,12 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
         if begin():
             call_at_end(end)
 
+    is_any = False
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:  # a hook on a leaf would stay for ever
             tensor.register_hook(hook)
+            is_any = True
+    return is_any
 
 
 def call_at_end(end: Callable[[], None]) -> None:
@@ -81,7 +89,13 @@ def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return [*slots, *getattr(value, "__dict__", {}).values()]
+    slots = chain.from_iterable(_slots(each) for each in type(value).__mro__)
+    return [*(getattr(value, name, None) for name in slots), *getattr(value, "__dict__", {}).values()]
+
+
+def _slots(kind: type) -> Iterable[str]:
+    """Names of the attributes that a class itself has added to its `__slots__`."""
+    names = vars(kind).get("__slots__", ())
+    return (names,) if isinstance(names, str) else names

@@ -63,17 +63,22 @@ class SparseGradients:
     def reduce(self, *, divide_by: int) -> None:
         """Makes each gradient the sum over all ranks, divided; left as it is if no rank has one. Collective."""
         for slot in self._slots:
-            _reduce(self._comm, slot.parameter, divide_by=divide_by)
+            _reduce(self._comm, slot, divide_by=divide_by)
 
 
-def _reduce(comm: Communicator, parameter: nn.Parameter, *, divide_by: int) -> None:
-    gradient = parameter.grad
+def _reduce(comm: Communicator, slot: Slot, *, divide_by: int) -> None:
+    parameter, gradient = slot.parameter, slot.parameter.grad
     if gradient is None:
         gradient = torch.sparse_coo_tensor(
             torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
             parameter.new_empty(0, *parameter.shape[1:]),
             parameter.shape,
             check_invariants=False,
+        )
+    if gradient.layout is not torch.sparse_coo:
+        raise RuntimeError(
+            f"{slot.name} got a dense gradient, though its layer has sparse=True: the parameter is used elsewhere, "
+            "too. Make the layer with sparse=False"
         )
     gradient = gradient.detach().coalesce()
     indices = torch.cat(comm.all_gather(gradient.indices().t().contiguous()))  # [touched rows of all, 1]

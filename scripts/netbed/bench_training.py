@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """A training step on a bed: hosts.py run -k 2 bench_training.py --models mlp-25m --rate 1gbit
 
-Our replicas, torch's DistributedDataParallel on Gloo, one all-reduce per parameter, the step without communication and
-the communication without a step; they take turns (ddp/bench/step.py). `--rate` repeats the bed's, which a host cannot
-see: a second table then holds a step of ours against what its links need at least.
+Our replicas, with the optimizer after and inside backward, torch's DistributedDataParallel on Gloo, one all-reduce per
+parameter, the step without communication and the communication without a step; they take turns (ddp/bench/step.py).
+`--rate` repeats the bed's, which a host cannot see: a second table then holds a step of ours against what its links
+need at least.
 
     wire       2(h−1)/h × bytes of the gradients ÷ (0.956 × rate), for h hosts: the least for each link
     overlap    step ÷ the longer of wire and computing: 1 if the shorter one were hidden behind the longer one;

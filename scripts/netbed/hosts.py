@@ -52,6 +52,7 @@ from pathlib import Path
 STATE_ROOT = Path("/run/hosts-bed")
 SHM_ROOT = Path("/dev/shm")
 BURST_SECONDS = 0.00025
+DEFAULT_WAITING = 4 << 20  # bytes that a connection may put into its host's queue: so many that it is no limit
 UNLIMITED = "unlimited"
 KILL_WORDS = ("agent", "all")
 TIME_LIMIT_STATUS = 124
@@ -259,12 +260,8 @@ class Bed:
             conf = "/proc/sys/net/ipv6/conf"
             no_ipv6 = f"echo 1 >{conf}/all/disable_ipv6; echo 1 >{conf}/default/disable_ipv6"
             sh("ip", "netns", "exec", name, "sh", "-c", no_ipv6)
-            tcp = {"limit_output_bytes": self.layout.buffer // 4}  # per connection, so that its own queue drops nothing
             if self.layout.congestion:
-                tcp["congestion_control"] = self.layout.congestion
-            for setting, value in tcp.items():
-                write = f'echo "$0" >/proc/sys/net/ipv4/tcp_{setting}'
-                sh("ip", "netns", "exec", name, "sh", "-c", write, value)
+                self.set_tcp(name, "congestion_control", self.layout.congestion)
             sh("ip", "-n", name, "link", "set", "lo", "up")
         hosts_file = ["127.0.0.1 localhost"]
         for host, name in enumerate(names):
@@ -325,18 +322,26 @@ class Bed:
 
     # links
 
+    def set_tcp(self, namespace: str, setting: str, value: object) -> None:
+        """Changes one of TCP's settings for the connections of a namespace."""
+        sh("ip", "netns", "exec", namespace, "sh", "-c", f'echo "$0" >/proc/sys/net/ipv4/tcp_{setting}', value)
+
     def set_rate(self, host: int, rate: int | None) -> None:
         """Shapes both directions of a host's link.
 
         The burst, what may leave at once after a pause, is a quarter of a millisecond's worth but at least three
-        packets, so that small messages pay for the link too. TCP is told to build chunks of at most half of it: tbf
-        would cut up larger ones, and a chunk as large as the burst leaves only when that is whole again, so that the
-        link would idle for as long as a timer is late (0.88 of 1 Gbit/s instead of 0.95).
+        packets, so that small messages pay for the link too. TCP is told to build chunks of half of it, or of two
+        packets: tbf would cut up larger ones, and a chunk as large as the burst leaves only when that is whole again,
+        so that the link would idle for as long as a timer is late (0.88 of 1 Gbit/s instead of 0.95). And each
+        connection may put a quarter of the buffer into its host's own queue at a time: four of them can send as much
+        as they like, and nothing is dropped there.
         """
         mtu = self.layout.mtu
         burst = 65536 if rate is None else int(rate / 8 * BURST_SECONDS)
         burst = min(max(burst, 2 * mtu), 65536)
         chunk = burst if rate is None else max(burst // 2, 2 * mtu)
+        waiting = DEFAULT_WAITING if rate is None else max(self.layout.buffer // 4, 2 * chunk)
+        self.set_tcp(self.namespace(host), "limit_output_bytes", waiting)
         for namespace, device in ((self.namespace(host), "eth0"), (self.hub, f"p{host}")):
             sh("ip", "-n", namespace, "link", "set", device, "gso_max_size", chunk)
             if rate is None:

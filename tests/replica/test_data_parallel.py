@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from ddp.errors import CollectiveMismatch, ReplicaMismatch, UnusedParameters
+from ddp.replica.arguments import moved
 from ddp.replica.verify import verify_replicas
 
 
@@ -336,3 +338,26 @@ def wrong_keywords(comm: ddp.Communicator) -> None:
         ddp.DistributedDataParallel(nn.Linear(3, 1), bucket_size=3)
     with pytest.raises(ValueError, match="one process drives one device"):
         ddp.DistributedDataParallel(nn.Linear(3, 1), device_ids=[0, 1])
+
+
+def test_inputs_are_moved_as_torch_moves_them() -> None:
+    """Tensors in tuples, lists and dicts; whatever else there is stays the very same object."""
+
+    class Pair(NamedTuple):
+        x: Tensor
+        y: list[Tensor]
+
+    other = object()
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    value = {"pair": Pair(torch.ones(2), [torch.ones(3)]), "packed": packed, "other": other}
+    result = moved((defaultdict(list, value), 3), torch.device("meta"))
+    found = result[0]
+    assert isinstance(found["pair"], Pair)
+    assert found["pair"].x.is_meta
+    assert found["pair"].y[0].is_meta
+    assert found["packed"].data.is_meta
+    assert found["packed"].batch_sizes.device.type == "cpu"
+    assert found["other"] is other
+    assert found["new"] == []
+    assert result[1] == 3
+    assert not value["pair"].x.is_meta

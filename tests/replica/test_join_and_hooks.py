@@ -344,15 +344,28 @@ def what_does_not_go_with_it(comm: ddp.Communicator) -> None:
     with pytest.raises(ConfigError, match="a sparse gradient"):
         ddp.DistributedDataParallel(nn.Embedding(3, 2, sparse=True)).step_in_backward(make)
     replica = ddp.DistributedDataParallel(net())
+    with pytest.raises(TypeError, match="make_optimizer=3: want a function"):
+        replica.step_in_backward(3)  # type: ignore[arg-type]
     replica.step_in_backward(make)
+    with pytest.raises(ConfigError, match="another optimizer does not go"):
+        replica.step_in_backward(make)
     with pytest.raises(ConfigError, match=r"a step that may be refused .*ddp\.fit clips"):
         replica.ride_along(None)
     replica(torch.randn(3, 4)).sum().backward()
+    assert len(replica.optimizers_in_backward) == len(replica.bucket_layout)
     with pytest.raises(ConfigError, match="a communication hook that is registered after it"):
         replica.register_comm_hook(None, lambda state, bucket: None)
     replica.module[0].requires_grad_(False)
     with pytest.raises(ConfigError, match="freezing or unfreezing"):
         replica(torch.randn(3, 4))
+    for overlap in (False, True):
+        replica = ddp.DistributedDataParallel(net(), overlap=overlap, **TINY)
+        replica.step_in_backward(make)
+        replica(torch.randn(3, 4)).sum().backward()
+        before = [p.detach().clone() for p in replica.parameters()]
+        with pytest.raises(ConfigError, match="create_graph=True does not go with"):
+            replica(torch.randn(3, 4)).sum().backward(create_graph=True)
+        assert all(map(torch.equal, replica.parameters(), before))
 
 
 # --- looking at it ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import io
 import itertools
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from ddp.errors import ConfigError, ReplicaMismatch
+from ddp.gradients.totals import StepTotals
 from ddp.replica.verify import verify_replicas
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}  # a bucket for every parameter
@@ -621,6 +622,28 @@ def an_unannounced_sparse_gradient_is_an_error_with_a_name(comm: ddp.Communicato
 # --- contexts --------------------------------------------------------------------------------------------------------
 
 
+def types_changed_after_wrapping(comm: ddp.Communicator) -> None:
+    early = ddp.DistributedDataParallel(nn.Linear(3, 2)).bfloat16()  # buckets are laid out anew
+    early.ride_along(StepTotals(num_items=1001))
+    early(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert early.totals.num_items == 1001 * comm.world_size
+    late = ddp.DistributedDataParallel(nn.Linear(3, 2), comm=comm.subgroup(range(comm.world_size)))
+    late(torch.ones(1, 3)).sum().backward()
+    late.zero_grad()
+    late.double()
+    with pytest.raises(RuntimeError, match=r"(weight|bias) got a gradient of torch\.float64.*first, then wrap it"):
+        late(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+
+
+def a_sparse_layer_that_is_also_a_dense_one(comm: ddp.Communicator) -> None:
+    tied = nn.ModuleList([nn.Embedding(5, 3, sparse=True), nn.Linear(3, 5, bias=False)])
+    tied[1].weight = tied[0].weight
+    tied.forward = lambda x: tied[1](tied[0](x))  # type: ignore[method-assign]
+    replica = ddp.DistributedDataParallel(tied)
+    with pytest.raises(RuntimeError, match=r"^0\.weight got a dense gradient, though its layer has sparse=True"):
+        replica(torch.arange(4)).sum().backward()
+
+
 def no_sync_nested_and_without_gradients(comm: ddp.Communicator) -> None:
     a_layer_each = {"bucket_cap_mb": 128 / 2**20, "first_bucket_mb": 128 / 2**20}
     for kw, num_buckets in ((TINY, 4), (a_layer_each, 2), ({}, 1)):
@@ -657,6 +680,47 @@ def evaluation_on_one_rank(comm: ddp.Communicator) -> None:
         assert comm._sequence == before
         replica.train()
     replica(torch.randn(3, 4)).sum().backward()
+
+
+@dataclasses.dataclass
+class Base:
+    __slots__ = ("first",)
+    first: Tensor
+
+
+@dataclasses.dataclass
+class Derived(Base):
+    __slots__ = ("second",)
+    second: Tensor
+
+
+class Packing(nn.Module):
+    """Packs what it has computed into something."""
+
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.pack = nn.Linear(4, 2), pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(self.linear(x))
+
+
+def evaluation_with_gradients(comm: ddp.Communicator) -> None:
+    """A backward after a forward in evaluation mode synchronises, whatever the outputs are packed in."""
+    packings: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+        (lambda y: deque([y]), lambda packed: packed[0]),
+        (lambda y: Derived(y, y.detach()), lambda packed: packed.first),
+        (lambda y: (each for each in (y,)), next),
+    ]
+    for pack, unpack in packings:
+        torch.manual_seed(0)
+        pair, x = both(Packing(pack)), torch.randn(3, 4) + comm.rank
+        for replica in pair:
+            replica.eval()
+            for _ in range(2):
+                replica.zero_grad()
+                unpack(replica(x)).square().sum().backward()
+        assert_same_gradients(comm, *pair)
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
@@ -868,6 +932,7 @@ CASES = [
     gradients_of_many_types,
     no_sync_nested_and_without_gradients,
     evaluation_on_one_rank,
+    evaluation_with_gradients,
     saved_loaded_and_copied,
     the_order_is_learned,
     caps_by_bucket,
@@ -877,7 +942,9 @@ CASES = [
     without_initial_synchronisation,
     static_graphs_that_are_not,
     a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name,
+    types_changed_after_wrapping,
     an_unannounced_sparse_gradient_is_an_error_with_a_name,
+    a_sparse_layer_that_is_also_a_dense_one,
 ]
 
 

@@ -14,13 +14,14 @@ import ddp
 
 
 class Mutant(NamedTuple):
-    """A line of a method, what becomes of it, and who must notice."""
+    """A line of a method, what becomes of it, and who must notice; `overlap`: when reductions are in the background."""
 
     method: str
     line: str
     becomes: str
     cases: str
     case: str
+    overlap: bool = False
 
 
 LIKE_TORCH, JOIN_AND_HOOKS = "test_like_torch", "test_join_and_hooks"
@@ -31,6 +32,14 @@ MUTANTS = {
         "return done()",
         LIKE_TORCH,
         "outputs_of_many_kinds",
+    ),
+    "gradients are not synchronised in the background": Mutant(
+        "mean.Mean.all_reduce",
+        "return self._comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)",
+        "return done()",
+        LIKE_TORCH,
+        "saved_loaded_and_copied",
+        overlap=True,
     ),
     "sum instead of mean": Mutant(
         "mean.Mean.divisor", "return self.divide_by", "return 1", LIKE_TORCH, "outputs_of_many_kinds"
@@ -123,6 +132,7 @@ def run_case(mutant: Mutant | None, cases: str, case: str) -> None:
     if mutant is not None:
         setattr(*mutated(mutant))
     comm = ddp.init(abort_s=3)
+    type(comm).overlaps = property(lambda self: mutant is not None and mutant.overlap)
     getattr(importlib.import_module(cases), case)(comm)
     comm.barrier()
 
