@@ -269,6 +269,8 @@ class Carrier:
     ) -> None:
         """Executes a schedule over one buffer, cut evenly unless told where."""
         transport = transport or self.transport
+        if transport.world_size == 1 and divide_by != 1:
+            flat.div_(divide_by)  # nobody adds to it
         if bounds is None:
             bounds = offsets(flat.numel(), schedule.num_chunks(transport.world_size))
         self._execute(schedule, [flat], [bounds], transport, op=op, divide_by=divide_by, wire_dtype=wire_dtype)

@@ -18,6 +18,10 @@ Note "narrow wire". With a `wire_dtype` every message is cast to it, and what ar
 there: the sums are accumulated in the tensor's own type. A sender rounds its own copy too: then two ranks that exchange
 their parts and both add them (recursive doubling) get the same bits, and so does whoever keeps what it passed on.
 What never travelled is rounded at the end.
+
+Note "finishing". A mean divides every sum once. Whoever adds the last term to an element divides it there and then, and
+the others get it divided: that is the last time that a rank receives the element, if it adds it; if not, it comes
+finished. So most ranks divide their share only, while other lanes are on the wire.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ class Step(NamedTuple):
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
+    summed: tuple[Part, ...]  # sums that are complete after it (note "finishing")
 
 
 class Part(NamedTuple):
@@ -65,14 +70,7 @@ class Part(NamedTuple):
     stop: int
 
 
-class Lane(NamedTuple):
-    """One segment of every chunk: its rounds, and where it lies."""
-
-    steps: tuple[Step, ...]
-    parts: tuple[Part, ...]
-
-
-Program = tuple[Lane, ...]
+Program = tuple[tuple[Step, ...], ...]  # by lane, by round
 
 
 @lru_cache(maxsize=512)
@@ -103,7 +101,22 @@ def program_of(
         longest = max((stop - start for bounds in offsets for start, stop in pairwise(bounds)), default=0)
     num_lanes = max(1, -(-longest // segment_numel))
     cuts = [_Cuts(offsets, segment_numel, lane, num_lanes) for lane in range(num_lanes)]
-    return tuple(Lane(tuple(cut.step(ops) for ops in rounds), cut.parts()) for cut in cuts)
+    summed = _summed(rounds)
+    return tuple(tuple(cut.step(ops, chunks) for ops, chunks in zip(rounds, summed, strict=True)) for cut in cuts)
+
+
+def _summed(rounds: Sequence[Round]) -> list[list[tuple[int, int]]]:
+    """By round, the chunks (slot, number) that are received in it for the last time, and added."""
+    last: dict[tuple[int, int], tuple[int, bool]] = {}
+    for number, ops in enumerate(rounds):
+        for op in ops:
+            if isinstance(op, Recv):
+                last.update({(op.slot, chunk): (number, op.add) for chunk in op.chunks})
+    found: list[list[tuple[int, int]]] = [[] for _ in rounds]
+    for place, (number, is_added) in last.items():
+        if is_added:
+            found[number].append(place)
+    return found
 
 
 class _Cuts(NamedTuple):
@@ -114,14 +127,11 @@ class _Cuts(NamedTuple):
     lane: int
     num_lanes: int
 
-    def step(self, ops: Round) -> Step:
+    def step(self, ops: Round, summed: Sequence[tuple[int, int]]) -> Step:
         sends = tuple(piece for op in ops if isinstance(op, Send) for piece in self._pieces(op, add=False))
         receives = tuple(piece for op in ops if isinstance(op, Recv) for piece in self._pieces(op, add=op.add))
-        return Step(sends, receives)
-
-    def parts(self) -> tuple[Part, ...]:
-        whole = (self._parts(slot, range(len(bounds) - 1)) for slot, bounds in enumerate(self.offsets))
-        return tuple(part for parts in whole for part in parts)
+        parts = (part for slot, chunk in summed for part in self._parts(slot, range(chunk, chunk + 1)))
+        return Step(sends, receives, tuple(parts))
 
     def _pieces(self, op: Send | Recv, *, add: bool) -> Iterable[Piece]:
         return (Piece(op.peer, *part, add) for part in self._parts(op.slot, op.chunks))
@@ -161,27 +171,23 @@ def execute(
         timeout_s: longest silence of a neighbour, in seconds.
         wire_dtype: what travels, if not the buffers' own type (note "narrow wire").
         waiting_for: told, before each wait, which peer a round's first transfer is with.
-        finish: called with all parts of the buffers, each as soon as its lane has ended: others are still on the wire.
+        finish: done with every sum before anyone else gets it, by the ranks that make it (note "finishing").
 
     Raises:
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.
     """
     scratch.reset()
-    active: deque[_RunningLane] = deque()
-
-    def go_on(lane: _RunningLane) -> None:
-        if lane.post_next():
-            active.append(lane)
-        else:
-            lane.end(finish)
-
-    for each in program:
-        go_on(_RunningLane(each, buffers, transport, scratch, combine, wire_dtype))
+    lanes = [_Lane(steps, buffers, transport, scratch, combine, wire_dtype) for steps in program]
+    active = deque(lane for lane in lanes if lane.post_next())
     while active:
         lane = active.popleft()
         waiting_for(lane.first_peer)
-        lane.finish_round(timeout_s)
-        go_on(lane)
+        lane.end_round(timeout_s, finish)
+        if lane.post_next():
+            active.append(lane)
+    if wire_dtype is not None:
+        for flat in buffers:
+            flat.copy_(flat.to(wire_dtype))
 
 
 class Scratch:
@@ -208,23 +214,23 @@ class Scratch:
         return block[start : self._used]
 
 
-class _RunningLane:
-    """A lane on its way through the rounds."""
+class _Lane:
+    """One segment of every chunk on its way through the rounds."""
 
     def __init__(
         self,
-        lane: Lane,
+        steps: Sequence[Step],
         buffers: Sequence[Tensor],
         transport: Transport,
         scratch: Scratch,
         combine: Combine,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._lane, self._steps = lane, iter(lane.steps)
-        self._buffers, self._transport = buffers, transport
+        self._steps, self._buffers, self._transport = iter(steps), buffers, transport
         self._scratch, self._combine, self._wire_dtype = scratch, combine, wire_dtype
         self._pending: Pending | None = None
         self._arriving: list[_Arriving] = []
+        self._summed: tuple[Part, ...] = ()
         self._departure: Tensor | None = None  # both kept from round to round
         self._landing: Tensor | None = None
         self.first_peer = transport.rank
@@ -234,14 +240,14 @@ class _RunningLane:
         step = next(self._steps, None)
         if step is None:
             return False
-        sends, receives = self._outgoing(step.sends), self._incoming(step.receives)
+        sends, receives, self._summed = self._outgoing(step.sends), self._incoming(step.receives), step.summed
         self._pending = self._transport.post(sends, receives) if sends or receives else None
         if self._pending is not None:
             self.first_peer = (receives or sends)[0].peer
         return True
 
-    def finish_round(self, timeout_s: float) -> None:
-        """Waits for the round, then adds what arrived, in the order listed.
+    def end_round(self, timeout_s: float, finish: Callable[[Tensor], object] | None) -> None:
+        """Waits for the round, then adds what arrived, in the order listed, and finishes the sums that are complete.
 
         Sends have ended too by then, so that a round may send a chunk and add to it (recursive doubling does).
         """
@@ -252,17 +258,9 @@ class _RunningLane:
                 self._combine(here, arrived)
             else:
                 here.copy_(arrived)
-
-    def end(self, finish: Callable[[Tensor], object] | None) -> None:
-        """After the last round."""
-        if self._wire_dtype is None and finish is None:
-            return
-        for piece in self._lane.parts:
-            part = self._part(piece)
-            if self._wire_dtype is not None:
-                part.copy_(part.to(self._wire_dtype))
-            if finish is not None:
-                finish(part)
+        if finish is not None:
+            for part in self._summed:
+                finish(self._part(part))
 
     def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         if self._wire_dtype is None or not pieces:

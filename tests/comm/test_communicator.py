@@ -125,6 +125,24 @@ def test_every_operation(world_size: int) -> None:
             torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_sum_is_divided_once(world_size: int) -> None:
+    """In each way, whoever completes it; in many segments."""
+    cases = [(name, numel) for name in ways(world_size) for numel in (*lengths(world_size), 500)]
+
+    def program(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
+        pairs = []
+        for name, numel in cases:
+            mine = normal(comm.rank, numel, torch.float64)
+            total = comm.all_reduce(mine.clone(), algorithm=name)
+            pairs.append((total, comm.all_reduce(mine, divide_by=3, algorithm=name)))
+        return pairs
+
+    for pairs in each_rank(world_size, program, segment_bytes=64):
+        for case, (total, divided) in zip(cases, pairs, strict=True):
+            assert torch.equal(divided, total / 3), case
+
+
 @pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int, wire_dtype: torch.dtype) -> None:
