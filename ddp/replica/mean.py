@@ -6,7 +6,7 @@
     float16              before it is added up, or the sum would overflow: by what is known then; the rest later
     a hook               has taken means over the ranks; they are turned into means over the global count at the end
 
-Read before: `reducer.py`, which says when; `gradients/totals.py`.
+Read before: `gradients/totals.py`, `arrangement.py`. Read next: `reducer.py`, which says when.
 """
 
 from __future__ import annotations
