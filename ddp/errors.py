@@ -1,13 +1,14 @@
 """What can go wrong, as types: errors of the user's input, and errors of the cluster.
 
     ValueError                          RuntimeError
-    ├── ConfigError       bad setting   ├── PeerLost            a rank died, stopped, or was cut off
-    ├── ReplicaMismatch   models differ ├── CommunicatorBroken  a call after such an error
+    ├── ConfigError*      bad setting   ├── PeerLost            a rank died, stopped, or was cut off
+    ├── ReplicaMismatch*  models differ ├── CommunicatorBroken  a call after such an error
     └── CheckpointError   cannot load   ├── Diverged            the loss is not a number
                                         ├── UnusedParameters    a gradient never came
                                         ├── CollectiveMismatch  ranks called different collectives
                                         ├── HookFailed          a communication hook broke its promise
                                         └── WorkersFailed       what the parent reports
+    * also a RuntimeError, because torch's DistributedDataParallel raises that where ours raises these
 
 Every message carries the offending value and a remedy. `assert` is for invariants of this package alone.
 """
@@ -17,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-class ConfigError(ValueError):
+class ConfigError(ValueError, RuntimeError):
     """A setting that cannot work: unknown, of the wrong type, or impossible beside another one."""
 
 
-class ReplicaMismatch(ValueError):
+class ReplicaMismatch(ValueError, RuntimeError):
     """The ranks' models differ in a name, shape or dtype, or replicas that must be equal are not."""
 
 

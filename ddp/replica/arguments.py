@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import communicator_of, current
+from ddp.errors import ConfigError
 
 MIB = 1 << 20
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
@@ -83,13 +84,13 @@ def choose_communicator(
     """The ranks that take part: those that were given, in whichever way, or all.
 
     Raises:
-        ValueError: they were given in two ways, or the mesh has several dimensions.
+        ConfigError: they were given in two ways, or the mesh has several dimensions.
     """
     given = [each for each in (comm, process_group, device_mesh) if each is not None]
     if len(given) > 1:
-        raise ValueError("comm, process_group and device_mesh exclude each other; give one")
+        raise ConfigError("comm, process_group and device_mesh exclude each other; give one")
     if device_mesh is not None and device_mesh.ndim != 1:
-        raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; pass one of them: mesh['replicate'], say")
+        raise ConfigError(f"device_mesh has {device_mesh.ndim} dimensions; pass one of them: mesh['replicate'], say")
     if comm is not None:
         return comm
     group = device_mesh.get_group(0) if device_mesh is not None else process_group
@@ -123,8 +124,13 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, output_device: Any) -> None:
-    """Raises ValueError unless what was given is one device, the parameters'."""
+    """Raises ValueError unless parameters are on devices of one type, and what was given is one device, theirs."""
     devices = {parameter.device for _, parameter in named}
+    if len(types := {device.type for device in devices}) > 1 or "meta" in types:
+        raise ValueError(
+            f"the module's parameters are on {' and '.join(sorted(types))}: want one type of device, and not meta, "
+            "where tensors have no values; move the module first"
+        )
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids={device_ids}: one process drives one device; start one worker per device")
     for given in (*(device_ids or ()), *(() if output_device is None else (output_device,))):

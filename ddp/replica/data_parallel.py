@@ -74,7 +74,8 @@ class DistributedDataParallel(Replica, Joinable):
 
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
-        ValueError: no parameter needs a gradient; keywords exclude each other.
+        ConfigError: no parameter needs a gradient; the ranks are given twice.
+        ValueError: keywords exclude each other.
         TypeError: a keyword that means nothing here; says what to use.
     """
 

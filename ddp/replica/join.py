@@ -75,7 +75,9 @@ class Joining:
         active = self._comm.all_reduce(flags, "max", label="join: who has inputs").nonzero().flatten().tolist()
         if self._throws and 0 < len(active) < self._comm.world_size:
             exhausted = sorted(set(range(self._comm.world_size)) - set(active))
-            raise RuntimeError(f"rank(s) {exhausted} have run out of inputs; all ranks stop here")
+            raise RuntimeError(
+                f"Detected at least one rank that exhausted inputs: rank(s) {exhausted}; all ranks stop here"
+            )
         if active:
             self.active = active
             self.replica.reducer.mean.divide_by = self._comm.world_size if self._divides_by_all else len(active)

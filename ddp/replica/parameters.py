@@ -34,14 +34,14 @@ def trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False)
     """Those that need a gradient.
 
     Raises:
-        ValueError: there are none, or one has no shape yet.
+        ConfigError: there are none, or one has no shape yet.
     """
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
+            raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
     found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not found and not has_inner:
-        raise ValueError("no parameter of the module needs a gradient: there is nothing to keep equal; use it as it is")
+        raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
     return found
 
 

@@ -87,7 +87,8 @@ def _message(by_rank: Mapping[int, Sequence[tuple[str, int]]]) -> str:
         for rank, names in by_rank.items()
     ]
     return (
-        "these parameters (and their numbers in the order of registration) got no gradient in the last step:\n"
+        "Expected to have finished reduction in the prior iteration: these parameters (and their numbers in the order "
+        "of registration) did not receive grad in it:\n"
         + "\n".join(lines)
         + "\nLet every parameter take part in the loss, set requires_grad=False on those that do not, or pass "
         "find_unused_parameters=True (static_graph=True, if they are the same in every step)"

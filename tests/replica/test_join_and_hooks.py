@@ -77,7 +77,10 @@ def uneven_inputs(comm: ddp.Communicator) -> None:
 def join_that_ends_everyones_loop(comm: ddp.Communicator) -> None:
     replica = ddp.DistributedDataParallel(net())
     with (
-        pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] have run out of inputs; all ranks stop here"),
+        pytest.raises(
+            RuntimeError,
+            match=r"Detected at least one rank that exhausted inputs: rank\(s\) \[1\]; all ranks stop here",
+        ),
         replica.join(throw_on_early_termination=True),
     ):
         train(replica, batches(comm, 2 if comm.rank == 1 else 4))
