@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +53,28 @@ class SamplerState(NamedTuple):
 # -------------------------------------------------------------------------------------------------- drop-in for torch's
 
 
+@dataclass
+class _Pass:
+    """One way through an epoch, or several at once: all iterators that began before one of them had finished."""
+
+    epoch: int
+    start: int  # global position where it begins; not 0 only when resumed
+    begun: bool = False
+    finished: bool = False
+
+
 class DistributedSampler(Sampler[int]):
     """Each rank's indices as `torch.utils.data.DistributedSampler` gives them, with an epoch that moves by itself.
 
-    Pass k over the sampler yields what torch's class yields after `set_epoch(k)`; without that call torch's class
-    repeats its first order for ever. Ranks read positions rank, rank + W, ... of the epoch's permutation, which is
-    lengthened from its own beginning (or cut: `drop_last`) to a multiple of W.
+    Finished pass k over the sampler yields what torch's class yields after `set_epoch(k)`; without that call torch's
+    class repeats its first order for ever. Ranks read positions rank, rank + W, ... of the epoch's permutation, which
+    is lengthened from its own beginning (or cut: `drop_last`) to a multiple of W.
+
+    Note "finished": a pass that was broken off does not count, and of several passes at once over one epoch only one
+    does; so a rank may look at a batch, and still reads the same epoch as the others. A pass is finished once its last
+    index has been handed out. The worker processes of a DataLoader make it read num_workers * prefetch_factor batches
+    ahead: if a pass has no more than these, a look at the first one finishes it, because the sampler cannot see who
+    reads; call `set_epoch` then.
 
     Args:
         dataset: anything with a length.
@@ -80,9 +97,12 @@ class DistributedSampler(Sampler[int]):
         self.dataset = dataset
         self.num_replicas, self.rank = _replicas(num_replicas, rank)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0  # of the running pass, or of the next one if none has begun
-        self._start = 0  # global position where that pass begins; not 0 only when resumed
-        self._begun = False
+        self._pass = _Pass(epoch=0, start=0)  # the running or last one; the next one, if none has begun
+
+    @property
+    def epoch(self) -> int:
+        """Of the running or last pass; of the next one, if none has begun."""
+        return self._pass.epoch
 
     @property
     def num_samples(self) -> int:
@@ -96,20 +116,24 @@ class DistributedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Indices of this rank in the running or next pass: `num_samples`, or what is left of a resumed epoch."""
-        return self._num_samples_from(self._start)
+        return self._num_samples_from(self._pass.start)
 
     def _num_samples_from(self, start: int) -> int:
         left = max(0, len(self.dataset) - start)
         return left // self.num_replicas if self.drop_last else math.ceil(left / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        # A generator, so that a pass counts from its first index on: DataLoader sometimes asks for an iterator twice.
-        if self._begun:
-            self.epoch, self._start = self.epoch + 1, 0
-        self._begun = True
+        # A generator, so that a pass begins with its first index: DataLoader sometimes asks for an iterator twice.
+        if self._pass.finished:
+            self._pass = _Pass(self._pass.epoch + 1, start=0)
+        this = self._pass  # of this iterator; the sampler may have left it behind when it ends
+        this.begun = True
         order = self._order()
-        end = self._start + len(self) * self.num_replicas
-        for position in range(self._start + self.rank, end, self.num_replicas):
+        end = this.start + len(self) * self.num_replicas
+        positions = range(this.start + self.rank, end, self.num_replicas)
+        this.finished = this.finished or not positions
+        for position in positions:
+            this.finished = this.finished or position == positions[-1]
             yield order[position % len(order)]  # padding begins again at the front
 
     def _order(self) -> list[int]:
@@ -120,9 +144,9 @@ class DistributedSampler(Sampler[int]):
         return order
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass that of `epoch`. Not needed; does no harm to a position that was just loaded."""
-        if self._begun or epoch != self.epoch:
-            self.epoch, self._start, self._begun = epoch, 0, False
+        """Makes the next pass that of `epoch`. Not needed; does no harm to a position that was loaded."""
+        stays = epoch == self._pass.epoch and not self._pass.finished
+        self._pass = _Pass(epoch, self._pass.start if stays else 0)
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, int]:
         """{seed, epoch, consumed}, equal on all ranks.
@@ -136,12 +160,12 @@ class DistributedSampler(Sampler[int]):
                 ahead.
         """
         if consumed is None:
-            if self._begun:
+            if self._pass.begun:
                 raise ConfigError(
                     f"state_dict() in the middle of epoch {self.epoch} needs consumed=: the global number of samples "
                     "trained on in it (the loader reads ahead, so the sampler cannot know); pass total_size at its end"
                 )
-            consumed = self._start
+            consumed = self._pass.start
         if consumed < 0:
             raise ConfigError(f"consumed must be at least 0, got {consumed}")
         end = min(self.total_size, len(self.dataset))  # what follows is padding, or dropped
@@ -150,8 +174,8 @@ class DistributedSampler(Sampler[int]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next pass the rest of the saved epoch, shared by the ranks there are now."""
-        loaded = _read_state(state, length=len(self.dataset))
-        self.seed, self.epoch, self._start, self._begun = *loaded, False
+        self.seed, epoch, consumed = _read_state(state, length=len(self.dataset))
+        self._pass = _Pass(epoch, consumed)
 
 
 # ------------------------------------------------------------------------------------------------------ for training

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -95,6 +95,44 @@ def test_resumed_at_another_world_size_nothing_is_missed(length, before, after, 
         theirs = TorchSampler(data(length), num_replicas=after, rank=new.rank, **options)
         theirs.set_epoch(1)
         assert list(new) == list(theirs)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_look_at_a_batch_on_one_rank_does_not_shift_the_data(num_workers, resumed):
+    """Rank 0 looks, in several ways, before each pass. The oracle: torch's class, which is told the epoch."""
+    ours = [DistributedSampler(range(40), num_replicas=2, rank=rank) for rank in range(2)]
+    theirs = [TorchSampler(range(40), num_replicas=2, rank=rank) for rank in range(2)]
+    loader = DataLoader(range(40), sampler=ours[0], batch_size=1, num_workers=num_workers)
+    for sampler in ours:
+        sampler.load_state_dict({"seed": 0, "epoch": 0, "consumed": 24 * resumed})
+    for epoch in range(3):
+        left = slice(12 if resumed and epoch == 0 else 0, None)
+        next(iter(loader))
+        if not num_workers:
+            list(islice(ours[0], 3))
+            next(zip(loader, loader, strict=True))
+            if epoch != 1:
+                ours[0].set_epoch(epoch)  # torch's habit, after a look
+        for sampler, oracle in zip(ours, theirs, strict=True):
+            oracle.set_epoch(epoch)
+            assert list(sampler) == list(oracle)[left]
+
+
+def test_two_passes_at_once_are_one_and_an_old_iterator_moves_nothing():
+    ours, theirs = (kind(range(20), num_replicas=2, rank=1) for kind in (DistributedSampler, TorchSampler))
+    first = list(theirs)
+    assert list(zip(ours, ours, strict=True)) == list(zip(first, first, strict=True))
+    theirs.set_epoch(1)
+    old = iter(ours)
+    assert next(old) == next(iter(theirs))
+    assert list(ours) == list(theirs)
+    theirs.set_epoch(2)
+    assert next(iter(ours)) == next(iter(theirs))
+    list(old)  # of epoch 1
+    assert list(islice(ours, len(ours))) == list(theirs)  # to its last index, and no further
+    theirs.set_epoch(3)
+    assert list(ours) == list(theirs)
 
 
 def test_state_in_the_middle_of_a_pass_must_be_told():
