@@ -51,7 +51,7 @@ def save_checkpoint(
     state.model.sync_buffers()
     slots = {"random": all_gather_object(state.comm, _random_states(state.comm))}
     meta = {
-        "identity": dict(identity),
+        "identity": _with_data(identity, state),
         "slot_rules": SLOT_RULES,
         "optimizer": type(state.optimizer).__name__,
         "all_reduce_choices": {str(nbytes): way for nbytes, way in state.comm.auto.choices.items()},
@@ -96,7 +96,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     for group, own in zip(state.optimizer.param_groups, settings, strict=True):
         group.update(own, initial_lr=own["lr"])
     state.load_position(parts["position"])
-    changed = changes(checkpoint.meta["identity"], identity)
+    changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result will differ from an uninterrupted run: %s", "; ".join(changed))
     choices = {int(nbytes): way for nbytes, way in checkpoint.meta.get("all_reduce_choices", {}).items()}
@@ -131,6 +131,11 @@ def check_optimizer(checkpoint: StoredCheckpoint, optimizer: Optimizer) -> None:
             f"{checkpoint.path} was taken with {then}, this run uses {now}, whose state it does not hold; "
             "take the same optimizer, or start fresh from its weights with init_from.path"
         )
+
+
+def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    """The identity of a run with what the state knows of it: a data set may grow where its settings stay."""
+    return {**identity, "training_samples": state.sampler.length}
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -91,6 +91,8 @@ def continue_fit(
 ) -> TrainState:
     """Trains on from `state` until `epochs` or `max_steps` are reached, or any rank wants to stop. Collective.
 
+    Also goes on after an agreed stop, which it clears from `state`.
+
         for each epoch:
             for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
                 forward, backward; gradients are summed over all ranks meanwhile
@@ -110,7 +112,7 @@ def continue_fit(
         evaluation: computes metrics; collective, called on all ranks after the same step. None from it means that it
             was given up because a rank wants to stop.
         callbacks: called at the six moments of `callbacks.py`.
-        stop: this rank's wish to stop.
+        stop: this rank's wish to stop. It is the caller's: a flag that is still raised stops the next call, too.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -126,6 +128,7 @@ def continue_fit(
     on_gpu = state.comm.device.type == "cuda"
     loader = TrainLoader(train_data, state.sampler, num_workers=loader_workers, pin_memory=on_gpu)
     _check_replica(state)
+    state.stopped_by = ""
     state.model.train()
     try:
         watching.fit_start(state)

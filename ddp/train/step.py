@@ -97,10 +97,15 @@ def train_step(
 def _clip(model: nn.Module, clip_norm: float | None) -> float:
     """Norm of the global gradient over whole tensors; scales the gradients down if it is above `clip_norm`."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+    norm = torch.nn.utils.get_total_norm([_values(cast(Tensor, parameter.grad)) for parameter in parameters])
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
     return float(norm)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """What a norm is made of. The reducer leaves a sparse gradient coalesced: each row of it occurs once."""
+    return gradient.values() if gradient.is_sparse else gradient
 
 
 def _backward(

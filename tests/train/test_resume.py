@@ -169,6 +169,33 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
         restore(checkpoint, fresh(torch.optim.SGD, lr=0.1), identity={})
 
 
+def in_one_process(num_samples: int) -> tuple[TrainState, TensorSet]:
+    data = TensorSet(torch.randn(num_samples, 3), torch.zeros(num_samples, dtype=torch.int64))
+    return state_of(TrainSampler(num_samples, global_batch=10, rank=0, world_size=1), step=0), data
+
+
+def test_a_run_goes_on_after_an_agreed_stop() -> None:
+    state, data = in_one_process(40)
+    stop = StopFlag()
+    stop.request("enough")
+    continue_fit(state, Classification(), data, max_steps=9, stop=stop)
+    assert (state.step, state.stopped_by) == (1, "enough")
+    continue_fit(state, Classification(), data, max_steps=9)
+    assert (state.step, state.stopped_by) == (9, "")
+
+
+def test_a_grown_data_set_is_told_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state, data = in_one_process(40)
+    store = CheckpointStore(tmp_path)
+    continue_fit(
+        state, Classification(), data, max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
+    )
+    for num_samples, words in [(40, ""), (41, "training_samples was 40, is 41")]:
+        caplog.clear()
+        restore(store.load(), in_one_process(num_samples)[0], identity={})
+        assert words in caplog.text and bool(caplog.text) == bool(words)
+
+
 def test_dropout_and_order_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
     """With the shards fixed, 1, 2 and 4 workers draw the same noise for the same samples."""
     results = [run_ranks(losses, world_size, 4) for world_size in (1, 2, 4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 200, 10, 3, 1.0
+NUM_SPARSE_STEPS, SPARSE_CLIP = 12, 0.2  # two epochs' ends, where one of four ranks has no sample
 LEARNING_RATE = 0.02  # training amplifies rounding errors: at 0.05 plain torch, micro-batched, drifts by 1e-4 itself
 
 
@@ -154,9 +156,67 @@ def SmallBuckets(module: nn.Module) -> nn.Module:
     return ddp.DistributedDataParallel(module, first_bucket_mb=0.0005, bucket_cap_mb=0.001)
 
 
+class Sentiment(nn.Module):
+    """A bag of tokens; rows of the embedding that no token names have no gradient."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 4, sparse=sparse), nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens).mean(dim=1))
+
+
+def bags() -> TensorSet:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 19, (43, 3), generator=generator)
+    return TensorSet(tokens, torch.randint(0, 5, (43,), generator=generator))
+
+
+def sentiment(*, sparse: bool) -> tuple[Sentiment, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    module = Sentiment(sparse=sparse).double()
+    return module, torch.optim.SGD(module.parameters(), lr=0.5)
+
+
+def train_sparse() -> tuple[Tensor, list[float]]:
+    norms: list[float] = []
+
+    class Norms(Callback):
+        def step_end(self, state: TrainState, report: StepReport) -> None:
+            norms.append(report.gradient_norm)
+
+    ddp.init(abort_s=30)
+    module, optimizer = sentiment(sparse=True)
+    ddp.fit(
+        module,
+        Classification(),
+        bags(),
+        optimizer,
+        global_batch=GLOBAL_BATCH,
+        micro_size=2,
+        max_steps=NUM_SPARSE_STEPS,
+        clip_norm=SPARSE_CLIP,
+        seed=5,
+        callbacks=[Norms()],
+    )
+    ddp.shutdown()
+    return flat(module), norms
+
+
+def train_bucketed() -> tuple[dict[str, tuple[Tensor, list[str]]], tuple[Tensor, list[float]]]:
+    return train(list(CASES), "bucketed"), train_sparse()
+
+
+@functools.cache
+def bucketed(world_size: int) -> list[Any]:
+    """What each rank has seen; one start of the ranks serves all tests."""
+    return run_ranks(train_bucketed, world_size, timeout_s=120)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_one_process_after_every_step(world_size: int) -> None:
-    results = run_ranks(train, world_size, list(CASES), "bucketed", timeout_s=120)
+    results = [result for result, _ in bucketed(world_size)]
     for case in CASES:
         expected = one_process(case)
         error = (results[0][case][0] - expected).norm(dim=1) / expected.norm(dim=1)
@@ -170,3 +230,23 @@ def test_naive_equals_one_process_too() -> None:
     results = run_ranks(train, 3, ["mlp"], "naive")
     expected = one_process("mlp")
     assert ((results[0]["mlp"][0] - expected).norm(dim=1) / expected.norm(dim=1)).max() <= 1e-12
+
+
+def test_a_sparse_embedding_is_clipped_and_trained_as_a_dense_one_in_one_process() -> None:
+    module, optimizer = sentiment(sparse=False)
+    sampler = TrainSampler(43, global_batch=GLOBAL_BATCH, rank=0, world_size=1, seed=5)
+    norms: list[float] = []
+    while len(norms) < NUM_SPARSE_STEPS:
+        for plan in islice(sampler.plans(), NUM_SPARSE_STEPS - len(norms)):
+            tokens, targets = bags().batch(plan.micros[0].indices)
+            optimizer.zero_grad()
+            F.cross_entropy(module(tokens), targets).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), SPARSE_CLIP)))
+            optimizer.step()
+            sampler.commit(plan)
+    assert min(norms) > SPARSE_CLIP
+    results = [result for _, result in bucketed(4)]
+    for parameters, seen in results:
+        assert torch.equal(parameters, results[0][0]) and seen == results[0][1]
+        torch.testing.assert_close(parameters, flat(module), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(seen, norms, rtol=1e-12, atol=0)
