@@ -1,8 +1,9 @@
-"""Torchrun's engine, run as a part of this process: starts `python -m ddp.worker`, waits, says how the workers ended.
+"""Torchrun's engine, run as a part of this process: starts `ddp.worker` processes, waits, says how they ended.
 
 With a *function* as its entry point the engine's workers would import the parent's main module, and Hydra with it;
 so it starts a *command*. The engine passes on no environment of ours; so the command is `env NAME=VALUE … python`,
-which changes nothing in this process.
+which changes nothing in this process. Nothing that it or its workers open listens beyond this host: see
+ddp/rendezvous.py. How a worker finds this very package, and nothing of the current folder: see ddp/bootstrap.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from ddp.failures import Failure
@@ -42,14 +44,17 @@ class Ended(NamedTuple):
 
 
 def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ended:
-    """Runs `python -m ddp.worker` on `workers` processes through torchrun's engine, on a free port, and waits."""
+    """Runs `ddp.worker` in `workers` processes through torchrun's engine, and waits."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from ddp.rendezvous import BACKEND, INTERFACE
+
     # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
-    command = [*_environment(threads), sys.executable, "-m", "ddp.worker", "--parent", str(os.getpid()), *arguments]
+    bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.worker"]
+    command = [*_environment(threads, INTERFACE), *bootstrap, "--parent", str(os.getpid()), *arguments]
     command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
     with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process():
         engine = LaunchConfig(
@@ -57,9 +62,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
             max_nodes=1,
             nproc_per_node=workers,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # port 0: any free one, so two launches at once do not meet
-            local_addr="localhost",
+            rdzv_backend=BACKEND,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             shutdown_timeout=SHUTDOWN_S,
@@ -76,11 +79,12 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
     return Ended(None, {})
 
 
-def _environment(threads: int) -> list[str]:
+def _environment(threads: int, interface: str) -> list[str]:
     """What must stand in a worker's environment before it starts, as NAME=VALUE.
 
     Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits
-    with the number of threads and with the alignment of their input.
+    with the number of threads and with the alignment of their input. And the interface on which the libraries may
+    listen, also where the user has named another one for launches over several hosts.
     """
     variables = {
         "OMP_NUM_THREADS": threads,
@@ -88,6 +92,7 @@ def _environment(threads: int) -> list[str]:
         "MKL_CBWR": "AUTO",
         "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
         "PYTHONUNBUFFERED": 1,
+        **{f"{library}_SOCKET_IFNAME": interface for library in ("GLOO", "NCCL", "TP")},
     }
     memory = {name: value for name, value in MEMORY.items() if name not in os.environ}
     return [f"{name}={value}" for name, value in (variables | memory).items()]

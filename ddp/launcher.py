@@ -7,7 +7,7 @@
     prepare: validate, run directory, data, config.yaml                               │
          │ train                               │ store: rank 0 ──config──▶ all        │
          ▼                                     ▼                                      ▼
-    torchrun's engine ── python -m ddp.worker  ddp.worker.train in this process  torchrun's engine ── ddp.worker --call
+    torchrun's engine ── ddp.worker            ddp.worker.train in this process  torchrun's engine ── ddp.worker --call
 
 A worker that fails takes its neighbours with it; so the parent reads all their reports and prints the root cause last.
 
@@ -113,6 +113,10 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
     import torch
     from torch.distributed.rendezvous import rendezvous
 
+    from ddp.rendezvous import INTERFACE
+
+    if world_size == local_workers:  # one host: nobody outside of it has to reach the ranks
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
     # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
     store, _, _ = next(iter(rendezvous("env://")))
     if rank == 0:

@@ -1,7 +1,7 @@
 """One worker process: where its output goes, when it must die, and what it leaves behind when it fails.
 
-    python -m ddp.worker --rank R --parent PID RUN_DIR        train, as RUN_DIR/config.yaml says
-    python -m ddp.worker --rank R --parent PID --call FILE    run a pickled function      (ddp.launch)
+    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID RUN_DIR        train, as RUN_DIR/config.yaml says
+    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --call FILE    run a pickled function   (ddp.launch)
 
 The order of a worker's life:
 
@@ -10,8 +10,9 @@ The order of a worker's life:
     3  work                  ddp.build.run, or the function
     4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
 
-A worker reads plain YAML and never imports Hydra. Its rank comes as an argument, not from the environment; threads and
-MKL's mode come with the environment that the launcher has set before this interpreter, and so torch, started.
+A worker reads plain YAML and never imports Hydra. It imports nothing from the current folder; only a function's worker
+does, once it has taken over its parent's `sys.path`. Its rank comes as an argument, not from the environment; threads
+and MKL's mode come with the environment that the launcher has set before this interpreter, and so torch, started.
 
 Read before: ddp/launcher.py, which starts this. Next: ddp/build.py, which does the work.
 """
@@ -297,9 +298,3 @@ def leave(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    # As ddp.worker, not as __main__: a report must be of the same class to everyone.
-    status = importlib.import_module("ddp.worker").main(sys.argv[1:])
-    leave(status) if status else sys.exit(0)

@@ -15,7 +15,7 @@ FLOORS = [
     ["strategies", "elastic"],
     ["train"],
     ["bench"],
-    ["launcher", "engine", "failures", "worker", "build", "config", "__main__", "__init__"],
+    ["launcher", "engine", "rendezvous", "failures", "bootstrap", "worker", "build", "config", "__main__", "__init__"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TOP = len(FLOORS) - 1  # the composition root is one unit; it must still be free of cycles

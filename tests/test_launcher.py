@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import pickle
@@ -12,13 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import ddp
 from ddp.config import Config, from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
@@ -168,6 +171,55 @@ def test_launch_returns_results_by_rank_and_two_at_once_do_not_meet() -> None:
     assert other == [("closure", str(rank)) for rank in range(3)]
     assert {number: signal.getsignal(number) for number in before} == before
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
+class Payload:
+    """Makes a file in whichever process unpickles it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.file,)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Address, in the kernel's hexadecimal, and port of every TCP socket on which the process listens."""
+    addresses: dict[str, tuple[str, int]] = {}
+    for family in ("tcp", "tcp6"):
+        for line in Path("/proc/net", family).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                address, _, port = words[1].partition(":")
+                addresses[f"socket:[{words[9]}]"] = address, int(port, 16)
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError, KeyError):  # closed since, or no socket that listens
+            found.add(addresses[str(link.readlink())])
+    return found
+
+
+def be_attacked(proof: Path) -> tuple[set[str], set[str]]:
+    """The addresses on which the launcher and this rank listen; rank 0 attacks the launcher, as a stranger would."""
+    from torch.distributed import TCPStore
+
+    comm = ddp.init(shared_memory=False)
+    launcher, worker = listening(os.getppid()), listening(os.getpid())
+    if comm.rank == 0:
+        state = base64.b64encode(pickle.dumps(Payload(proof))).decode()
+        for _, port in launcher:
+            stranger = TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=5))
+            stranger.set(f"torch.rendezvous.{os.environ['TORCHELASTIC_RUN_ID']}", state)
+    ddp.shutdown()
+    return {address for address, _ in launcher}, {address for address, _ in worker}
+
+
+def test_a_launch_listens_on_loopback_only_and_unpickles_nothing_of_its_store(tmp_path: Path) -> None:
+    results = launch(be_attacked, tmp_path / "proof", workers=2)
+    loopback = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}  # the last one: 127.0.0.1 as IPv6
+    assert all(launcher and launcher <= loopback for launcher, _ in results)
+    assert all(worker and worker <= loopback for _, worker in results)
+    assert list(tmp_path.iterdir()) == [], "the launcher ran what a stranger had written"
 
 
 def fail_as_told(tell: Mapping[str, str], folder: Path) -> None:

@@ -170,6 +170,9 @@ atexit.register(tell)
 """
 
 
+STRANGERS = ("ddp/__init__.py", "random.py")  # modules of these names in the folder where the job is started
+
+
 class Finished(NamedTuple):
     """One sweep over two world sizes."""
 
@@ -184,6 +187,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     witness = folder / "witness"
     witness.mkdir()
     (witness / "sitecustomize.py").write_text(WITNESS)
+    for stranger in STRANGERS:
+        (folder / stranger).parent.mkdir(exist_ok=True)
+        (folder / stranger).write_text("raise AssertionError('imported from the current folder')")
     sweep = [*TRAIN, "-m", "cluster.workers=1,2", *JOB]
     ended = finish(start(sweep, folder, PYTHONPATH=first_on_path(witness), WITNESS=str(witness)))
     assert (ended.status, ended.err) == (0, ""), ended
@@ -234,10 +240,16 @@ def test_run_directory(finished: Finished) -> None:
 
 
 def test_only_the_parent_imports_hydra(finished: Finished) -> None:
-    in_workers = [line for line in finished.imports if "ddp/worker.py" in line]
+    in_workers = [line for line in finished.imports if "ddp.worker" in line]
     assert len(in_workers) == 3
     assert all(line.endswith("set()") for line in in_workers)
     assert len([line for line in finished.imports if line.endswith("}")]) == 1
+
+
+def test_nothing_is_imported_from_the_current_folder(finished: Finished) -> None:
+    folder = finished.run_dirs[2].parent.parent.parent
+    assert all((folder / stranger).is_file() for stranger in STRANGERS)
+    assert (finished.ended.status, finished.ended.err) == (0, "")
 
 
 def test_a_checkpoint_opens_without_the_framework(finished: Finished) -> None:

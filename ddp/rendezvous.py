@@ -1,0 +1,71 @@
+"""The rendezvous of a launch on one host: its agent has nobody to meet, and its store listens on loopback only.
+
+torchrun's own c10d rendezvous keeps its state as a pickle in a store that listens on every interface. A stranger who
+reaches that port can overwrite the state, and the launcher would execute it. Here there is no state to overwrite.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+ADDRESS, INTERFACE = "127.0.0.1", "lo0" if sys.platform == "darwin" else "lo"
+BACKEND = "ddp-one-host"
+
+
+class OneHost(RendezvousHandler):
+    """Answers torchrun's engine at once: one agent, and a store that the agent and its workers share."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Starts a store on a free port, because each attempt of the workers must find an empty one."""
+        listening = socket.create_server((ADDRESS, 0))  # given an address to listen on, TCPStore would still take all
+        port = listening.getsockname()[1]
+        store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Lets rank 0 connect to the agent's store, instead of starting another one."""
+        return True
+
+    def get_backend(self) -> str:
+        """Returns the name under which the engine finds this class."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """Returns the name that the engine gave the launch."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Returns False: no other agent can end this launch."""
+        return False
+
+    def set_closed(self) -> None:
+        """Does nothing: there is no other agent to be told."""
+
+    def num_nodes_waiting(self) -> int:
+        """Returns 0: no host joins later."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Does nothing: the store ends with its last reference."""
+        return True
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return OneHost(parameters.run_id)
+
+
+rendezvous_handler_registry.register(BACKEND, _create)
