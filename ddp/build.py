@@ -27,6 +27,7 @@ from ddp.data import digits, image_sets, standard_library, streams, synthetic
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
+from ddp.files import write_whole
 from ddp.log import log
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
@@ -112,7 +113,7 @@ def finish(config: Config, run_dir: Path) -> None:
     summary = json.loads(path.read_text())
     if config.data.name is DataName.standard_library and not summary["stopped_by"]:
         summary |= _yardsticks()
-        path.write_text(json.dumps(summary, indent=2) + "\n")
+        write_whole(path, json.dumps(summary, indent=2) + "\n")
     task = make_task(config)
     main_metric = f"test_{task.main_metric}"
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
@@ -242,9 +243,7 @@ def _write_summary(run_dir: Path, config: Config, state: TrainState, meter: Thro
         "seconds": round(seconds, 2),
         "stopped_by": state.stopped_by or None,
     }
-    temporary = run_dir / "summary.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    temporary.replace(run_dir / "summary.json")
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def _headline(

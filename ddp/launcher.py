@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_type_hints
@@ -44,6 +45,7 @@ from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain, u
 from ddp.engine import CUBLAS_WORKSPACE, run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
+from ddp.files import flush_folder, json_object, write_whole
 from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
 
@@ -289,7 +291,7 @@ def _continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Confi
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
     if config.resume != "auto" or not path.is_file() or "recipe" in keys:
         return config
-    plain, now = yaml.safe_load(path.read_text()), to_plain(config)
+    plain, now = _read_settings(path), to_plain(config)
     derived = {"cluster": ["local_workers"], "batch": ["num_shards"]}
     if "cluster.workers" in keys:
         derived["cluster"].append("threads_per_worker")
@@ -324,7 +326,11 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) 
     for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
         stale.unlink(missing_ok=True)  # what the attempt that is being resumed has said about its end
     text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
-    (run_dir / "config.yaml").write_text(text)
+    path = run_dir / "config.yaml"
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_whole(path, text)
+    for parent in run_dir.absolute().parents[:3]:  # Hydra has made the folder: runs/NAME, or runs/SWEEP/JOB
+        flush_folder(parent)
 
 
 def _refuse_reuse(config: Config, run_dir: Path) -> None:
@@ -377,8 +383,28 @@ def _earlier_num_shards(config: Config, run_dir: Path) -> int | None:
     start = run_dir if config.resume == "auto" else Path(config.resume).resolve()
     for folder in (start, *start.parents[:2]):  # RUN_DIR, RUN_DIR/checkpoints or RUN_DIR/checkpoints/ONE
         if (folder / "config.yaml").is_file():
-            return from_plain(yaml.safe_load((folder / "config.yaml").read_text())).batch.num_shards
+            with contextlib.suppress(ConfigError):  # its checkpoints are as good without; `restore` says what differs
+                return from_plain(_read_settings(folder / "config.yaml")).batch.num_shards
     return None
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """What the config.yaml of an earlier run holds.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        plain: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        from_plain(plain)
+        if missing := [item.name for item in fields(Config) if item.name not in plain]:
+            raise ConfigError(f"it ends before {missing[0]}")
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {' '.join(str(error).split())}. The checkpoints do not need it: start a run "
+            f"from them with resume={path.parent / 'checkpoints'} run.name=NEW, and give its settings again"
+        ) from error
+    return plain
 
 
 # ----------------------------------------------------------------------------------------------- bad input, in words
@@ -472,7 +498,7 @@ def train(config: Config, run_dir: Path) -> int:
 def _agreed_stop(run_dir: Path) -> signal.Signals | None:
     """The signal on which the workers agreed to stop, whichever of them got it."""
     with contextlib.suppress(OSError, ValueError):
-        name = json.loads((run_dir / "summary.json").read_text()).get("stopped_by")
+        name = json_object((run_dir / "summary.json").read_text()).get("stopped_by")
         return None if name is None else signal.Signals[name]
     return None
 
@@ -509,7 +535,7 @@ def _print_sweep(jobs: Sequence[_Job]) -> None:
     for job in jobs:
         summary: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            summary = json.loads((job.run_dir / "summary.json").read_text())
+            summary = json_object((job.run_dir / "summary.json").read_text())
         results = [f"{key} {value:.4g}" for key, value in summary.items() if key.startswith("test_")]
         rate = summary.get("samples_per_s")
         table.add_row(

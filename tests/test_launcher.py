@@ -25,7 +25,7 @@ import ddp
 from ddp.config import Config, from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
-from ddp.launcher import _compose, launch, prepare, translated
+from ddp.launcher import _compose, _continued, launch, prepare, translated
 from ddp.worker import Report
 
 ROOT = Path(__file__).parent.parent
@@ -377,3 +377,27 @@ def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: l
         second = from_plain({"cluster": {"workers": 2}, "resume": resume})
         prepare(second, tmp_path)
         assert second.batch.num_shards == 4
+
+    written = (tmp_path / "config.yaml").stat()
+    prepare(second, tmp_path)
+    assert (tmp_path / "config.yaml").stat().st_mtime_ns == written.st_mtime_ns, "the same is not written again"
+
+
+@pytest.mark.parametrize(
+    "share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, "[" * 100_000, "- a", "\0", "seed: x", "optim: {name: []}"]
+)
+def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
+    share: float | str, checked: list[Config], tmp_path: Path
+) -> None:
+    prepare(Config(), tmp_path)
+    path = tmp_path / "config.yaml"
+    whole = path.read_text()
+    path.write_text(share if isinstance(share, str) else whole[: int(share * len(whole))])
+    with pytest.raises(
+        ConfigError, match=rf"^{path} is damaged: .*resume={tmp_path}/checkpoints run.name=NEW"
+    ) as error:
+        _continued(from_plain({"resume": "auto"}), [], tmp_path)
+    assert "\n" not in str(error.value)
+    again = from_plain({"resume": str(tmp_path / "checkpoints")})
+    prepare(again, tmp_path)
+    assert from_plain(yaml.safe_load(path.read_text())) == again

@@ -338,7 +338,13 @@ def test_resume_at_another_world_size_from_the_checkpoint_before_the_corrupt_one
     shutil.copytree(finished.run_dirs[2], run_dir)
     newest = run_dir / "checkpoints" / f"step-{NUM_STEPS:08d}" / "model.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
-    ended = command(*JOB, "run.name=copy", "resume=auto", "cluster.workers=1")
+    (run_dir / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes()[:300])
+    ended = command("run.name=copy", "resume=auto")
+    assert (ended.status, ended.err.count("\n")) == (2, 1) and f"{run_dir}/config.yaml is damaged" in ended.err
+
+    ended = command(*JOB, "resume=runs/copy/checkpoints", "run.name=new", "cluster.workers=1")
+    run_dir = command.folder / "runs" / "new"
+    newest = run_dir / "checkpoints" / newest.relative_to(newest.parents[1])
     assert ended.status == 0, ended
     assert f"step-{NUM_STEPS:08d}" in ended.err and "step-00000072" in ended.err
     assert "world_size was 2, is 1" in ended.err

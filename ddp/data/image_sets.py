@@ -178,16 +178,16 @@ def _mnist_files() -> list[str]:
 
 @contextmanager
 def _missing_files_explained(root: str | Path, name: str, folder: str, files: list[str]) -> Iterator[None]:
-    """Turns what torchvision raises for missing files into advice; a silent network counts as none."""
+    """Turns what torchvision raises for missing or damaged files into advice; a silent network counts as none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # urllib would wait for ever
     try:
         yield
-    except (RuntimeError, OSError) as error:  # OSError: no network, disk full, not writable
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file that was cut off
         raise ConfigError(
-            f"{name} is not under {root} and could not be fetched. Wanted: {', '.join(files)}; put them into "
+            f"{name} is not whole under {root} and could not be fetched. Wanted: {', '.join(files)}; put them into "
             f"{Path(root) / folder} (the program unpacks them), or use data=digits, which needs no download. "
-            f"The cause: {str(error).strip()}"
+            f"The cause: {' '.join(str(error).split()) or 'a file is damaged'}"
         ) from error
     finally:
         socket.setdefaulttimeout(before)

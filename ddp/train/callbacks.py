@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp.files import json_object, write_whole
 from ddp.monitor.throughput import Throughput
 from ddp.train.state import StepReport, TrainState
 
@@ -91,10 +92,8 @@ class MetricsFile(Callback):
 
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank == 0 and self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= state.step]
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            temporary.replace(self._path)
+            lines = self._path.read_text(errors="replace").splitlines()
+            write_whole(self._path, "".join(f"{line}\n" for line in lines if _step_of(line) <= state.step))
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         if report.step % self._every:
@@ -127,6 +126,6 @@ class MetricsFile(Callback):
 def _step_of(line: str) -> float:
     """The step of a line; a line cut off by a crash belongs to no step that counts."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
+        return float(json_object(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return float("inf")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import platform
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CheckpointError
 from ddp.log import log
 from ddp.train.callbacks import Callback
-from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint
+from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint, cause_of
 from ddp.train.state import StepReport, TrainState
 
 DROP = "dropped when the world size changes"
@@ -85,17 +85,19 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     The optimizer's state (momenta and the like) is the checkpoint's, its settings (rates, decay, …) are the run's own.
 
     Raises:
-        CheckpointError: it belongs to another model or another optimizer.
+        CheckpointError: it belongs to another model or another optimizer; ConfigError: to another data set. Nothing
+            has been changed then.
     """
     parts = checkpoint.parts
     check_fits(parts["model"], state.model.module, source=checkpoint.path)
     check_optimizer(checkpoint, state.optimizer)
+    _check_groups(parts["optimizer"]["param_groups"], state.optimizer, source=checkpoint.path)
+    state.load_position(parts["position"])
     state.model.module.load_state_dict(parts["model"])
     settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
     state.optimizer.load_state_dict(parts["optimizer"])
     for group, own in zip(state.optimizer.param_groups, settings, strict=True):
         group.update(own, initial_lr=own["lr"])
-    state.load_position(parts["position"])
     changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result will differ from an uninterrupted run: %s", "; ".join(changed))
@@ -130,6 +132,16 @@ def check_optimizer(checkpoint: StoredCheckpoint, optimizer: Optimizer) -> None:
         raise CheckpointError(
             f"{checkpoint.path} was taken with {then}, this run uses {now}, whose state it does not hold; "
             "take the same optimizer, or start fresh from its weights with init_from.path"
+        )
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, source: Path) -> None:
+    """Raises CheckpointError unless the optimizer has as many groups, of as many parameters: state goes by position."""
+    then, now = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+    if then != now:
+        raise CheckpointError(
+            f"{source} was taken with parameter groups of {then} parameters, this optimizer has groups of {now}; "
+            "make the same groups, or start fresh from its weights with init_from.path"
         )
 
 
@@ -192,7 +204,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as weights ({cause_of(error)}); init_from.path takes a file of "
+            "torch.save(model.state_dict(), PATH), or a checkpoint folder"
+        ) from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} holds no state dict; save it with torch.save(model.state_dict(), PATH)")
     return {str(key).removeprefix("module."): value for key, value in weights.items()}

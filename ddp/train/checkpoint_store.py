@@ -41,6 +41,7 @@ from typing import IO, Any, Literal, NamedTuple, cast
 import torch
 
 from ddp.errors import CheckpointError, ConfigError
+from ddp.files import flush_folder, json_object, make_folder, write_whole
 from ddp.log import log
 
 SCHEMA = 1
@@ -121,7 +122,7 @@ class CheckpointStore:
         path = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".tmp-{path.name}"
         with _explained(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._sweep()
             try:
                 self._write(temporary, step, parts, meta, score)
@@ -163,23 +164,19 @@ class CheckpointStore:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"meta must hold JSON values only: {error}") from error
         text = json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1)
-        _write_flushed(folder / _MANIFEST, text)
-        _flush_folder(folder)
+        write_whole(folder / _MANIFEST, text)
 
     def _publish(self, temporary: Path, path: Path) -> None:
         old = path.with_name(f".old-{path.name}")
         if path.exists():
             path.rename(old)
         temporary.rename(path)
-        _flush_folder(self.folder)
+        flush_folder(self.folder)
         if old.exists():
             _remove(old)
 
     def _point(self, name: str, path: Path) -> None:
-        new = self.folder / f".tmp-{name}"
-        _write_flushed(new, f"{path.name}\n")
-        new.replace(self.folder / name)
-        _flush_folder(self.folder)
+        write_whole(self.folder / name, f"{path.name}\n")
 
     def _best(self) -> Path | None:
         """The folder with the best score, the last saved of equals; None without scores, or if nobody asked."""
@@ -313,7 +310,8 @@ def _write_part(folder: Path, name: str, content: object) -> dict[str, Any]:
         torch.load(path, weights_only=True, mmap=True, map_location="cpu")  # reads no tensor: a few ms
     except Exception as error:
         raise CheckpointError(
-            f"part {name!r} could be written but not read back: it must hold tensors and plain values only ({error})"
+            f"part {name!r} could be written but not read back: it must hold tensors and plain values only "
+            f"({cause_of(error)})"
         ) from error
     return {"bytes": hashing.num_bytes, "sha256": hashing.sha256.hexdigest()}
 
@@ -330,22 +328,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot save {path}: {reason}; free some space or choose a folder that can be written"
         ) from error
-
-
-def _write_flushed(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes new and renamed entries of a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
@@ -376,12 +358,12 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json_object((folder / _MANIFEST).read_text(encoding="utf-8"))
         schema = manifest["schema"]
         whole = manifest["sha256"] == _digest(manifest)
     except FileNotFoundError as error:
         raise CheckpointError(f"it has no {_MANIFEST}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{_MANIFEST} cannot be read ({error})") from error
     if not whole:
         raise CheckpointError(f"{_MANIFEST} has changed since it was written")
@@ -419,4 +401,10 @@ def _load_part(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise CheckpointError(f"{path.name} cannot be loaded ({error})") from error
+        raise CheckpointError(f"{path.name} cannot be loaded ({cause_of(error)})") from error
+
+
+def cause_of(error: Exception) -> str:
+    """The cause in an error of torch.load, in one line: without torch's advice to load with less care."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+    return text.splitlines()[0].partition(". ")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ddp.files import json_object
+
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl; a last line that a crash cut off is left out."""
     entries = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            entries.append(json.loads(line))
+            entries.append(json_object(line))
         except ValueError:
             continue
     return entries

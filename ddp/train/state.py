@@ -51,8 +51,8 @@ class TrainState:
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         """Continues from there."""
+        self.sampler.load_state_dict(position["sampler"])  # first, as it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
-        self.sampler.load_state_dict(position["sampler"])
 
 
 @dataclass(frozen=True)

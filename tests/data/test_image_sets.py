@@ -78,6 +78,15 @@ def test_mnist_is_what_the_files_hold(tmp_path: Path) -> None:
         assert torch.equal(batch[0], images)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 3, 6, 500])
+def test_a_file_that_was_cut_off_is_advice(num_bytes: int, tmp_path: Path) -> None:
+    write_mnist(tmp_path, compressed=False)
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ConfigError, match=r"^MNIST is not whole under .*train-images-idx3-ubyte.gz, .* The cause: .+$"):
+        load_mnist(tmp_path)
+
+
 def test_prepare_unpacks_what_a_user_has_put_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: list[float | None]
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import TensorSet
-from ddp.errors import CheckpointError
+from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.verify import tensor_hash
 from ddp.tasks.classification import Classification
 from ddp.train.callbacks import Callback
@@ -168,6 +168,32 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
     with pytest.raises(CheckpointError, match="was taken with AdamW, this run uses SGD"):
         restore(checkpoint, fresh(torch.optim.SGD, lr=0.1), identity={})
 
+    def apart() -> TrainState:
+        state = fresh(torch.optim.AdamW, lr=0.1)
+        groups = [{"params": [each]} for each in state.model.module.parameters()]
+        state.optimizer = torch.optim.AdamW(groups, lr=0.1)
+        return state
+
+    def smaller() -> TrainState:
+        state = fresh(torch.optim.AdamW, lr=0.1)
+        state.sampler = TrainSampler(9, global_batch=3, rank=0, world_size=1)
+        return state
+
+    there = fresh(torch.optim.AdamW, lr=0.1)
+    there.sampler.load_state_dict({"seed": 0, "epoch": 0, "consumed": 10})
+    save_checkpoint(store, there, identity={})
+    refusals: list[tuple[TrainState, type[Exception], str]] = [
+        (apart(), CheckpointError, r"parameter groups of \[2\] parameters, this optimizer has groups of \[1, 1\]"),
+        (smaller(), ConfigError, "no position in a data set of 9 samples"),
+    ]
+    for state, kind, words in refusals:
+        for parameter in state.model.parameters():
+            parameter.data.fill_(7.0)
+        with pytest.raises(kind, match=words):
+            restore(store.load(), state, identity={})
+        assert all(bool((parameter == 7.0).all()) for parameter in state.model.parameters()), "nothing was changed"
+        assert (state.step, state.sampler.state.consumed) == (0, 0)
+
 
 def in_one_process(num_samples: int) -> tuple[TrainState, TensorSet]:
     data = TensorSet(torch.randn(num_samples, 3), torch.zeros(num_samples, dtype=torch.int64))
@@ -252,5 +278,11 @@ def test_weights_load_plain_and_wrapped_and_a_renamed_head(tmp_path: Path) -> No
         load_initial_weights(tmp_path / "plain", target, strict=True, rename=rename, skip=[])
     load_initial_weights(tmp_path / "plain", target, strict=True, rename=rename, skip=["head."])
     assert torch.equal(target.body.weight, source[0].weight)
+    torch.save(source, tmp_path / "module")
+    (tmp_path / "text").write_text("# readme\n")
+    for name, cause in [("text", "Unsupported operand 35"), ("module", "Unsupported global: .*Sequential was not .*")]:
+        message = rf"text cannot be read as weights \({cause}\); init_from.path takes [^\n]*$".replace("text", name, 1)
+        with pytest.raises(CheckpointError, match=message):
+            load_initial_weights(tmp_path / name, target, strict=True, rename={}, skip=[])
     with pytest.raises(CheckpointError, match="does not exist"):
         load_initial_weights(tmp_path / "nothing", target, strict=True, rename={}, skip=[])
