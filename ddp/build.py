@@ -174,7 +174,6 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         evaluate_every_steps=config.evaluate.every_steps,
         callbacks=[
             meter,
-            ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),
             MetricsFile(run_dir / "metrics.jsonl", meter, every=config.log_every),
             Checkpointer(
                 store,
@@ -182,6 +181,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
                 every_steps=config.checkpoint.every_steps,
                 score_metric=score_metric,
             ),
+            ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # showing comes after saving
             StepInErrors(),
         ],
         stop=stop,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp.failures import Failure
+from ddp.train.stopping import stop_signals
 
 CUBLAS_WORKSPACE = ":4096:8"  # what deterministic=true needs on a GPU, before its first matrix product
 # How a worker's allocator treats large blocks, unless the environment says otherwise. By default the C library gives
@@ -56,7 +57,10 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
     bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.worker"]
     command = [*_environment(threads, INTERFACE), *bootstrap, "--parent", str(os.getpid()), *arguments]
     command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
-    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process():
+    signals = stop_signals()
+    if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
+        signals.append(signal.SIGQUIT)  # it ends the workers, too, but nothing is saved
+    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process(signals):
         engine = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -65,6 +69,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
             rdzv_backend=BACKEND,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle=",".join(number.name for number in signals),
             shutdown_timeout=SHUTDOWN_S,
         )
         try:
@@ -99,11 +104,10 @@ def _environment(threads: int, interface: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _unchanged_process() -> Iterator[None]:
+def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
     """Takes back what the engine does to its own process, a variable and signal handlers, and keeps it from logging."""
     in_main_thread = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main_thread else ()
-    handlers = {number: signal.getsignal(number) for number in signals}
+    handlers = {number: signal.getsignal(number) for number in signals if in_main_thread}
     variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
     for name in ("elastic", "launcher"):
         logging.getLogger(f"torch.distributed.{name}").propagate = False  # for good: another thread may launch too

@@ -18,6 +18,7 @@ A worker that fails takes its neighbours with it; so the parent reads all their 
 | bad input                              | 2      | `prepare`, `translated`                |
 | Ctrl-C, or SIGINT to any worker        | 130    | workers agree, save and exit 0;        |
 | SIGTERM, to the parent or any worker   | 143    | the parent says so with its own status |
+| a closed terminal; SIGUSR1; SIGUSR2    | 129; …  | the same: 128 + the signal's number    |
 
 This module alone imports Hydra and OmegaConf, and inside functions: importing it stays light, and workers stay free of
 them. Read next: ddp/engine.py, ddp/failures.py, ddp/worker.py.
@@ -46,6 +47,7 @@ from ddp.engine import CUBLAS_WORKSPACE, run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
 from ddp.files import flush_folder, json_object, write_whole
+from ddp.terminal import keep_writing, tolerant
 from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
 
@@ -59,6 +61,7 @@ def main(config_dir: Path | str, config_name: str = "train") -> NoReturn:
         config_dir: the folder conf/.
         config_name: its root file, without ".yaml".
     """
+    keep_writing()
     import hydra
 
     jobs: list[_Job] = []
@@ -102,6 +105,7 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
     `cluster.workers` is torchrun's world size. An error at rank 0 reaches the others through the store that torchrun
     keeps, so all end at once and one message is seen.
     """
+    keep_writing()
     os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/engine.py
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     try:
@@ -137,7 +141,7 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
     config, run_dir = from_plain(sent["config"]), Path(sent["run_dir"])
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
-    terminal = os.fdopen(os.dup(2), "w")
+    terminal = tolerant(os.dup(2), like=sys.stderr)
     status = train_in_this_process(config, run_dir, rank=rank)
     report = Report.read(run_dir / "logs", rank=rank) if status else None
     if report is not None and report.is_secondary:

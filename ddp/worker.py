@@ -42,6 +42,7 @@ from typing import Any, NoReturn, TextIO
 from ddp.config import Config, from_plain
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost, ReplicaMismatch
 from ddp.log import add_handler, follow_rank
+from ddp.terminal import keep_writing
 
 ORPHAN_GRACE_S = 30.0
 """After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
@@ -60,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run_dir", type=Path, nargs="?")
     options = parser.parse_args(argv)
 
+    keep_writing()
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
     if options.call is not None:
         return _call(options.call, rank=options.rank, timeout_s=options.timeout)
@@ -180,7 +182,7 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
         os.close(file)
     faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
     follow_rank(rank, world_size)
-    add_handler(logging.FileHandler(path))
+    add_handler(logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"))
     if rank == 0:
         add_handler(_Terminal(), logging.WARNING)
 
@@ -285,9 +287,12 @@ def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
         return 128 + signal.SIGINT
     except Exception as error:
         report = Report.of(error, rank=rank)
-        report.write(logs)
-        with (logs / f"rank-{rank}.log").open("a") as log:
-            log.write(f"{report.traceback}\n")
+        try:
+            report.write(logs)
+            with (logs / f"rank-{rank}.log").open("a", encoding="utf-8", errors="backslashreplace") as log:
+                log.write(f"{report.traceback}\n")
+        except OSError:  # such as a full disk, which may be what ended the work
+            print(report.block(), file=sys.stderr, flush=True)
         return 1
     return 0
 

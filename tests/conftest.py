@@ -1,11 +1,15 @@
-"""Settings that must stand before torch is imported, in this process and in every rank."""
+"""Settings that must stand before torch is imported, and signals as a terminal has them, here and in every rank."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["MKL_CBWR"] = "AUTO"
 sys.path.insert(0, str(Path(__file__).parent))  # for `from ranks import run_ranks`
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:  # tests in the background, or under nohup
+        signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)

@@ -91,13 +91,14 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> No
 
 
 def test_signal_to_the_parent_or_to_one_worker_ends_in_the_documented_status(tmp_path: Path) -> None:
-    runs = {name: tmp_path / "runs" / name for name in ("parent", "worker")}
+    runs = {name: tmp_path / "runs" / name for name in ("parent", "worker", "slurm")}
     started = {name: start([*TRAIN, f"run.name={name}"], tmp_path, standin="wait") for name in runs}
     for run_dir in runs.values():
         wait_for(lambda run_dir=run_dir: all((run_dir / f"ready-{rank}").exists() for rank in (0, 1)))
     started["parent"].send_signal(signal.SIGTERM)
     os.kill(seen(runs["worker"], 1)["pid"], signal.SIGINT)
-    for name, expected, word in [("parent", 143, "SIGTERM"), ("worker", 130, "SIGINT")]:
+    started["slurm"].send_signal(signal.SIGUSR1)
+    for name, expected, word in [("parent", 143, "SIGTERM"), ("worker", 130, "SIGINT"), ("slurm", 138, "SIGUSR1")]:
         status, _, err = finish(started[name])
         assert status == expected
         assert err == f"stopped by {word}; continue with run.name={name} resume=auto\n"

@@ -331,6 +331,38 @@ def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
     assert [each["step"] for each in metrics if each["kind"] == "step"] == list(range(1, NUM_STEPS + 1))
 
 
+def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(finished: Finished, tmp_path: Path) -> None:
+    """The second run can print nowhere either, and in letters that are not enough."""
+    master, terminal = os.openpty()
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    closed = subprocess.Popen(["setsid", "-c", *TRAIN, *LONG_JOB], cwd=tmp_path, **streams)
+    os.close(terminal)
+    run_dir, kept_dir = tmp_path / "runs" / "mine", tmp_path / "runs" / "kept"
+    with Path("/dev/full").open("w") as full:
+        kept = subprocess.Popen(
+            ["nohup", *TRAIN, *JOB, "run.name=kept", "cluster.workers=1"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            stdout=full,
+            stderr=full,
+        )
+    try:
+        wait_for(lambda: steps_done(run_dir) >= 5, while_=lambda: closed.poll() is None)
+        os.close(master)  # the kernel sends SIGHUP to the process that the terminal belonged to
+        assert closed.wait(LIMIT_S) == 128 + signal.SIGHUP
+        wait_for(lambda: steps_done(kept_dir) >= 5, while_=lambda: kept.poll() is None)
+        for pid in (kept.pid, *workers(kept_dir).values()):
+            os.kill(pid, signal.SIGHUP)
+        assert kept.wait(LIMIT_S) == 0
+    finally:
+        closed.kill()
+        kept.kill()
+    summary = summary_of(run_dir)
+    assert summary["stopped_by"] == "SIGHUP"
+    assert (run_dir / "checkpoints" / f"step-{summary['steps']:08d}").is_dir()
+    assert_same_bits(final_model(finished.run_dirs[1]), final_model(kept_dir))
+
+
 def test_resume_at_another_world_size_from_the_checkpoint_before_the_corrupt_one(
     finished: Finished, command: Command
 ) -> None:

@@ -7,6 +7,12 @@ save, and meet. A second signal ends the process at once, as it would have witho
 Note "echoes": one wish to stop often arrives several times. Process managers signal every process of a job, and the
 launcher passes on what it got; Linux sends the parent-death signal once for each thread of the parent. So what comes
 within `ECHO_S` of the first signal is the same wish.
+
+| signal           | who sends it                             | it asks to stop                         |
+|------------------|------------------------------------------|-----------------------------------------|
+| SIGTERM, SIGINT  | process managers, Ctrl-C                 | unless it is ignored (`sh -c 'job &'`)  |
+| SIGHUP           | a terminal that closes                   | unless it is ignored (`nohup`) or the   |
+| SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has a handler of its own |
 """
 
 from __future__ import annotations
@@ -14,7 +20,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from ddp.clock import now_s
@@ -22,10 +29,27 @@ from ddp.clock import now_s
 ECHO_S = 3.0
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that ask this process to stop: see the table above."""
+    always, if_free = (signal.SIGTERM, signal.SIGINT), (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    caught = _caught_by_anyone()
+    return [number for number in always if signal.getsignal(number) is not signal.SIG_IGN] + [
+        number for number in if_free if signal.getsignal(number) is signal.SIG_DFL and number not in caught
+    ]
+
+
+def _caught_by_anyone() -> set[int]:
+    """Returns the signals that have a handler, also one in C, of which Python does not know (faulthandler.register)."""
+    with suppress(OSError):  # Linux only
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                mask = int(line.split()[1], 16)
+                return {number for number in range(1, mask.bit_length() + 1) if mask >> (number - 1) & 1}
+    return set()
+
+
 class StopFlag:
     """Whether this rank wants to stop, and why."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.reason = ""
@@ -40,11 +64,11 @@ class StopFlag:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turns SIGTERM and SIGINT into a request, for the block's duration. Only in the main thread."""
+        """Turns the signals that ask to stop into a request, for the block's duration. Only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         try:
             yield
         finally:

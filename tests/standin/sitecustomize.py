@@ -55,7 +55,7 @@ def _surroundings(config):
 
 def _wait_for_agreed_stop(run_dir: Path) -> str:
     agreed = run_dir / "agreed"
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: agreed.write_text(signal.Signals(number).name))
     (run_dir / f"ready-{os.environ['RANK']}").touch()
     while not agreed.exists() or not agreed.read_text():

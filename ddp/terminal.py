@@ -1,0 +1,66 @@
+"""Standard streams that never end a run: their reader left, the disk is full, the terminal closed, a letter is unknown.
+
+From the first write that fails on, such a stream goes to /dev/null; a letter that its encoding lacks becomes "?". Only
+processes that belong to this package use these streams: the launcher's command and its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+FULL_S = 5.0
+"""A stream that does not block may refuse bytes for so long before it counts as broken."""
+
+
+def keep_writing() -> None:
+    """Makes standard output and error survive every failed write. A stream that was replaced stays as it is."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:  # closed (`>&-`): the next file or socket would get this number, and be printed into
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = tolerant(1, like=sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = tolerant(2, like=sys.stderr)
+
+
+def tolerant(fd: int, *, like: TextIO | None) -> io.TextIOWrapper:
+    """Returns a stream on `fd` that survives every failed write, and else encodes and buffers as `like` does."""
+    kept: dict[str, Any] = {"line_buffering": True}
+    if like is not None:
+        with contextlib.suppress(OSError):
+            like.flush()
+        kept = {name: getattr(like, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+    if kept.get("errors", "strict") in ("strict", "surrogateescape"):
+        kept["errors"] = "replace"
+    raw = _Tolerant(fd, "w", closefd=False)
+    return io.TextIOWrapper(raw if kept.get("write_through") else io.BufferedWriter(raw), **kept)
+
+
+class _Tolerant(io.FileIO):
+    """A file whose descriptor becomes /dev/null once it cannot be written: for C++ and child processes, too."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        """Writes all of `data`, or forgets it."""
+        rest = memoryview(data).cast("B")
+        num_bytes = len(rest)
+        try:
+            while rest:
+                written = super().write(rest)
+                if written is None and not select.select([], [self], [], FULL_S)[1]:
+                    raise BlockingIOError
+                rest = rest[written or 0 :]
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+        return num_bytes
