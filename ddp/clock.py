@@ -7,6 +7,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 now_s = time.perf_counter
+PAUSED_S = 3.0  # whoever looks at the clock this much later than intended was not running in between
+
+
+class Patience:
+    """A deadline for a wait that looks up every second or so, and that may be paused itself.
+
+    A process that is stopped (Ctrl-Z, a frozen container, a suspended laptop) does not look up. Its peers were most
+    often paused with it and go on when it does, so that the deadline begins anew.
+
+    Args:
+        limit_s: how long the wait may take, in seconds of running.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._start_s = self._last_s = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; 0 once the deadline has passed. To be asked every second or so."""
+        now = time.monotonic()
+        if now - self._last_s > PAUSED_S:
+            self._start_s = now
+        self._last_s = now
+        return max(0.0, self._start_s + self.limit_s - now)
 
 
 class Stopwatch:

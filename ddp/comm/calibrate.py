@@ -481,13 +481,13 @@ class _Memory:
     def __init__(self, group: HostGroup, hosts: Hosts, *, timeout_s: float, empty_call: Callable[[], object]) -> None:
         self._group, self._timeout_s, self._empty_call = group, timeout_s, empty_call
         self._is_only_host, self._num_slices = len(hosts) == 1, min(map(len, hosts))
-        self._little = torch.ones(MEMORY_BYTES[0] // 4)
+        self._little = torch.ones(MEMORY_BYTES[0] // 4, device="cpu")
 
     def measure(self) -> Times:
         """At some sizes, on an ordinary tensor and on one that is shared."""
         group = self._group
         largest = min(MEMORY_BYTES[-1], MEMORY_IN_ALL // group.size if self._is_only_host else MIXED_BYTES)
-        tensors = {"ordinary": torch.zeros(largest // 4)}
+        tensors = {"ordinary": torch.zeros(largest // 4, device="cpu")}
         try:
             tensors["allocated"] = group.allocate(largest // 4, torch.float32, timeout_s=self._timeout_s)
         except NoSharedMemory:  # on all ranks of the host alike; then nobody gets such tensors
@@ -532,7 +532,7 @@ class _Memory:
         Out of a barrier they come one after another, then wait for each other in every collective that follows. Where
         they share cores, waiting for a moment would take the core from those who are late: there they do come so.
         """
-        moment = torch.tensor([now_s() + TOGETHER_S], dtype=torch.float64)
+        moment = torch.tensor([now_s() + TOGETHER_S], dtype=torch.float64, device="cpu")
         self._group.all_reduce(moment, "max", sequence=0, timeout_s=self._timeout_s)
         if not self._group.is_crowded:
             moment_s = moment.item()

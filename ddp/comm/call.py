@@ -30,6 +30,12 @@ class Call(NamedTuple):
             return self.name
         return self.operation if self.shape is None else f"{self.operation} of {list(self.shape)}"
 
+    @property
+    def range(self) -> str:
+        """What a profile calls it: the label without a "step 12, " before it, so that the steps add up."""
+        step, comma, what = self.label.partition(", ")
+        return f"ddp: {what if comma and step.startswith('step ') else self.label}"
+
     def describe(self) -> str:
         """All that must agree between ranks."""
         words = [self.operation, self.op]

@@ -247,6 +247,16 @@ class Carrier:
         everything = data.cpu().numpy().tobytes()
         return [everything[start:stop] for start, stop in pairwise(bounds)]
 
+    def interrupt(self, culprit: int, reason: str) -> None:
+        """Ends the waits of this process with a TransportError. From any thread.
+
+        Args:
+            culprit: the rank that will not come.
+        """
+        if self.group is not None:
+            self.group.interrupt(culprit)
+        self.transport.interrupt(reason)
+
     def close(self) -> None:
         """Gives the memory back."""
         self._crossings.close()

@@ -27,7 +27,10 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -35,7 +38,9 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
+from ddp.clock import Patience
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.comm import call as calls
@@ -55,6 +60,7 @@ from ddp.comm.flat import (
     check_tensors,
     flatten,
     in_place,
+    sum_overflows,
     together,
     with_rows,
     write_back,
@@ -66,6 +72,7 @@ from ddp.comm.work import Runner, Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.log import log
 from ddp.transport.edge import Transport, TransportError
+from ddp.transport.shared_memory import SLICE_S
 
 Op = Literal["sum", "mean", "product", "min", "max"]
 Divisor = int | Callable[[], int]
@@ -89,7 +96,7 @@ class Communicator:
         algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the way with the least predicted time.
         order: "canonical" lets "auto" take only ways whose additions follow the canonical binary tree over the ranks.
         segment_bytes: size of a pipelining piece of a chunk.
-        abort_s: longest silence of a neighbour, in seconds.
+        abort_s: longest wait for a neighbour, in seconds.
         debug: compare what the ranks call before every collective.
 
     Attributes:
@@ -125,6 +132,7 @@ class Communicator:
         )
         if watchdog is not None:
             self._carrier.waiting_for = watchdog.waits_for
+            watchdog.interrupt = self._interrupt
         self.auto = Auto(
             self._carrier,
             algorithm=algorithm,
@@ -133,7 +141,7 @@ class Communicator:
             timeout_s=abort_s,
             empty_call=self._call_nothing,
         )
-        self._nothing = torch.empty(0)
+        self._nothing = torch.empty(0, device="cpu")
         self._running = Call(0, "start-up")
         self._runner = Runner(f"ddp-collectives-{self.rank}", self.device)
         self._sequence = 0
@@ -142,6 +150,10 @@ class Communicator:
         self._groups: list[Communicator] = []
         self._shares_memory = False
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
+        self._freed: deque[Tensor] = deque()
+        self._turn = threading.Lock()  # held while a collective runs, or memory is given back
+        self._in_collective = False
+        self._in_vain = ""  # why no wait can succeed any more, if the watchdog knows
         self._closed = False
         self._broken: BaseException | None = None
         self.world_ranks: Sequence[int] = range(self.world_size)
@@ -211,12 +223,16 @@ class Communicator:
             divide_by = self.world_size
 
         def reduce(flat: Tensor) -> None:
+            divisor = divide_by if isinstance(divide_by, int) else divide_by()
+            if divisor != 1 and sum_overflows(flat.dtype, wire_dtype):
+                flat.div_(divisor)
+                divisor = 1
             self._carrier.all_reduce(
                 flat,
                 "sum" if op == "mean" else op,
                 self.auto.way(flat, algorithm),
                 sequence=call.sequence,
-                divide_by=divide_by if isinstance(divide_by, int) else divide_by(),
+                divide_by=divisor,
                 wire_dtype=wire_dtype,
             )
 
@@ -240,9 +256,10 @@ class Communicator:
         def run() -> Tensor:
             flat = flatten(tensor).clone()
             bounds = offsets(flat.numel(), self.world_size)
-            self._carrier.reduce_scatter(flat, bounds, "sum" if op == "mean" else op, sequence=call.sequence)
-            mine = flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(tensor.dtype)
-            return mine.div_(self.world_size) if op == "mean" else mine
+            mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
+            with self._divided(op, of=flat, sums=mine):
+                self._carrier.reduce_scatter(flat, bounds, "sum" if op == "mean" else op, sequence=call.sequence)
+            return mine.clone().view(tensor.dtype)
 
         return self._start(call, run, async_op)
 
@@ -293,10 +310,9 @@ class Communicator:
 
         def run() -> Tensor:
             flat = flatten(tensor).clone()  # inner ranks of the tree add up in it
-            self._carrier.reduce(flat, root, "sum" if op == "mean" else op)
-            if self.rank != root:
-                return tensor
-            return write_back(flat.div_(self.world_size) if op == "mean" else flat, tensor)
+            with self._divided(op, of=flat, sums=flat):
+                self._carrier.reduce(flat, root, "sum" if op == "mean" else op)
+            return write_back(flat, tensor) if self.rank == root else tensor
 
         return self._start(call, run, async_op)
 
@@ -364,7 +380,7 @@ class Communicator:
         def run() -> list[Tensor]:
             ranks = self.world_size
             counts = torch.zeros(ranks, ranks, dtype=torch.int64, device=self.device)  # [from, to]
-            counts[self.rank] = torch.tensor([len(piece) for piece in pieces])
+            counts[self.rank] = torch.tensor([len(piece) for piece in pieces], device=self.device)
             self._carrier.all_gather(counts.view(-1), range(0, ranks**2 + 1, ranks), sequence=call.sequence)
             rows = counts[:, self.rank].tolist()
             going, coming = bounds_of(counts[self.rank].tolist(), pieces[0]), bounds_of(rows, pieces[0])
@@ -398,7 +414,7 @@ class Communicator:
         call = self._call("wait_for_rank_zero", label=label)
         if self._watchdog is not None:
             try:
-                self._watchdog.wait_for_rank_zero(call, silence_s=self.abort_s)
+                self._watchdog.wait_for_rank_zero(call)
             except PeerLost as lost:
                 self._broken = lost
                 raise
@@ -408,15 +424,18 @@ class Communicator:
         communicator's number, warning, deadline and blame. Every rank calls it.
 
         Args:
-            wait: waits for so many seconds at most; True if what it waits for is there.
+            wait: waits for so many seconds at most; True if what it waits for is there. Called until it is.
 
         Raises:
             PeerLost: it was not there within the deadline.
         """
 
         def until_there() -> None:
-            if not wait(self.abort_s):
-                raise TransportError(self._neighbour, f"nothing came for {self.abort_s:g} s", timed_out=True)
+            patience = Patience(self.abort_s)
+            while not wait(min(patience.left_s, SLICE_S)):
+                if self._in_vain or not patience.left_s:
+                    why = self._in_vain or f"nothing came for {self.abort_s:g} s"
+                    raise TransportError(self._neighbour, why, timed_out=True)
 
         self._start(self._call("wait", label=label), until_there, False)
 
@@ -495,11 +514,26 @@ class Communicator:
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """Gives memory from `allocate` back. Every rank calls it; no collective may still use the tensor."""
+        """Gives memory from `allocate` back. Every rank calls it; no collective may still use the tensor.
+
+        From any thread, and at any time: a finalizer may call it in the midst of another collective. Then the memory
+        goes before the next one.
+        """
         if tensor.data_ptr() in self._unshared:
             self._unshared.discard(tensor.data_ptr())
         elif self._carrier.group is not None and self.device.type == "cpu":
-            self._carrier.group.free(tensor)
+            self._freed.append(tensor)
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._give_back()
+                finally:
+                    self._turn.release()
+
+    def _give_back(self) -> None:
+        while self._freed:
+            tensor = self._freed.popleft()
+            if self._carrier.group is not None:
+                self._carrier.group.free(tensor)
 
     def meet_neighbours(self, *, shared_memory: bool = True, crowded: bool = False) -> None:
         """Finds out which ranks share a host and, if asked to, meets them in its memory. Collective.
@@ -632,7 +666,7 @@ class Communicator:
         tensor = self._nothing
         check_all_reduce(tensor, "sum", None)
         Call(0, "all_reduce", "sum", tensor.shape, tensor.dtype, how=("auto", None))  # that, too, takes its time
-        self._perform(self._running, partial(in_place, self._find_way_of, tensor))
+        self._watched(self._running, partial(in_place, self._find_way_of, tensor))
 
     def _find_way_of(self, flat: Tensor) -> None:
         self.auto.way(flat, "ring")
@@ -649,6 +683,40 @@ class Communicator:
         return work if async_op else work.wait()
 
     def _perform(self, call: Call, collective: Callable[[], Any]) -> Any:
+        """Runs one collective, alone."""
+        turn = self._turn
+        if not turn.acquire(blocking=False) and (self._in_collective or not turn.acquire(timeout=1)):
+            self._refuse_second_thread(call)  # else a finalizer was giving memory back
+        self._in_collective = True
+        try:
+            if self._freed:
+                self._give_back()
+            if call.name:  # a bucket, say; a range costs 5 µs
+                with record_function(call.range):
+                    return self._watched(call, collective)
+            return self._watched(call, collective)
+        finally:
+            self._in_collective = False
+            turn.release()
+
+    def _refuse_second_thread(self, call: Call) -> None:
+        """Two threads of one rank take turns in an order of their own, and not in the other ranks'."""
+        error = RuntimeError(
+            f"collective #{call.sequence} [{call.label}] began in thread {threading.current_thread().name!r} while "
+            f"#{self._running.sequence} [{self._running.label}] was running in another one; a communicator serves one "
+            "thread at a time: give each a communicator of its own, comm.subgroup(range(comm.world_size))"
+        )
+        self._broken = self._broken or error
+        if self._watchdog is not None:
+            self._watchdog.fail(f"RuntimeError: {error}")
+        raise error
+
+    def _interrupt(self, culprit: int, reason: str) -> None:
+        """The watchdog has found out that the wait in progress cannot succeed."""
+        self._in_vain = f"rank {culprit}: {reason}"
+        self._carrier.interrupt(culprit, self._in_vain)
+
+    def _watched(self, call: Call, collective: Callable[[], Any]) -> Any:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
         self._refuse_if_broken()  # what was in flight may have failed since the call was made
         self._running = call
@@ -705,6 +773,16 @@ class Communicator:
         flat = mine.new_empty(bounds[-1])
         flat[bounds[self.rank] : bounds[self.rank + 1]] = mine.reshape(-1)
         return flat, rows
+
+    @contextmanager
+    def _divided(self, op: str, *, of: Tensor, sums: Tensor) -> Iterator[None]:
+        """Makes a mean of what is added up inside, by dividing the sums; or the terms, if their sum may overflow."""
+        first = op == "mean" and sum_overflows(of.dtype)
+        if first:
+            of.div_(self.world_size)
+        yield
+        if op == "mean" and not first:
+            sums.div_(self.world_size)
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.world_size:

@@ -75,6 +75,11 @@ def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
     return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
 
 
+def sum_overflows(dtype: torch.dtype, wire_dtype: torch.dtype | None = None) -> bool:
+    """True if values of this type may add up to infinity although their mean is far from it: 65504 is the largest."""
+    return torch.float16 in (dtype, wire_dtype) or dtype is torch.complex32
+
+
 def check_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Raises ConfigError unless it is a sequence of tensors."""
     if not isinstance(tensors, Sequence) or not all(isinstance(each, Tensor) for each in tensors):
@@ -128,8 +133,8 @@ def check_divisor(divide_by: int | Callable[[], int], op: str, dtype: torch.dtyp
         raise ConfigError("divide_by and op='mean' both divide; use op='sum'")
     if not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(f"divide_by on {dtype}: use a floating point tensor")
-    if isinstance(divide_by, int) and not 1 <= divide_by < 1 << 32:
-        raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 32) - 1}")
+    if isinstance(divide_by, int) and not 1 <= divide_by < 1 << 63:
+        raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 63) - 1}")
 
 
 def check_wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ was handed over at earlier ones. So two halves are enough, within a collective a
 collective of this kind needs a barrier at its end. Records take turns for the same reason.
 
 Note "mismatch". Everybody writes its record before the first barrier of a collective and compares it with the others'
-after it; that costs a copy of 40 bytes, and a comparison for each neighbour. All records are the same for all ranks, so
+after it; that costs a copy of 44 bytes, and a comparison for each neighbour. All records are the same for all ranks, so
 all of them raise, at the same place, and none is left waiting.
 
 Read next: `host_reduce.py`.
@@ -99,7 +99,7 @@ class Record(NamedTuple):
         return " ".join(words)
 
 
-_RECORD = struct.Struct("<BBBxIqIiq")
+_RECORD = struct.Struct("<BBBxqqIiq")
 _SEQUENCE = struct.Struct("<q")
 _RECORD_BYTES = _SEQUENCE.size + _RECORD.size
 _WHERE = slice(6, 8)  # region and offset of a record, which may differ
@@ -211,7 +211,7 @@ class HostMemory:
         """Memory that `size` ranks work in, besides what they allocate."""
         return _places(size).end
 
-    def enter(self, record: bytes, sequence: int, deadline_s: float) -> bool:
+    def enter(self, record: bytes, sequence: int, timeout_s: float) -> bool:
         """The first barrier of a collective.
 
         Args:
@@ -228,7 +228,7 @@ class HostMemory:
         slots, buffer = self._records[self._half_of_records], self._memory.buffer
         mine = _SEQUENCE.pack(sequence) + record
         buffer[slots[self.index]] = mine
-        self.barrier.meet(deadline_s)
+        self.barrier.meet(timeout_s)
         for slot in slots:
             if buffer[slot] != mine:
                 self._refuse_mismatch([buffer[slot] for slot in slots])
@@ -247,7 +247,7 @@ class HostMemory:
             return self._regions[place]
         return None
 
-    def allocate(self, numel: int, dtype: torch.dtype, deadline_s: float) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, timeout_s: float) -> Tensor:
         """[numel] zeros in a new region. Collective.
 
         The first rank makes the memory and writes a note of where it is; the others map it; each notes what went wrong,
@@ -262,18 +262,18 @@ class HostMemory:
         record = Record(Operation.ALLOCATE, dtype=DTYPE_CODES[dtype], numel=numel)
         try:
             self._write_note(memory.offer.path if memory is not None else "")
-            self.enter(record.packed(), self._num_allocations, deadline_s)
+            self.enter(record.packed(), self._num_allocations, timeout_s)
             if not num_bytes:
-                return torch.empty(0, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device="cpu")
             if self.index != 0 and (path := self._note(0)):
                 memory, problem = _attached(Offer(path, num_bytes))
             if memory is not None:
                 problem = self._prefault_own(memory, num_bytes // self.size)
-            self.barrier.meet(deadline_s)  # all have read the path
+            self.barrier.meet(timeout_s)  # all have read the path
             self._write_note(problem)
-            self.barrier.meet(deadline_s)
+            self.barrier.meet(timeout_s)
             notes = [self._note(index) for index in range(self.size)]
-            self.barrier.meet(deadline_s)  # all have read the notes
+            self.barrier.meet(timeout_s)  # all have read the notes
         finally:
             if memory is not None:
                 memory.forget()

@@ -35,7 +35,6 @@ import functools
 import json
 import os
 import socket
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -226,7 +225,7 @@ class HostGroup:
     @_all_or_nothing
     def barrier(self, *, sequence: int, timeout_s: float) -> None:
         """Returns once every rank of the host has called it."""
-        self._memory.enter(_BARRIER, sequence, time.monotonic() + timeout_s)
+        self._memory.enter(_BARRIER, sequence, timeout_s)
 
     @_all_or_nothing
     def all_reduce(self, flat: Tensor, op: str, *, divide_by: int = 1, sequence: int, timeout_s: float) -> None:
@@ -237,21 +236,20 @@ class HostGroup:
             op: "sum", "product", "min" or "max".
             divide_by: what the result is divided by, for a mean; floating point and complex only.
         """
-        deadline_s = time.monotonic() + timeout_s
         flat = _computable(flat, op, divide_by)
         numel, dtype = flat.numel(), flat.dtype
         call = self._calls.get((numel, dtype, op)) or self._plan_call(numel, dtype, op)
         if numel * dtype.itemsize > SMALL_ALLOCATED_BYTES:
             planes = self._planes.get((flat.data_ptr(), numel, dtype, op)) or self._plan_planes(flat, op)
             if planes is not None:
-                if self._memory.enter(planes.record.packed(divide_by), sequence, deadline_s):
+                if self._memory.enter(planes.record.packed(divide_by), sequence, timeout_s):
                     self._add_up(planes, call.arithmetic, divide_by)
-                    self._memory.barrier.meet(deadline_s)
+                    self._memory.barrier.meet(timeout_s)
                     return
                 self._memory.next_half()  # those with other memory have handed theirs in already: all begin again
-                self._by_copying(flat, call, None, divide_by, sequence, deadline_s)
+                self._by_copying(flat, call, None, divide_by, sequence, timeout_s)
                 return
-        self._by_copying(flat, call, call.record.packed(divide_by), divide_by, sequence, deadline_s)
+        self._by_copying(flat, call, call.record.packed(divide_by), divide_by, sequence, timeout_s)
 
     @_all_or_nothing
     def reduce_scatter(
@@ -264,18 +262,17 @@ class HostGroup:
             bounds: size + 1 ascending positions; slices may be empty.
             op, divide_by: as in `all_reduce`.
         """
-        deadline_s = time.monotonic() + timeout_s
         flat = _computable(flat, op, divide_by)
         record, place = self._record_of_slices(Operation.REDUCE_SCATTER, flat, bounds, op=op, divide_by=divide_by)
         arithmetic = _Arithmetic(op, self.size)
         start, stop = bounds[self.index], bounds[self.index + 1]
-        agreed = self._memory.enter(record, sequence, deadline_s)
+        agreed = self._memory.enter(record, sequence, timeout_s)
         if agreed and place is not None:
             item, offset = flat.element_size(), flat.data_ptr() - place.addresses[self.index]
             slices = place.planes(flat.dtype, offset + start * item, offset + stop * item)
             for leaves in _blocks(slices, self._block_numel(flat.dtype)):
                 arithmetic.in_place(leaves, leaves[self.index], divide_by)
-            self._memory.barrier.meet(deadline_s)
+            self._memory.barrier.meet(timeout_s)
             return
         memory, step = self._memory, self._memory.piece_bytes // flat.element_size() // self.size
         for runs in _runs(bounds, step):
@@ -284,7 +281,7 @@ class HostGroup:
             for other in self._others:
                 first, last = runs[other]
                 boxes[self.index][other * step :][: last - first].copy_(flat[first:last])
-            memory.barrier.meet(deadline_s)
+            memory.barrier.meet(timeout_s)
             first, last = runs[self.index]
             terms = [box[self.index * step :][: last - first] for box in boxes]
             terms[self.index] = mine = flat[first:last]
@@ -298,23 +295,22 @@ class HostGroup:
             flat: [numel].
             bounds: size + 1 ascending positions; slices may be empty.
         """
-        deadline_s = time.monotonic() + timeout_s
         record, place = self._record_of_slices(Operation.ALL_GATHER, flat, bounds)
-        agreed = self._memory.enter(record, sequence, deadline_s)
+        agreed = self._memory.enter(record, sequence, timeout_s)
         item, here = flat.element_size(), flat.data_ptr()
         cuts = [bound * item for bound in bounds]
         if agreed and place is not None:
             for other in self._others:
                 there = here - place.addresses[self.index] + place.addresses[other]
                 copy_bytes(here + cuts[other], there + cuts[other], cuts[other + 1] - cuts[other])
-            self._memory.barrier.meet(deadline_s)
+            self._memory.barrier.meet(timeout_s)
             return
         memory, step = self._memory, self._memory.piece_bytes // self.size
         for runs in _runs(cuts, step):
             row = memory.rows[memory.next_half()].data_ptr()
             start, stop = runs[self.index]
             copy_bytes(row + self.index * step, here + start, stop - start)
-            memory.barrier.meet(deadline_s)
+            memory.barrier.meet(timeout_s)
             for other in self._others:
                 start, stop = runs[other]
                 copy_bytes(here + start, row + other * step, stop - start)
@@ -326,14 +322,13 @@ class HostGroup:
         Args:
             flat: [numel].
         """
-        deadline_s = time.monotonic() + timeout_s
         record, place = self._record_of_slices(Operation.BROADCAST, flat, (), detail=root_index)
-        agreed = self._memory.enter(record, sequence, deadline_s)
+        agreed = self._memory.enter(record, sequence, timeout_s)
         here = flat.data_ptr()
         if agreed and place is not None:
             if self.index != root_index:
                 copy_bytes(here, here - place.addresses[self.index] + place.addresses[root_index], flat.nbytes)
-            self._memory.barrier.meet(deadline_s)
+            self._memory.barrier.meet(timeout_s)
             return
         memory = self._memory
         for start in range(0, flat.nbytes, memory.piece_bytes):
@@ -341,7 +336,7 @@ class HostGroup:
             row = memory.rows[memory.next_half()].data_ptr()
             if self.index == root_index:
                 copy_bytes(row, here + start, num_bytes)
-            memory.barrier.meet(deadline_s)
+            memory.barrier.meet(timeout_s)
             if self.index != root_index:
                 copy_bytes(here + start, row, num_bytes)
 
@@ -356,13 +351,18 @@ class HostGroup:
         Raises:
             NoSharedMemory: there is not so much; on all ranks alike.
         """
-        return self._memory.allocate(numel, dtype, time.monotonic() + timeout_s)
+        return self._memory.allocate(numel, dtype, timeout_s)
 
     def free(self, tensor: Tensor) -> None:
         """Gives back what `allocate` gave; waits for nobody. The tensor stays usable, as ordinary memory."""
         if not self._closed:
             self._memory.free(tensor)
             self._planes.clear()
+
+    def interrupt(self, culprit: int) -> None:
+        """Ends this process's wait for the others, because that rank will not come. From any thread."""
+        if not self._closed:
+            self._memory.barrier.give_up(self.ranks.index(culprit) if culprit in self.ranks else None)
 
     def close(self) -> None:
         """Ends this rank's part. Tensors from `allocate` stay usable, as ordinary memory."""
@@ -376,7 +376,7 @@ class HostGroup:
     # --- the ways of an all-reduce -----------------------------------------------------------------------------------
 
     def _by_copying(
-        self, flat: Tensor, call: _Call, record: bytes | None, divide_by: int, sequence: int, deadline_s: float
+        self, flat: Tensor, call: _Call, record: bytes | None, divide_by: int, sequence: int, timeout_s: float
     ) -> None:
         """Through mailboxes, or staged.
 
@@ -386,9 +386,9 @@ class HostGroup:
         memory, here, pieces = self._memory, flat.data_ptr(), call.pieces
         half = self._hand_in(here, pieces[0])
         if record is None:
-            memory.barrier.meet(deadline_s)
-        elif not memory.enter(record, sequence, deadline_s):
-            self._by_copying(flat, call, None, divide_by, sequence, deadline_s)
+            memory.barrier.meet(timeout_s)
+        elif not memory.enter(record, sequence, timeout_s):
+            self._by_copying(flat, call, None, divide_by, sequence, timeout_s)
             return
         if flat.nbytes <= SMALL_BYTES:
             if flat.numel():
@@ -402,7 +402,7 @@ class HostGroup:
             call.arithmetic.beside(leaves, out, bench.scratch, divide_by)
             if number < len(pieces):
                 half = self._hand_in(here, pieces[number])
-            memory.barrier.meet(deadline_s)
+            memory.barrier.meet(timeout_s)
             copy_bytes(here + piece.start, row, piece.stop - piece.start)
 
     def _hand_in(self, address: int, piece: _Piece) -> int:
@@ -447,7 +447,7 @@ class HostGroup:
                 [row.data_ptr() for row in memory.rows],
                 [[box[start:stop].view(dtype) for box in half] for half in memory.inboxes],
                 [row[start:stop].view(dtype) for row in memory.rows],
-                torch.empty(self.size // 2, (stop - start) // dtype.itemsize, dtype=dtype).unbind(),
+                torch.empty(self.size // 2, (stop - start) // dtype.itemsize, dtype=dtype, device="cpu").unbind(),
             )
 
     def _plan_planes(self, flat: Tensor, op: str) -> _Planes | None:
@@ -582,7 +582,7 @@ def meet(
     names = [told[other][0] for other in ranks]
     shared = HostMemory(memory, barrier, kind=kind, ranks=ranks, index=index, hosts=names)
     group = HostGroup(shared, kind, num_processors=len(processors), is_crowded=crowded)
-    barrier.meet(time.monotonic() + timeout_s)
+    barrier.meet(timeout_s)
     return layout.hosts, group, ""
 
 

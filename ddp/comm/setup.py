@@ -10,35 +10,47 @@ ones that read the environment.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import secrets
+import sys
 import time
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from ddp.clock import now_s
+from ddp.clock import Patience
 from ddp.comm.communicator import SEGMENT_BYTES, Communicator
 from ddp.comm.select import Order
-from ddp.comm.watchdog import Watchdog
+from ddp.comm.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost
 from ddp.log import follow_rank, log
 from ddp.transport.process_group import process_group_transport
 
-WARN_S, ABORT_S = 10.0, 60.0
+WARN_S, ABORT_S = 10.0, 600.0
 MEET_EVERY_S = 0.05
+
+
+class _Of(NamedTuple):
+    """A communicator, and the process group of torch's that it goes with."""
+
+    group: dist.ProcessGroup
+    comm: Communicator
 
 
 class _Session:
     """The process's communicator, and what `shutdown` must undo."""
 
-    comm: Communicator | None = None
-    groups: ClassVar[dict[str, Communicator]] = {}  # of torch's process groups, by name
+    world: _Of | None = None
+    groups: ClassVar[dict[str, _Of]] = {}  # by the group's name
     owns_torch_distributed = False
-    generation = -1  # of the last communicator; `init` counts it up, on every rank alike
+    generation = -1  # of the last communicator
+    stores: ClassVar[dict[tuple[str, ...], Store]] = {}  # by address; each connects once, or is served once
 
 
 def init(
@@ -50,10 +62,12 @@ def init(
     shared_memory: bool = True,
     segment_bytes: int = SEGMENT_BYTES,
     warn_s: float = WARN_S,
-    abort_s: float = ABORT_S,
+    abort_s: float | None = None,
     debug: bool = False,
 ) -> Communicator:
     """Joins the other ranks. Collective; a second call returns the same communicator.
+
+    After `torch.distributed.destroy_process_group` by the application, the next call makes a new one.
 
     Args:
         device: "auto", "cpu", "cuda" or a torch.device.
@@ -63,65 +77,62 @@ def init(
         shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
         segment_bytes: size of a pipelining piece.
         warn_s: after so many seconds in one wait, say who is missing.
-        abort_s: after so many seconds of silence, raise PeerLost.
+        abort_s: after so many seconds in one wait, raise PeerLost; None: the timeout of the application's process
+            group, else 600. A rank that died or shows no sign of life is not waited for so long (`watchdog.py`).
         debug: compare what the ranks call before every collective.
 
     Raises:
         ConfigError: a device or backend that is not there, or does not go with the other.
         PeerLost: a rank did not come within `abort_s`.
     """
-    if _Session.comm is not None:
-        return _Session.comm
+    _forget_what_ended()
+    if _Session.world is not None:
+        return _Session.world.comm
     _Session.generation += 1
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     chosen_device, chosen_backend = choose_device(device, backend, local_rank, local_world_size)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
-    if not dist.is_initialized():
-        _join(warn_s=warn_s, abort_s=abort_s)
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        abort_s = abort_s or _timeout_s(dist.group.WORLD)
+        store = _meeting_place_of(dist.group.WORLD, warn_s=warn_s, abort_s=abort_s)
+    else:
+        abort_s = abort_s or ABORT_S
+        store = _join(warn_s=warn_s, abort_s=abort_s)
         _Session.owns_torch_distributed = True
+    world = dist.group.WORLD
+    assert world is not None
     follow_rank(dist.get_rank(), dist.get_world_size())
-    watchdog = Watchdog(
-        dist.distributed_c10d._get_default_store(),
-        dist.get_rank(),
-        dist.get_world_size(),
-        generation=_Session.generation,
-        warn_s=warn_s,
-        abort_s=abort_s,
-    )
-    comm = Communicator(
-        process_group_transport(chosen_device, chosen_backend, timeout_s=abort_s),
-        watchdog=watchdog,
-        device=chosen_device,
+    comm = _communicator(
+        world,
+        store,
+        chosen_device,
+        chosen_backend,
         local_rank=local_rank,
-        generation=_Session.generation,
         algorithm=algorithm,
         order=order,
+        shared_memory=shared_memory,
         segment_bytes=segment_bytes,
+        warn_s=warn_s,
         abort_s=abort_s,
         debug=debug,
     )
-    try:
-        # Everyone is here then; and on NCCL the first round of a group must be one of all ranks.
-        comm.meet_neighbours(shared_memory=shared_memory and chosen_device.type == "cpu")
-    except BaseException as error:
-        comm.abandon(f"{type(error).__name__}: {error}")
-        raise
-    _Session.comm = comm
+    _Session.world = _Of(world, comm)
     return comm
 
 
 def current() -> Communicator:
     """The process's communicator; made with the defaults if there is none yet."""
-    return _Session.comm if _Session.comm is not None else init()
+    return init() if _Session.world is None or _has_ended(_Session.world) else _Session.world.comm
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator:
     """A communicator of the ranks of one of torch's process groups. Collective among them; made once for each group.
 
-    With the settings of the process's communicator, if there is one, and with connections of its own, so that what the
-    application sends over the group meets nothing of ours.
+    With the group's timeout, otherwise with the settings of the process's communicator, if there is one; and with
+    connections of its own, so that what the application sends over the group meets nothing of ours.
 
     Raises:
         ConfigError: this process does not belong to the group.
@@ -130,67 +141,142 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator:
         return current()
     if dist.get_rank(group) < 0:
         raise ConfigError("this process is not in the process group; make the replica on its members only")
-    name = group.group_name
-    if name not in _Session.groups:
-        _Session.groups[name] = _make(dist.get_process_group_ranks(group), name)
-    return _Session.groups[name]
-
-
-def _make(ranks: list[int], name: str) -> Communicator:
-    base = _Session.comm
-    abort_s = base.abort_s if base is not None else ABORT_S
-    device, backend = choose_device(
-        base.device if base is not None else "auto",
-        "auto",
-        int(os.environ.get("LOCAL_RANK", 0)),
-        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
-    rank = ranks.index(dist.get_rank())
-    comm = Communicator(
-        process_group_transport(device, backend, timeout_s=abort_s, ranks=ranks),
-        watchdog=Watchdog(
-            PrefixStore(f"group/{name}", dist.distributed_c10d._get_default_store()),
-            rank,
-            len(ranks),
-            generation=max(0, _Session.generation),
-            warn_s=WARN_S,
+    _forget_what_ended()
+    if group.group_name not in _Session.groups:
+        base = _Session.world.comm if _Session.world is not None else None
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        device, backend = choose_device(
+            base.device if base is not None else "auto",
+            "auto",
+            local_rank,
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
+        abort_s = _timeout_s(group)
+        comm = _communicator(
+            group,
+            _meeting_place_of(group, warn_s=WARN_S, abort_s=abort_s),
+            device,
+            backend,
+            local_rank=local_rank,
+            algorithm=base.auto.algorithm if base is not None else "auto",
             abort_s=abort_s,
-        ),
+            debug=base.debug if base is not None else False,
+        )
+        comm.world_ranks = dist.get_process_group_ranks(group)
+        _Session.groups[group.group_name] = _Of(group, comm)
+    return _Session.groups[group.group_name].comm
+
+
+def _communicator(
+    group: dist.ProcessGroup,
+    store: Store,
+    device: torch.device,
+    backend: str,
+    *,
+    local_rank: int,
+    algorithm: str,
+    abort_s: float,
+    debug: bool,
+    order: Order = "any",
+    shared_memory: bool = True,
+    segment_bytes: int = SEGMENT_BYTES,
+    warn_s: float = WARN_S,
+) -> Communicator:
+    """A communicator of a group's ranks, over connections of its own. Collective over them.
+
+    Args:
+        store: of this session of the ranks alone.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    generation = max(0, _Session.generation)
+    watchdog = Watchdog(store, rank, world_size, generation=generation, warn_s=warn_s, abort_s=abort_s)
+    try:
+        transport = process_group_transport(
+            device,
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=min(abort_s, SILENCE_S),  # everyone has just been here
+            ranks=None if group is dist.group.WORLD else dist.get_process_group_ranks(group),
+        )
+    except RuntimeError as error:
+        lost = watchdog.find_culprit((rank + 1) % world_size, str(error).splitlines()[0])
+        watchdog.stop()
+        raise lost from error
+    comm = Communicator(
+        transport,
+        watchdog=watchdog,
         device=device,
-        algorithm=base.auto.algorithm if base is not None else "auto",
+        local_rank=local_rank,
+        generation=generation,
+        algorithm=algorithm,
+        order=order,
+        segment_bytes=segment_bytes,
         abort_s=abort_s,
-        debug=base.debug if base is not None else False,
+        debug=debug,
     )
-    comm.world_ranks = ranks
-    comm.meet_neighbours(shared_memory=device.type == "cpu")
+    try:
+        # Everyone is here then; and on NCCL the first round of a group must be one of all ranks.
+        comm.meet_neighbours(shared_memory=shared_memory and device.type == "cpu")
+    except BaseException as error:
+        comm.abandon(f"{type(error).__name__}: {error}")
+        raise
     return comm
+
+
+def _has_ended(of: _Of) -> bool:
+    """True if the application has destroyed torch's process group, and perhaps begun another one."""
+    known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+    return of.group not in known
+
+
+def _forget_what_ended() -> None:
+    for name in [name for name, of in _Session.groups.items() if _has_ended(of)]:
+        _end(_Session.groups.pop(name).comm)
+    if _Session.world is not None and _has_ended(_Session.world):
+        _end(_Session.world.comm)
+        _Session.world, _Session.owns_torch_distributed = None, False
+
+
+def _end(comm: Communicator, failed: str = "") -> None:
+    if failed or comm.is_broken:
+        comm.abandon(failed or "a collective of its own failed")
+    else:
+        comm.close()
 
 
 def shutdown(*, failed: str = "") -> None:
     """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, and after an error.
 
+    While an exception is on its way (`finally: ddp.shutdown()`), this rank stops early.
+
     Args:
         failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
             flight ends with the process.
     """
-    comm, _Session.comm = _Session.comm, None
-    groups = list(_Session.groups.values())
+    failed = failed or _in_flight()
+    if not failed:
+        _forget_what_ended()
+    world, _Session.world = _Session.world, None
+    for of in _Session.groups.values():
+        _end(of.comm, failed)
     _Session.groups.clear()
-    for group in groups:
-        if failed or group.is_broken:
-            group.abandon(failed or "a collective of its own failed")
-        else:
-            group.close()
-    if comm is None:
+    if world is None:
         return
-    if failed or comm.is_broken:
-        comm.abandon(failed or "a collective of its own failed")
-        return
-    comm.barrier()  # nobody takes the store away while others still need it
-    comm.close()
-    if _Session.owns_torch_distributed:
+    if not failed and not world.comm.is_broken:
+        world.comm.barrier()  # nobody takes the store away while others still need it
+    _end(world.comm, failed)
+    if _Session.owns_torch_distributed and not failed and not world.comm.is_broken:
         dist.destroy_process_group()
         _Session.owns_torch_distributed = False
+
+
+def _in_flight() -> str:
+    """The exception that the caller is being left by, in words; "" if there is none, or a plain `sys.exit()`."""
+    error = sys.exception()
+    ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
+    return "" if ends_well else f"{type(error).__name__}: {error}"
 
 
 def choose_device(
@@ -217,35 +303,89 @@ def choose_device(
     return torch.device("cuda", local_rank % num_gpus if index is None else index), backend
 
 
-def _join(*, warn_s: float, abort_s: float) -> None:
-    """Meets the other ranks. Gloo carries set-up even on GPUs: it needs no device and fails in words.
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """How long the application lets a collective of its process group take."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())
+    return ABORT_S
 
-    Every session has keys of its own in the store: else the second one would find the addresses of the first.
+
+def _join(*, warn_s: float, abort_s: float) -> Store:
+    """Begins torch.distributed with the other ranks; returns a store of this session.
+
+    Gloo carries set-up even on GPUs: it needs no device and fails in words.
     """
     timeout = timedelta(seconds=abort_s)
-    store: Store = HashStore()
     rank, world_size = 0, 1
+    store: Store = HashStore()
     if "RANK" in os.environ:
+        address = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
         try:
-            store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+            if address not in _Session.stores:
+                _Session.stores[address] = next(iter(rendezvous("env://", timeout=timeout)))[0]
         except DistError as error:
             reason = f"the store that it keeps is out of reach ({str(error).splitlines()[0]})"
             raise PeerLost(0, "unknown", _Session.generation, 0, "start-up", reason) from error
-    store = PrefixStore(f"ddp/session/{_Session.generation}", store)
-    _meet(store, rank, world_size, warn_s=warn_s, abort_s=abort_s)
+        rank, world_size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _Session.stores[address]
+    store = _meeting_place(PrefixStore("ddp", store), rank, world_size, warn_s=warn_s, abort_s=abort_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return PrefixStore("ddp", store)
 
 
-def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> None:
-    """Returns once every rank has come; connecting to ranks that never come would wait in silence."""
-    start_s, warned = now_s(), False
-    store.set(f"here/{rank}", "")
-    while missing := [other for other in range(world_size) if not store.check([f"here/{other}"])]:
-        waited_s = now_s() - start_s
-        if waited_s > abort_s:
-            reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s. Was each worker started?"
-            raise PeerLost(missing[0], "unknown", _Session.generation, 0, "start-up", reason)
-        if waited_s > warn_s and not warned:
-            warned = True
-            log.warning("start-up has waited %.0f s for rank(s) %s of %d", waited_s, missing, world_size)
-        time.sleep(MEET_EVERY_S)
+def _meeting_place_of(group: dist.ProcessGroup, *, warn_s: float, abort_s: float) -> Store:
+    store = PrefixStore(f"ddp/{group.group_name}", dist.distributed_c10d._get_default_store())
+    return _meeting_place(store, dist.get_rank(group), dist.get_world_size(group), warn_s=warn_s, abort_s=abort_s)
+
+
+def _meeting_place(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
+    """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
+
+    A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
+    begin a second session. Who read what an earlier session left there would connect to processes that have gone. So
+    each rank draws a token, and a session is named by all of its ranks' tokens:
+
+        here/RANK            the rank's token, drawn anew for each session
+        roster               the tokens that rank 0 has found, as a list
+        seen/NAME/RANK       the rank has found its own token in the roster of that name
+
+    A rank that has gone does not answer a new roster, so all have come once all answers to one roster are there.
+
+    Raises:
+        PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
+    """
+    token, tokens = secrets.token_hex(8), [""] * world_size
+    patience, has_warned, roster, pause_s = Patience(abort_s), False, "", 0.001
+    everyone = range(world_size)
+    try:
+        store.set(f"here/{rank}", token)
+        while True:
+            if rank == 0:
+                here = [other for other in everyone if store.check([f"here/{other}"])]
+                tokens = [store.get(f"here/{other}").decode() if other in here else "" for other in everyone]
+                if roster != json.dumps(tokens):
+                    roster = json.dumps(tokens)
+                    store.set("roster", roster)
+            elif store.check(["roster"]):
+                roster = store.get("roster").decode()
+                tokens = json.loads(roster)
+            name, missing = hashlib.sha256(roster.encode()).hexdigest()[:16], [0]
+            if tokens[rank:][:1] == [token]:
+                store.set(f"seen/{name}/{rank}", "")
+                missing = [other for other in everyone if not store.check([f"seen/{name}/{other}"])]
+            if not missing:
+                return PrefixStore(name, store)
+            left_s = patience.left_s
+            if not left_s:
+                reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s. Was each worker started?"
+                raise PeerLost(missing[0], "unknown", _Session.generation, 0, "start-up", reason)
+            if abort_s - left_s > warn_s and not has_warned:
+                has_warned = True
+                waited_s = abort_s - left_s
+                log.warning("start-up has waited %.0f s for rank(s) %s of %d", waited_s, missing, world_size)
+            time.sleep(min(left_s, pause_s))
+            pause_s = min(2 * pause_s, MEET_EVERY_S)
+    except DistError as error:
+        reason = f"the store that it keeps is out of reach ({str(error).splitlines()[0]})"
+        raise PeerLost(0, "unknown", _Session.generation, 0, "start-up", reason) from error

@@ -11,8 +11,10 @@ grows, and where the main thread stands, every `INTERVAL_S`. So a reader can tel
     the tick runs, its number is lower it is alive, but somewhere else       its Python stack says where
     the tick runs, same number         it waits too: the link between is cut
 
-After `warn_s` of waiting the report is printed once per collective; after the deadline `find_culprit` turns it into a
-`PeerLost`. Nothing of this is on the path of a collective: a note is one assignment.
+After `warn_s` of waiting the report is printed once per collective. A rank that lives and computes is waited for until
+the deadline, `abort_s`; if the records show before that nobody can come any more, because a rank failed, left, or has
+shown no sign of life for `SILENCE_S`, the watchdog interrupts the wait. In either case `find_culprit` turns the records
+into a `PeerLost`. Nothing of this is on the path of a collective: a note is one assignment.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from ddp.clock import now_s
+from ddp.clock import PAUSED_S, now_s
 from ddp.comm.call import Call
 from ddp.errors import PeerLost
 from ddp.log import log
 
 INTERVAL_S = 0.5
-STALE_S = 3.0  # a tick that stands still for so long is a dead or stopped process
+STALE_S = 3.0  # after a wait has failed, a tick that stands still for so long is a dead or stopped process
+SILENCE_S = 60.0  # and before that, for so long: a library that keeps the interpreter lock looks the same
 JUDGE_S = 1.5  # longest search for a culprit after a deadline
 STORE_S = 0.3  # and for one more answer of the store
 POLL_S = 0.05
@@ -75,21 +78,32 @@ class Record:
 
 
 class Watchdog:
-    """Publishes this rank's record, reads the others', and finds who is missing."""
+    """Publishes this rank's record, reads the others', and finds who is missing.
+
+    Args:
+        store: where the records are; of this session of the ranks alone.
+        generation: version of the membership, for messages.
+
+    Attributes:
+        interrupt: called with a rank and a reason when a wait cannot succeed, from the watchdog's thread.
+    """
 
     def __init__(
         self, store: Store, rank: int, world_size: int, *, generation: int, warn_s: float, abort_s: float
     ) -> None:
+        self.interrupt: Callable[[int, str], object] = lambda rank, reason: None
         # A connection of its own: a blocked call elsewhere must not block this one.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._world_size, self._generation = world_size, generation
-        self._warn_s, self._abort_s = warn_s, abort_s
+        self._warn_s, self._abort_s, self._silence_s = warn_s, abort_s, min(abort_s, SILENCE_S)
         self._hosts = ["unknown"] * world_size
         self.record = Record(rank, socket.gethostname(), os.getpid())
         self._note: Note | None = None
         self._last_note = Note(Call(0, "start-up"), rank, now_s())
         self._warned = -1
+        self._interrupted: Note | None = None
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
+        self._observed_s = now_s()
         self._main_thread = threading.main_thread().ident
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -201,35 +215,44 @@ class Watchdog:
         self.fail(f"lost rank {verdict[0]}", blames=verdict[0])
         return verdict
 
-    def wait_for_rank_zero(self, call: Call, *, silence_s: float) -> None:
+    def wait_for_rank_zero(self, call: Call) -> None:
         """Waits at the store, not in the transport: no deadline runs while rank 0's tick does.
 
         Raises:
-            PeerLost: rank 0 failed or left, or its tick has stood still for `silence_s`.
+            PeerLost: rank 0 failed or left, or its tick has stood still for too long.
         """
         key = f"{self._key(0)}/passed/{call.sequence}"
         if self.record.rank == 0:
             self._store.set(key, "")
             return
         self.begin(call, 0)
-        while not self._store.check([key]):
-            rank_zero = self._observe()[0]
-            if rank_zero.state in ("failed", "left") or now_s() - self._last_change[0][1] > max(silence_s, STALE_S):
-                raise self.find_culprit(0)
-            self._stopped.wait(POLL_S)
+        try:
+            while not self._store.check([key]):
+                rank_zero = self._observe()[0]
+                if rank_zero.state in ("failed", "left") or self._is_silent(0, max(self._silence_s, STALE_S)):
+                    raise self.find_culprit(0)
+                self._stopped.wait(POLL_S)
+        except DistError as error:
+            raise self.find_culprit(0) from error
         self.end()
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, records: dict[int, Record]) -> tuple[int, str] | None:
+    def _judge(self, records: dict[int, Record], silence_s: float = STALE_S) -> tuple[int, str] | None:
         """What is certain: ranks that said they failed or left, and ranks whose tick stands still."""
-        call = self._last_note.call
+        return self._failed(records) or self._absent(records, silence_s)
+
+    def _failed(self, records: dict[int, Record]) -> tuple[int, str] | None:
         for rank, record in records.items():
             if record.state == "failed" and record.blames is None:
                 return rank, f"it failed: {record.reason}. Its own log has the traceback"
         for rank, record in records.items():
             if record.blames is not None and record.blames != self.record.rank:
                 return record.blames, f"as rank {rank} found out first"
+        return None
+
+    def _absent(self, records: dict[int, Record], silence_s: float) -> tuple[int, str] | None:
+        call = self._last_note.call
         for rank, record in records.items():
             if record.state == "left":
                 return rank, "it has left already; every rank must call the same collectives equally often"
@@ -237,20 +260,24 @@ class Watchdog:
             if record.sequence == call.sequence and record.label != call.label:
                 return rank, f"it is in another collective of that number: [{record.label}]; all must call the same"
         for rank in records:
-            silent_s = now_s() - self._last_change[rank][1]
-            if silent_s >= STALE_S:
+            if self._is_silent(rank, silence_s):
+                silent_s = now_s() - self._last_change[rank][1]
                 return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
         return None
+
+    def _is_silent(self, rank: int, silence_s: float) -> bool:
+        return now_s() - self._last_change[rank][1] >= silence_s
 
     def _judge_living(self, records: dict[int, Record], suspect: int, observed: str) -> tuple[int, str]:
         """Nobody is surely dead: someone is silent, or somewhere else, or a link is cut."""
         for rank in records:
-            if now_s() - self._last_change[rank][1] >= 3 * INTERVAL_S:
+            if self._is_silent(rank, 3 * INTERVAL_S):
                 return rank, "it shows no sign of life: killed, stopped, or its host is down"
         behind = [r for r in records.values() if r.sequence < self._last_note.call.sequence]
         if behind:
             record = min(behind, key=lambda r: r.sequence)
-            return record.rank, f"it is alive, but has not come to this collective: {record.describe()}"
+            late = f"it is alive, but has not come to this collective: {record.describe()}"
+            return record.rank, f"{late}. With abort_s above {self._abort_s:g} s it is waited for longer"
         return suspect, f"it is alive, but the link to it is not ({observed or 'nothing came'}): is it cut?"
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -262,7 +289,9 @@ class Watchdog:
                 if self._note is None:
                     self._last_change.clear()
                 else:
-                    self._warn_if_late(self._observe())
+                    records = self._observe()
+                    self._warn_if_late(records)
+                    self._interrupt_if_in_vain(records)
             except Exception as error:  # the store goes away when the run ends or its host dies: waits find out
                 log.debug("watchdog: the store is out of reach: %s", error)
 
@@ -289,6 +318,9 @@ class Watchdog:
 
     def _observe(self) -> dict[int, Record]:
         """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
+        if now_s() - self._observed_s > PAUSED_S:  # this process was paused, or alone with itself: begin anew
+            self._last_change.clear()
+        self._observed_s = now_s()
         records = self._read_all()
         for rank, record in records.items():
             if rank not in self._last_change or self._last_change[rank][0] != record.tick:
@@ -306,6 +338,18 @@ class Watchdog:
             *(note.call.sequence, note.call.label, now_s() - note.since_s, note.peer, "\n  ".join(lines)),
         )
 
+    def _interrupt_if_in_vain(self, records: dict[int, Record]) -> None:
+        """Ends a wait before its deadline, if what it waits for cannot come any more."""
+        note = self._note
+        if note is None or note is self._interrupted or (waited_s := now_s() - note.since_s) < STALE_S:
+            return  # what a rank sent before it failed may still be on its way
+        verdict = self._failed(records)
+        if verdict is None and waited_s >= self._silence_s:
+            verdict = self._absent(records, self._silence_s)
+        if verdict is not None and note is self._note:
+            self._interrupted = note
+            self.interrupt(*verdict)
+
     def _stack(self) -> list[str]:
         frame = sys._current_frames().get(self._main_thread or 0)
         if frame is None:
@@ -316,7 +360,7 @@ class Watchdog:
     # --- the store ---------------------------------------------------------------------------------------------------
 
     def _key(self, rank: int) -> str:
-        return f"ddp/generation/{self._generation}/rank/{rank}"
+        return f"rank/{rank}"
 
     def _read_all(self) -> dict[int, Record]:
         """Every other rank's record. A rank that never published is stood in for by an empty one."""

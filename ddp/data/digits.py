@@ -28,9 +28,9 @@ def prepare(root: str | Path) -> None:
 def load(root: str | Path) -> Splits:
     """1,438 images to train on and 359 held out. `root` is not used."""
     pixels, classes = load_digits(return_X_y=True)
-    images = torch.as_tensor((pixels - _MEAN) / _DEVIATION, dtype=torch.float32).view(-1, 1, 8, 8)
-    labels = torch.as_tensor(classes, dtype=torch.int64)
-    is_test = torch.as_tensor(_held_out(classes))
+    images = torch.as_tensor((pixels - _MEAN) / _DEVIATION, dtype=torch.float32, device="cpu").view(-1, 1, 8, 8)
+    labels = torch.as_tensor(classes, dtype=torch.int64, device="cpu")
+    is_test = torch.as_tensor(_held_out(classes), device="cpu")
     return Splits(
         train=TensorSet(images[~is_test], labels[~is_test]),
         test=TensorSet(images[is_test], labels[is_test]),

@@ -103,7 +103,7 @@ def load_cifar10(root: str | Path, *, augment: bool = True) -> Splits:
 
 def _cifar_in_memory(photographs: Any, normalise: Callable[[Tensor], Tensor]) -> TensorSet:
     pixels = torch.from_numpy(photographs.data).permute(0, 3, 1, 2).contiguous()  # [n, 3, 32, 32] uint8
-    return TensorSet(pixels, torch.tensor(photographs.targets), transform=normalise)
+    return TensorSet(pixels, torch.tensor(photographs.targets, device="cpu"), transform=normalise)
 
 
 # Folders: one folder per class, as ImageNet is unpacked

@@ -77,7 +77,7 @@ class TensorSet:
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The samples at `indices`, in that order: (inputs [k, ...], targets [k])."""
-        where = torch.as_tensor(indices, dtype=torch.int64)
+        where = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
         return self.transform(self.inputs.index_select(0, where)), self.targets.index_select(0, where)
 
 

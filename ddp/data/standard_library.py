@@ -63,7 +63,7 @@ class ByteWindows:
             raise ConfigError(f"context={context} does not fit a text of {len(text)} bytes; choose 1 … {len(text) - 1}")
         self.context = context
         self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._offsets = torch.arange(context + 1)
+        self._offsets = torch.arange(context + 1, device="cpu")
 
     def __len__(self) -> int:
         return (len(self._bytes) - 1) // self.context
@@ -76,7 +76,7 @@ class ByteWindows:
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The windows at `indices`: (x, y), both [k, context] int64."""
-        starts = torch.as_tensor(indices, dtype=torch.int64) * self.context
+        starts = torch.as_tensor(indices, dtype=torch.int64, device="cpu") * self.context
         windows = self._bytes[starts[:, None] + self._offsets].long()
         return windows[:, :-1], windows[:, 1:]
 

@@ -45,7 +45,9 @@ class SyntheticImages:
             raise IndexError(f"image {index} of {self.num_samples}")
         random = _generator(self.seed, self.side, index)
         label = int(torch.randint(len(self.patterns), (), generator=random))
-        return self.patterns[label] + _NOISE * torch.randn(self.patterns.shape[1:], generator=random), label
+        return self.patterns[label] + _NOISE * torch.randn(
+            self.patterns.shape[1:], generator=random, device="cpu"
+        ), label
 
 
 def prepare(root: str | Path) -> None:
@@ -72,7 +74,7 @@ def load(
     for name, number in zip(names, numbers, strict=True):
         if number < 1:
             raise ConfigError(f"{name}={number} makes no images; choose 1 or more")
-    colours = torch.randn(num_classes, channels, 4, 4, generator=_generator(seed, "patterns", 0))
+    colours = torch.randn(num_classes, channels, 4, 4, generator=_generator(seed, "patterns", 0), device="cpu")
     patterns = F.interpolate(colours, size=(image_size, image_size), mode="nearest")
     train, test = (
         SyntheticImages(num_samples=number, patterns=patterns, seed=seed, side=side)

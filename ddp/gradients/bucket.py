@@ -32,7 +32,7 @@ from ddp.transport.shared_memory import copy_bytes
 ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 << 10  # a gradient of so much is worth a call of its own
 PAST_CACHES_BYTES = 16 << 20
-NOWHERE = torch.empty(0)
+NOWHERE = torch.empty(0, device="cpu")
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 

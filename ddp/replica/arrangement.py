@@ -55,7 +55,7 @@ class Arrangement:
         self._allocated: list[Tensor] = []  # what of it is the communicator's
         self._handles: list[Any] = []
         self.is_learned = self.in_ordinary_memory = False
-        self.totals = self.unused = torch.empty(0)
+        self.totals = self.unused = torch.empty(0, device="cpu")
         self.buckets: list[Bucket] = []
         self._release = weakref.finalize(self, _release, comm, self._handles, self._allocated)
         self._release.atexit = False

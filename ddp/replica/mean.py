@@ -3,15 +3,12 @@
     a plain step         by the number of ranks, on its way (under `join`, perhaps of those that still have inputs)
     totals ride along    by the global count of samples or tokens. The first bucket carries it, and is divided once it
                          is through; all later ones on their way
-    float16              before it is added up, or the sum would overflow: by what is known then; the rest later
     a hook               has taken means over the ranks; they are turned into means over the global count at the end
 
 Read before: `gradients/totals.py`, `arrangement.py`. Read next: `reducer.py`, which says when.
 """
 
 from __future__ import annotations
-
-import torch
 
 from ddp.comm.communicator import Communicator, Divisor
 from ddp.comm.work import Work, done
@@ -46,9 +43,6 @@ class Mean:
         """Sums a bucket over the ranks and divides it on its way. The first one carries what totals divide by."""
         flat = bucket.flat
         divide_by: Divisor = self.divisor if self._mine is None or bucket.index else 1
-        if flat.dtype is torch.float16:
-            flat.div_(self._known_divisor())
-            divide_by = 1
         if flat.device == self._comm.device:
             if async_op:
                 return self._comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
@@ -65,8 +59,6 @@ class Mean:
         for bucket in self._arrangement.buckets:
             if by_hook:
                 bucket.gradients.mul_(self._comm.world_size / self.divisor())
-            elif bucket.flat.dtype is torch.float16:
-                bucket.flat.mul_(self._known_divisor() / self.divisor())
             elif bucket.index == 0:
                 bucket.gradients.div_(self.divisor())
 
@@ -83,7 +75,3 @@ class Mean:
     def take_over(self, former: Mean) -> None:
         """Goes on in another one's place."""
         self._mine, self.divide_by, self.totals = former._mine, former.divide_by, former.totals
-
-    def _known_divisor(self) -> int:
-        """What is known before the first bucket is through."""
-        return self.divide_by if self._mine is None else self._comm.world_size

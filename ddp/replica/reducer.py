@@ -39,7 +39,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
 from ddp.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
@@ -266,7 +265,7 @@ class Reducer:
             return
         in_background = self.overlap and (bucket is not self.buckets[-1] or bool(self._works))
         try:
-            with record_function(f"ddp: {bucket.label}"), self.waited.running():
+            with self.waited.running():
                 label = f"step {self.num_steps}, {bucket.label}"
                 work = self.mean.all_reduce(bucket, async_op=in_background, label=label)
         except CommunicatorBroken:

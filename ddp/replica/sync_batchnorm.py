@@ -209,7 +209,7 @@ def _moments_by_blocks(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     dims, wide = _dims(x), _wide(x)
     blocks = x.split(max(1, BLOCK_BYTES * len(x) // (x.numel() * wide.itemsize)))
     pivot = blocks[0].mean(dims, keepdim=True, dtype=wide)  # [1, C, 1, …]
-    sums = squares = torch.zeros(x.shape[1], dtype=torch.float64)
+    sums = squares = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
     for block in blocks:
         deviations = block - pivot
         sums = sums + deviations.sum(dims)

@@ -6,6 +6,11 @@
 
 "Until my bucket was ready" and "until its mean was there" are told apart: the slowest rank's buckets are ready late,
 and all others' are done late.
+
+In a profile every bucket's reduction is a range on the thread that runs it; with overlap that is not the caller's, and
+torch's profiler shows it if it is told to:
+
+    torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def _random_states(comm: Communicator) -> dict[str, Any]:
     kind, state, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(keys, dtype=torch.int64), gauss),
+        "python": (version, torch.tensor(keys, dtype=torch.int64, device="cpu"), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(state).astype(np.int64)), position, has_gauss, cached),
     }
     if comm.device.type == "cuda":

@@ -59,5 +59,8 @@ class Transport(Protocol):
             channel: a number that no other group with a rank in common has: messages of two groups never mix.
         """
 
+    def interrupt(self, reason: str) -> None:
+        """Ends the waits of this process with a TransportError, also those that begin later. From any thread."""
+
     def close(self) -> None:
         """Gives up what it holds; no transfer may be in flight."""

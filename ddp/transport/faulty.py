@@ -36,6 +36,10 @@ class Faulty:
         """The inner transport's: faults are scripted by round of the whole group."""
         return self._inner.among(ranks, channel)
 
+    def interrupt(self, reason: str) -> None:
+        """Interrupts the inner transport."""
+        self._inner.interrupt(reason)
+
     def close(self) -> None:
         """Closes the inner transport."""
         self._inner.close()

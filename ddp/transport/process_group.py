@@ -1,17 +1,25 @@
 """Transport over torch.distributed's point-to-point operations: Gloo for CPU tensors, NCCL for CUDA tensors.
 
-Both use a process group of their own, so that their messages never mix with those of the application.
+Both use connections of their own, so that their messages never mix with those of the application.
 
-Gloo    Every transfer is an `isend` or `irecv` of its own; messages between two ranks match in order of posting. Gloo
+Gloo    Every transfer is a `send` or `recv` of its own; messages between two ranks match in order of posting. Gloo
         knows no CUDA tensors: those are staged through pinned host memory.
 NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by one, "send, then receive" on both sides
         deadlocks, since NCCL runs the operations of a pair in launch order (NVIDIA/nccl#479). NCCL orders itself behind
         the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
+
+Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
+while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline. It
+ends a wait by a second one, for a message that nobody sends, with a timeout of a millisecond: when that has passed,
+Gloo closes all connections of the process, and with them every wait ends. No collective could go on without them.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,42 +27,91 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ddp.clock import now_s
+from ddp.clock import Patience
 from ddp.transport.edge import Pending, Transfer, TransportError
 
 POLL_S = 0.0002
+WATCH_EVERY_S = 0.25
+NO_DEADLINE, AT_ONCE = timedelta(days=3650), timedelta(milliseconds=1)
+NOBODY_SENDS = (1 << 31) - 1  # a tag that no channel has
+
+
+class GlooConnections:
+    """This process's connections to all ranks, whoever waits on them, and a thread that ends waits which are overdue.
+
+    Args:
+        backend: Gloo's own object: past torch's dispatcher, which costs half of a `dist.isend`.
+        rank: this process's number in it.
+    """
+
+    def __init__(self, backend: Any, rank: int) -> None:
+        self.backend = backend
+        self.interrupted = ""  # why no wait can succeed any more
+        self.waits: dict[int, float] = {}  # the timeouts of waits in progress, in seconds
+        self.numbers = itertools.count()  # of the waits
+        self._stranger, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
+        name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
+        threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True).start()
+
+    def interrupt(self, reason: str) -> None:
+        """Ends all waits, now and from now on (note "interrupting Gloo")."""
+        self.interrupted = self.interrupted or reason
+        try:
+            self.backend.recv([self._nothing], self._stranger, NOBODY_SENDS).wait(AT_ONCE)
+        except RuntimeError:
+            return
+
+
+def _end_overdue_waits(connections: weakref.ref[GlooConnections]) -> None:
+    patience: dict[int, Patience] = {}
+    while True:
+        time.sleep(WATCH_EVERY_S)
+        here = connections()
+        if here is None:
+            return
+        waits = here.waits.copy()
+        patience = {each: patience.get(each) or Patience(limit_s) for each, limit_s in waits.items()}
+        overdue = [each.limit_s for each in patience.values() if not each.left_s]
+        if overdue:
+            here.interrupt(f"nothing came for {overdue[0]:g} s")
+        del here
 
 
 class GlooTransport:
     """Point-to-point over Gloo, on CPU tensors.
 
     Args:
-        backend: Gloo's own object: past torch's dispatcher, which costs half of a `dist.isend`.
-        ranks: the group's ranks, in the backend's numbers.
+        ranks: the group's ranks, in the connections' numbers.
         rank: this one's place among them.
         channel: tag of this group's messages; those of other groups over the same connections have others.
     """
 
-    def __init__(self, backend: Any, ranks: Sequence[int], rank: int, *, channel: int = 0) -> None:
+    def __init__(self, connections: GlooConnections, ranks: Sequence[int], rank: int, *, channel: int = 0) -> None:
         self.rank, self.world_size = rank, len(ranks)
-        self._backend, self._ranks, self._channel = backend, ranks, channel
+        self._connections, self._backend = connections, connections.backend
+        self._ranks, self._channel = ranks, channel
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
         works = [(peer, self._posted(self._backend.recv, data, peer)) for peer, data in receives]
         works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
-        return _GlooRound(works)
+        return _GlooRound(self._connections, works)
 
     def among(self, ranks: Sequence[int], channel: int) -> GlooTransport | None:
         """The same connections under another tag."""
         if self.rank not in ranks:
             return None
         names = [self._ranks[rank] for rank in ranks]
-        return type(self)(self._backend, names, list(ranks).index(self.rank), channel=channel)
+        return type(self)(self._connections, names, list(ranks).index(self.rank), channel=channel)
+
+    def interrupt(self, reason: str) -> None:
+        """Ends all waits over these connections, on every channel."""
+        self._connections.interrupt(reason)
 
     def close(self) -> None:
-        """The group ends with torch.distributed."""
+        """The connections end when the last channel is forgotten."""
 
     def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
         """Posting fails too, where the peer's connection has broken since the last round."""
@@ -65,18 +122,21 @@ class GlooTransport:
 
 
 class _GlooRound:
-    def __init__(self, works: list[tuple[int, dist.Work]]) -> None:
-        self._works = works
+    def __init__(self, connections: GlooConnections, works: list[tuple[int, dist.Work]]) -> None:
+        self._connections, self._works = connections, works
 
     def wait(self, timeout_s: float) -> None:
-        timeout = timedelta(seconds=timeout_s)
-        for peer, work in self._works:
-            start_s = now_s()
-            try:
-                work.wait(timeout)
-            except RuntimeError as error:
-                timed_out = now_s() - start_s >= 0.9 * timeout_s
-                raise TransportError(peer, str(error).splitlines()[0], timed_out) from error
+        connections = self._connections
+        number = next(connections.numbers)
+        connections.waits[number] = timeout_s
+        try:
+            for peer, work in self._works:  # noqa: B007 - the error tells which
+                work.wait(NO_DEADLINE)
+        except RuntimeError as error:
+            why = connections.interrupted
+            raise TransportError(peer, why or str(error).splitlines()[0], timed_out=bool(why)) from error
+        finally:
+            del connections.waits[number]
 
 
 class StagedGlooTransport(GlooTransport):
@@ -102,7 +162,7 @@ class _StagedRound:
 
 
 def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 class NcclTransport:
@@ -115,6 +175,7 @@ class NcclTransport:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
         self._group, self._ranks = group, list(range(group.size()) if ranks is None else ranks)
         self.rank, self.world_size = self._ranks.index(group.rank()), group.size()
+        self.interrupted = ""
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         ops = [dist.P2POp(dist.isend, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in sends]
@@ -122,7 +183,7 @@ class NcclTransport:
             dist.P2POp(dist.irecv, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in receives
         ]
         peer = (sends or receives)[0].peer
-        return _NcclRound(peer, dist.batch_isend_irecv(ops))
+        return _NcclRound(self, peer, dist.batch_isend_irecv(ops))
 
     def among(self, ranks: Sequence[int], channel: int) -> NcclTransport | None:
         """NCCL knows no tags: a process group of its own."""
@@ -134,37 +195,56 @@ class NcclTransport:
         in_order = sorted(names)  # as new_group numbers them
         return NcclTransport(group, [in_order.index(name) for name in names])
 
+    def interrupt(self, reason: str) -> None:
+        """Ends all waits, now and from now on."""
+        self.interrupted = reason
+
     def close(self) -> None:
         """The group ends with torch.distributed."""
 
 
 class _NcclRound:
-    def __init__(self, peer: int, works: list[dist.Work]) -> None:
-        self._peer, self._works = peer, works
+    def __init__(self, transport: NcclTransport, peer: int, works: list[dist.Work]) -> None:
+        self._transport, self._peer, self._works = transport, peer, works
 
     def wait(self, timeout_s: float) -> None:
-        deadline_s = now_s() + timeout_s
+        patience = Patience(timeout_s)
         while not all(work.is_completed() for work in self._works):
-            if now_s() > deadline_s:
-                raise TransportError(self._peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
+            overdue = "" if patience.left_s else f"NCCL did not finish within {timeout_s:g} s"
+            if why := self._transport.interrupted or overdue:
+                raise TransportError(self._peer, why, timed_out=True)
             time.sleep(POLL_S)
         for work in self._works:
             work.wait()
 
 
 def process_group_transport(
-    device: torch.device, backend: str, *, timeout_s: float, ranks: list[int] | None = None
+    device: torch.device,
+    backend: str,
+    *,
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    ranks: list[int] | None = None,
 ) -> GlooTransport | NcclTransport:
     """The transport for tensors of `device`. Collective over the ranks.
 
     Args:
+        store: where the ranks find each other's addresses; nobody may have used it before.
+        rank, world_size: this process's number among the ranks, and how many there are.
         timeout_s: longest wait for the others' connections.
         ranks: of torch.distributed; None for all.
+
+    Raises:
+        RuntimeError: a rank could not be reached.
     """
     timeout = timedelta(seconds=timeout_s)
-    group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
-    assert isinstance(group, dist.ProcessGroup)
     if backend == "nccl":
+        group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
+        assert isinstance(group, dist.ProcessGroup)
         return NcclTransport(group)
+    # Not by `dist.new_group`: that has its addresses where an earlier session of the same store has left others.
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
     kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
-    return kind(group._get_backend(torch.device("cpu")), range(group.size()), group.rank())
+    return kind(GlooConnections(gloo, rank), range(world_size), rank)

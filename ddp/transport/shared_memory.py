@@ -44,6 +44,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ddp.clock import Patience
+from ddp.transport.available_memory import available_bytes
 from ddp.transport.edge import TransportError
 
 Kind = Literal["memfd", "/dev/shm"]
@@ -90,8 +92,8 @@ class SharedMemory:
         Raises:
             OSError: there is not so much memory, or none of this kind.
         """
-        if num_bytes > (available := _available_bytes()):
-            raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory wanted, the host has {available} left")
+        if num_bytes > (available := available_bytes()):
+            raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory wanted, {available} are left here")
         name = f"ddp-{os.getpid()}-{secrets.token_hex(8)}"
         if kind == "memfd":
             if not hasattr(os, "memfd_create"):
@@ -147,22 +149,14 @@ class SharedMemory:
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL: a kernel that does not know the request
                 raise
-            self.bytes[start : stop : mmap.PAGESIZE].add_(0)
+            # Reading makes the pages, too. Writing back what was read could undo what a neighbour writes meanwhile.
+            self.bytes[start : stop : mmap.PAGESIZE].max()
 
 
 def _end(descriptor: int, path: str) -> None:
     os.close(descriptor)
     if path.startswith("/dev/shm/"):
         Path(path).unlink()
-
-
-def _available_bytes() -> float:
-    """What the kernel says it could still give. It would promise more, and end the process that touches it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), float("inf"))
 
 
 _MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
@@ -313,11 +307,11 @@ class Barrier:
         for number in range(size * size):
             semaphores.create(memory.address + start + LINE_BYTES * number)
 
-    def meet(self, deadline_s: float) -> None:
+    def meet(self, timeout_s: float) -> None:
         """Returns once every process has come.
 
         Args:
-            deadline_s: on the monotonic clock.
+            timeout_s: longest wait for one of them, in seconds.
 
         Raises:
             TransportError: one did not come. The barrier is of no use afterwards, to any process.
@@ -330,8 +324,9 @@ class Barrier:
             if not missing:
                 return
             self._between_tries()
+        patience = Patience(timeout_s)
         while missing:
-            self._wait(*missing.pop(), deadline_s)
+            self._wait(*missing.pop(), patience)
             missing = [each for each in missing if self._try_wait(each[0]) != 0]
 
     def give_up(self, because_of: int | None = None) -> None:
@@ -347,16 +342,16 @@ class Barrier:
             for life in self._lives.values():
                 life.close()
 
-    def _wait(self, semaphore: int, other: int, deadline_s: float) -> None:
-        while not self._semaphores.sleep(semaphore, until_s=min(deadline_s, time.monotonic() + SLICE_S)):
-            lost = self._lost(other, late=time.monotonic() >= deadline_s)
+    def _wait(self, semaphore: int, other: int, patience: Patience) -> None:
+        while not self._semaphores.sleep(semaphore, until_s=time.monotonic() + min(patience.left_s, SLICE_S)):
+            lost = self._lost(other, late=not patience.left_s)
             if lost is not None and self._try_wait(semaphore) != 0:  # the post may have come just now, before the end
                 self.give_up(self._ranks.index(lost.peer))
                 raise lost
 
     def _lost(self, other: int, *, late: bool) -> TransportError | None:
         """Why it is no use to wait for process `other` any longer; None if it is."""
-        for index in self._lives:
+        for index in range(len(self._ranks)):  # this process, too: its watchdog may have given up for it
             if (state := self._state(index)) >= _GAVE_UP:
                 culprit, witness = self._ranks[state - _GAVE_UP], self._ranks[index]
                 if culprit == witness:

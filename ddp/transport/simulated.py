@@ -27,14 +27,14 @@ class SimulatedNetwork:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._edges: dict[tuple[int, int, int], queue.SimpleQueue[_Message]] = {}
+        self._edges: dict[tuple[int, int, int], queue.SimpleQueue[_Message | str]] = {}
         self._lock = threading.Lock()
 
     def transport(self, rank: int) -> SimulatedTransport:
         """This rank's end of every edge."""
         return SimulatedTransport(self, range(self.world_size), rank, channel=0)
 
-    def edge(self, source: int, target: int, channel: int) -> queue.SimpleQueue[_Message]:
+    def edge(self, source: int, target: int, channel: int) -> queue.SimpleQueue[_Message | str]:
         """What is on its way from one rank to another."""
         with self._lock:
             return self._edges.setdefault((source, target, channel), queue.SimpleQueue())
@@ -77,17 +77,25 @@ class SimulatedTransport:
         names = [self._ranks[rank] for rank in ranks]
         return SimulatedTransport(self._network, names, list(ranks).index(self.rank), channel=channel)
 
+    def interrupt(self, reason: str) -> None:
+        """Makes every neighbour's next message one that cannot be had."""
+        for peer in range(self.world_size):
+            self._edge(peer, self.rank).put(reason)
+
     def close(self) -> None:
         """Nothing is held."""
 
     def take(self, peer: int, timeout_s: float) -> _Message:
         """The oldest message from `peer`."""
         try:
-            return self._edge(peer, self.rank).get(timeout=timeout_s)
+            message = self._edge(peer, self.rank).get(timeout=timeout_s)
         except queue.Empty:
             raise TransportError(peer, f"nothing arrived within {timeout_s:g} s", timed_out=True) from None
+        if isinstance(message, str):
+            raise TransportError(peer, message, timed_out=True)
+        return message
 
-    def _edge(self, source: int, target: int) -> queue.SimpleQueue[_Message]:
+    def _edge(self, source: int, target: int) -> queue.SimpleQueue[_Message | str]:
         return self._network.edge(self._ranks[source], self._ranks[target], self._channel)
 
 

@@ -208,7 +208,8 @@ def _calibrated() -> tuple[Measured, Measured]:
         dist.all_gather_object(found, mine)
         return found
 
-    transport = process_group_transport(torch.device("cpu"), "gloo", timeout_s=30)
+    cpu, store = torch.device("cpu"), dist.distributed_c10d._get_default_store()
+    transport = process_group_transport(cpu, "gloo", store=store, rank=rank, world_size=world_size, timeout_s=30)
     hosts, group, reason = meet(rank, gather, timeout_s=30)
     assert group is not None, reason
     one_host = calibrate(transport, hosts, group, gather, timeout_s=30)

@@ -6,6 +6,7 @@ One table: members (the algorithms) × properties × world sizes 1 to 8. The ora
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -62,6 +63,27 @@ def ways(world_size: int) -> list[str]:
 
 
 # --- all-reduce: members × properties × world sizes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_means_that_a_type_holds_do_not_overflow_where_sums_would(world_size: int) -> None:
+    """40,000 on every rank: float16 ends at 65,504. Also where only what travels is so narrow."""
+
+    def program(comm: Communicator) -> list[Tensor]:
+        def large(dtype: torch.dtype = torch.float16) -> Tensor:
+            return torch.full((40,), 40_000.0, dtype=dtype)
+
+        every_way = [comm.all_reduce(large(), "mean", algorithm=name) for name in ways(world_size)]
+        divided = comm.all_reduce(large(), divide_by=world_size)
+        later = comm.all_reduce(large(), divide_by=lambda: 2 * world_size)
+        one, other = comm.all_reduce([large(), large(torch.float32)], "mean")
+        narrow = comm.all_reduce(large(torch.float32), "mean", wire_dtype=torch.float16)
+        reduced = comm.reduce_scatter(large(), "mean"), comm.reduce(large(), 0, "mean")
+        return [*every_way, divided, 2 * later, one, other, narrow, *reduced]
+
+    for results in each_rank(world_size, program):
+        for result in results:
+            torch.testing.assert_close(result.double(), torch.full_like(result, 40_000.0).double(), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -394,6 +416,33 @@ def busiest_rounds(name: str, world_size: int) -> int:
     """Rounds in which rank 1 has something in flight."""
     schedule = all_reduce_schedules(hosts_of(world_size))[name]
     return sum(1 for ops in schedule.algorithm(1, world_size) if ops)
+
+
+def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None:
+    """Two threads take turns in another order on every rank."""
+
+    def program(transport: SimulatedTransport) -> str:
+        comm = Communicator(transport, abort_s=20)
+        if comm.rank == 1:
+            is_refused.wait(20)
+            comm.barrier()
+            return ""
+        first = threading.Thread(target=comm.barrier, name="first")
+        first.start()
+        while comm._running.operation != "barrier":
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="one thread at a time: give each") as refused:
+            comm.all_reduce(torch.ones(3), label="gradients")
+        is_refused.set()
+        first.join()  # what was running ends as if nothing had been
+        with pytest.raises(CommunicatorBroken, match="one thread at a time"):
+            comm.barrier()
+        return str(refused.value)
+
+    is_refused = threading.Event()
+    message, _ = SimulatedNetwork(2).run(program)
+    assert "collective #2 [gradients] began in thread" in message
+    assert "while #1 [barrier] was running" in message
 
 
 @pytest.mark.parametrize("how", ["raise", "silent"])

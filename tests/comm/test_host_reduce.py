@@ -214,6 +214,9 @@ def take_means(group: HostGroup) -> None:
                 call("all_reduce", tensor, "sum", divide_by=group.size)
                 assert bits(tensor) == want
             group.free(memory)
+    many = torch.full((5000,), 3.0 * (1 << 40), dtype=torch.float64)  # as the tokens of a step may be
+    call("all_reduce", many, "sum", divide_by=3 << 40)
+    assert (many == group.size).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])

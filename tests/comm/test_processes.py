@@ -5,6 +5,7 @@ Hosts are made up by telling some ranks another boot id: what lies between them 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile, record_function
 
 import ddp
 from ddp.comm.communicator import Communicator, Op
@@ -36,6 +39,11 @@ def sessions(world_size: int) -> None:
     verbs_equal_torch_s(comm)
     allocated_memory_is_shared_and_freed(comm)
     groups_have_memory_of_their_own(comm)
+    memory_is_freed_from_any_thread(comm)
+    reductions_have_their_range_where_they_run(comm)
+    torch.set_default_device("meta")  # what the program computes on is not what collectives are made of
+    verbs_work_beside_another_default_device(comm)
+    torch.set_default_device("cpu")
     ddp.shutdown()
 
     its_own, topology._boot_id = topology._boot_id, lambda: f"host {comm.rank // 3}"
@@ -143,6 +151,62 @@ def allocated_memory_is_shared_and_freed(comm: Communicator) -> None:
         work = comm.all_reduce(half, async_op=True)  # a part of it, from the background thread
         assert (work.wait() == sum(range(comm.world_size))).all()
         comm.free(flat)
+
+
+def memory_is_freed_from_any_thread(comm: Communicator) -> None:
+    """Finalizers run wherever they like, also in the midst of a collective."""
+    inside, others = comm.allocate(500, torch.float32), [comm.allocate(3, torch.float32) for _ in range(40)]
+
+    def free_and_divide() -> int:
+        comm.free(inside)
+        return 2
+
+    finalizer = threading.Thread(target=lambda: [comm.free(each) for each in others])
+    finalizer.start()
+    for numel in range(3000, 3300):
+        flat = torch.full((numel,), 2.0)
+        assert (comm.all_reduce(flat, divide_by=free_and_divide if numel == 3100 else 2) == comm.world_size).all()
+    finalizer.join()
+    with pytest.raises(ConfigError, match="a tensor that allocate has given, once"):
+        comm.free(inside)
+        comm.barrier()
+
+
+def reductions_have_their_range_where_they_run(comm: Communicator) -> None:
+    """A profile shows a bucket on the thread that reduces it; all steps under one name."""
+    with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiled:
+        for step in range(2):
+            work = comm.all_reduce(torch.ones(9), async_op=True, label=f"step {step}, bucket 1 (fc)")
+            work.wait()
+        with record_function("here"):
+            comm.barrier()
+    events = profiled.events()
+    assert events is not None
+    threads = {event.name: event.thread for event in events}
+    assert [event.name for event in events].count("ddp: bucket 1 (fc)") == 2
+    assert threads["ddp: bucket 1 (fc)"] != threads["here"]
+
+
+def verbs_work_beside_another_default_device(comm: Communicator) -> None:
+    cpu, size = torch.device("cpu"), comm.world_size
+    ones = torch.ones(5000, device=cpu)
+    assert (comm.all_reduce(ones.clone()) == size).all()
+    assert (comm.all_reduce(ones.clone(), "mean", algorithm="ring") == 1).all()
+    assert (comm.all_reduce([ones.clone()], "max")[0] == 1).all()
+    assert torch.cat(comm.all_gather(ones)).numel() == 5000 * size
+    assert (torch.cat(comm.all_gather(comm.reduce_scatter(ones))) == size).all()
+    assert (comm.broadcast(ones.clone()) == 1).all()
+    assert comm.all_to_all([ones[:2]] * size)[0].tolist() == [1, 1]
+    assert comm.scatter([ones[:3]] * size if comm.rank == 0 else None).tolist() == [1, 1, 1]
+    assert len(comm.gather(ones)) == size * (comm.rank == 0)
+    assert comm.agree_any(comm.rank == 0)
+    comm.free(comm.allocate(300, torch.float32))
+    model = ddp.DistributedDataParallel(torch.nn.Linear(3, 2, device=cpu))
+    model(ones[:3]).sum().backward()
+    group = comm.subgroup(range(size))
+    assert group is not None
+    group.barrier()
+    group.close()
 
 
 def groups_have_memory_of_their_own(comm: Communicator) -> None:

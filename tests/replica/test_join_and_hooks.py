@@ -390,9 +390,10 @@ def logging_data(comm: ddp.Communicator) -> None:
         assert data["num_steps"] == 2
         assert data["runs"] == ("in the background" if overlap else "in the foreground")
         assert data["buckets"][-1]["launched_s"] <= data["buckets"][-1]["done_s"]
-    with torch.profiler.profile() as profile:
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the background's thread, too
+    with torch.profiler.profile(experimental_config=everywhere) as profile:
         replica(torch.randn(3, 4)).sum().backward()
-    ranges = {event.key for event in profile.key_averages() if event.key.startswith("ddp: ")}
+    ranges = {event.key for event in profile.key_averages() if event.key.startswith("ddp: bucket")}
     assert ranges == {f"ddp: {bucket.label}" for bucket in replica.reducer.buckets}
 
 

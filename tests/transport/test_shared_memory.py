@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import threading
@@ -13,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import collect, start_ranks
+from ranks import collect, run_ranks, start_ranks
 
 from ddp.transport import shared_memory
+from ddp.transport.available_memory import available_bytes
 from ddp.transport.edge import TransportError
 from ddp.transport.shared_memory import KINDS, Barrier, Kind, Offer, SharedMemory, copy_bytes, why_unsupported
 
@@ -51,9 +54,9 @@ def test_what_one_writes_the_other_reads_also_after_the_name_is_gone(kind: Kind)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_memory_than_there_is_is_refused_at_once(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match=f"{1 << 50} bytes of shared memory wanted, the host has [0-9]+ left"):
+    with pytest.raises(OSError, match=f"{1 << 50} bytes of shared memory wanted, [0-9]+ are left here"):
         SharedMemory.create(kind, 1 << 50)
-    monkeypatch.setattr(shared_memory, "_available_bytes", lambda: float("inf"))  # then the kernel says so
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: float("inf"))  # then the kernel says so
     with pytest.raises(OSError, match=r"."):
         SharedMemory.create(kind, 1 << 62)
 
@@ -64,6 +67,62 @@ def test_an_offer_of_more_than_there_is_is_not_mapped() -> None:
         SharedMemory.attach(Offer(memory.offer.path, 2 * PAGE))
     memory.forget()
     memory.forget()
+
+
+def prefault_without_populate_write() -> str:
+    """On a kernel before 5.14, and with a page that would end the process if anybody wrote to it."""
+    shared_memory._POPULATE_WRITE = 9999  # a request that no kernel knows
+    memory = SharedMemory.create("memfd", 2 * PAGE)
+    memory.bytes[PAGE] = 7
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(memory.address), 2 * PAGE, mmap.PROT_READ) == 0
+    memory.prefault(0, 2 * PAGE)
+    memory.forget()
+    return f"read {memory.buffer[PAGE]}"
+
+
+def test_on_an_old_kernel_pages_are_made_without_writing_to_them() -> None:
+    """Else what a neighbour writes between the reading and the writing back is lost."""
+    assert run_ranks(prefault_without_populate_write, 1) == ["read 7"]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "left"),
+    [
+        ("0::/", {}, 8 * GIB),
+        ("0::/a/b", {"a/b": ("max", GIB, 0), "a": (4 * GIB, 3 * GIB, GIB // 2)}, 3 * GIB // 2),
+        ("0::/gone", {"": (2 * GIB, GIB, 0)}, GIB),  # a container sees its own group as the root
+        ("0::/a", {"a": (GIB, 2 * GIB, 0)}, 0),
+        ("5:cpu,memory:/a\n0::/", {"memory/a": (3 * GIB, GIB, 0)}, 2 * GIB),
+        ("5:memory:/", {"memory": (9223372036854771712, GIB, 0)}, 8 * GIB),
+        ("", {}, 8 * GIB),
+    ],
+)
+def test_the_memory_that_is_left_counts_the_limits_of_a_container(
+    tmp_path: Path, cgroup: str, groups: dict[str, tuple[int | str, int, int]], left: int
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(cgroup + "\n")
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {8 << 20} kB\n")
+    names = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for folder, (limit, used, files) in groups.items():
+        at = tmp_path / "cgroups" / folder
+        at.mkdir(parents=True, exist_ok=True)
+        limit_name, used_name, files_name = names[folder.startswith("memory")]
+        (at / limit_name).write_text(f"{limit}\n")
+        (at / used_name).write_text(f"{used}\n")
+        (at / "memory.stat").write_text(f"anon 5\n{files_name} {files}\n")
+    assert available_bytes(tmp_path, tmp_path / "cgroups") == left
+
+
+def test_where_nothing_says_how_much_is_left_nothing_is_refused(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path, tmp_path) == float("inf")
 
 
 def test_copying_bytes() -> None:
@@ -105,10 +164,6 @@ def barriers(size: int, ranks: list[int] | None = None, *, crowded: bool = False
     return memory, members
 
 
-def soon(seconds: float) -> float:
-    return time.monotonic() + seconds
-
-
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("size", range(1, 9))
 def test_nobody_passes_before_everyone_has_come(size: int, crowded: bool) -> None:
@@ -120,7 +175,7 @@ def test_nobody_passes_before_everyone_has_come(size: int, crowded: bool) -> Non
             if (number + index) % 7 == 0:
                 time.sleep(0.001)
             counters[index] = number
-            members[index].meet(soon(30))
+            members[index].meet(30)
             assert number <= int(counters.min()) <= int(counters.max()) <= number + 1
 
     with ThreadPoolExecutor(size) as threads:
@@ -132,7 +187,7 @@ def test_nobody_passes_before_everyone_has_come(size: int, crowded: bool) -> Non
 
 def lost(member: Barrier, timeout_s: float) -> TransportError:
     with pytest.raises(TransportError) as raised:
-        member.meet(soon(timeout_s))
+        member.meet(timeout_s)
     return raised.value
 
 
@@ -159,13 +214,13 @@ def test_who_leaves_or_gives_up_is_named() -> None:
 def test_who_leaves_after_its_last_barrier_is_not_missed() -> None:
     _, (a, b) = barriers(2)
     with ThreadPoolExecutor(1) as threads:
-        passed = threads.submit(b.meet, soon(30))
+        passed = threads.submit(b.meet, 30)
         while not passed.running():
             time.sleep(0.001)
-        a.meet(soon(30))
+        a.meet(30)
         passed.result()
-        last = threads.submit(b.meet, soon(30))
-        a.meet(soon(30))
+        last = threads.submit(b.meet, 30)
+        a.meet(30)
         a.leave()
         last.result()
 
@@ -173,14 +228,14 @@ def test_who_leaves_after_its_last_barrier_is_not_missed() -> None:
 def test_a_forked_child_is_no_member() -> None:
     _, (a, b) = barriers(2)
     threads = ThreadPoolExecutor(1)
-    waiting = threads.submit(a.meet, soon(30))
+    waiting = threads.submit(a.meet, 30)
     here = os.getpid
     try:
         os.getpid = lambda: -1  # type: ignore[assignment]
         b.leave()  # as an exit handler in a child would
     finally:
         os.getpid = here  # type: ignore[assignment]
-    b.meet(soon(30))
+    b.meet(30)
     waiting.result()
     threads.shutdown()
 
@@ -192,16 +247,16 @@ def test_signals_are_handled_in_the_wait() -> None:
     def come_late(number: int, frame: object) -> None:
         handled.append(number)
         if len(handled) == 3:
-            threading.Thread(target=b.meet, args=(soon(30),)).start()
+            threading.Thread(target=b.meet, args=(30,)).start()
 
     before = signal.signal(signal.SIGALRM, come_late)
     signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     try:
-        a.meet(soon(30))
+        a.meet(30)
         assert len(handled) >= 3
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
-            a.meet(soon(30))
+            a.meet(30)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -220,19 +275,19 @@ def wait_for_the_lost(path: str, pids_at: str, how: str) -> tuple[int, bool, flo
     )
     pids = [int((Path(pids_at) / str(i)).read_text()) for i in range(3)]
     barrier = Barrier(memory, 0, index=index, ranks=RANKS, pids=pids, crowded=True)
-    barrier.meet(soon(30))
+    barrier.meet(30)
     if index == 2:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     start_s = time.monotonic()
     try:
-        barrier.meet(soon(2.0 if how == "stopped" else 60.0))
+        barrier.meet(2.0 if how == "stopped" else 60.0)
     except TransportError as error:
         return error.peer, error.timed_out, time.monotonic() - start_s
     return -1, False, 0.0
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    deadline_s = soon(30)
+    deadline_s = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
