@@ -13,6 +13,7 @@ same `state_dict`.
     and         `replica.py` what any replica has
                 `broadcast.py` equal at the start          `in_backward.py` the optimizer inside backward
                 `verify.py` proof                          `timeline.py` what it took
+                `torch_names.py` what else programs call
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ from ddp.replica.replica import Replica
 from ddp.replica.sink import watch_backward
 from ddp.replica.sparse import produces_sparse_gradient
 from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.torch_names import ModuleNames
 from ddp.replica.uncompiled import uncompiled
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 
 
-class DistributedDataParallel(Replica, Joinable):
+class DistributedDataParallel(ModuleNames, Joinable):
     """Averages gradients over all ranks in buckets, while backward runs. Drop-in for torch's class of this name.
 
     Args:
@@ -324,18 +326,6 @@ class DistributedDataParallel(Replica, Joinable):
     def process_group(self) -> Any:
         """torch's process group of the ranks that take part."""
         return self._process_group if self._process_group is not None else dist.group.WORLD
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Whether buffers are kept equal."""
-        return self._buffer_sync.mode != "none"
-
-    forward_sync_buffers = broadcast_buffers
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """torch's way of naming parameters and buffers that a replica leaves alone; call it before making one."""
-        setattr(module, IGNORED, params_and_buffers_to_ignore)
 
     # --- copies ------------------------------------------------------------------------------------------------------
 

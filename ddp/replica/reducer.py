@@ -52,7 +52,7 @@ from ddp.replica.arrangement import Arrangement
 from ddp.replica.higher_order import hand_out_differentiable
 from ddp.replica.in_backward import refusal
 from ddp.replica.mean import Mean
-from ddp.replica.sink import accumulates, call_at_end, will_accumulate
+from ddp.replica.sink import accumulates, call_at_end, watch_backward, will_accumulate
 from ddp.replica.sparse import SparseGradients
 from ddp.replica.uncompiled import uncompiled
 from ddp.replica.unused import Unused
@@ -426,6 +426,25 @@ class Reducer:
             self.use_hook(former.hook)
         self.mean.take_over(former.mean)
         self.num_steps, self.waited = former.num_steps, former.waited
+
+    # --- what other people's programs call of torch's reducer --------------------------------------------------------
+
+    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
+        """Lets the next backward synchronise, also if its forward was in `no_sync`.
+
+        Args:
+            outputs: tensors that this backward goes through. If there are none, it is seen at the first gradient of a
+                parameter, which must not be one inside a re-entrant checkpoint.
+        """
+        self.is_expected = True
+        watch_backward(list(outputs), self.begin, self.on_end or self.finish)
+
+    def _rebuild_buckets(self) -> bool:
+        """Returns False: buckets change at the end of the first backward, and never before a forward."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Does nothing: autograd reports the end of the first backward over a static graph, too."""
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

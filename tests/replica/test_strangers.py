@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_cases, run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 import ddp
+import ddp.replica.naive
+from ddp.replica.verify import verify_replicas
 
 Class = Callable[..., Any]
 THEIRS = nn.parallel.DistributedDataParallel
@@ -88,7 +92,157 @@ def errors_of_torch_s_class(comm: ddp.Communicator) -> None:
                 raise AssertionError(f"{misuse} of {wrap}: nothing was wrong")
 
 
-CASES = [errors_of_torch_s_class]
+# --- what they ask ---------------------------------------------------------------------------------------------------
+
+
+def an_instance_of_torch_s_class(comm: ddp.Communicator) -> None:
+    """As torch.distributed.checkpoint asks: keys without "module.", which the bare model takes, and back."""
+    replica = ddp.DistributedDataParallel(Net())
+    assert isinstance(replica, THEIRS) and isinstance(copy.deepcopy(replica), THEIRS)
+    assert issubclass(ddp.DistributedDataParallel, THEIRS)
+    for other in (replica.module, ddp.replica.naive.NaiveDataParallel, nn.DataParallel):
+        assert not isinstance(other, THEIRS)
+    optimizer = torch.optim.Adam(replica.parameters())
+    replica(batch(comm)).sum().backward()
+    optimizer.step()
+    bare = Net()
+    bare_optimizer = torch.optim.Adam(bare.parameters())
+    state, moments = get_state_dict(replica, optimizer)
+    assert state.keys() == bare.state_dict().keys() == get_model_state_dict(replica).keys()
+    set_state_dict(bare, bare_optimizer, model_state_dict=state, optim_state_dict=moments)
+    again = ddp.DistributedDataParallel(Net())
+    set_state_dict(again, torch.optim.Adam(again.parameters()), model_state_dict=state, optim_state_dict=moments)
+    for mine, loaded, twice in zip(replica.parameters(), bare.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, loaded) and torch.equal(mine, twice)
+        assert torch.equal(optimizer.state[mine]["exp_avg"], bare_optimizer.state[loaded]["exp_avg"])
+
+
+def attributes_of_torch_s_class(comm: ddp.Communicator) -> None:
+    ours, theirs = (wrap(Net()) for wrap in BOTH)
+    for name in ("device", "device_type", "device_ids", "output_device", "dim", "bucket_bytes_cap"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for _ in range(3):
+        for replica in (ours, theirs):
+            replica(batch(comm)).sum().backward()
+    mine, reference = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
+    for name in mine.keys() & reference.keys() - {"gradient_as_bucket_view", "iteration"}:
+        assert mine[name] == reference[name], name
+    assert len(mine.keys() & reference.keys()) >= 10
+    for replica in (ours, theirs):
+        assert replica.will_sync_module_buffers() and replica._get_active_ddp_module() is None
+        assert [p.shape for p in replica._module_parameters] == [p.shape for p in Net().parameters()]
+        inputs, keywords = replica.to_kwargs((torch.ones(1),), {"x": [torch.ones(2)]}, None)
+        assert inputs[0] == (torch.ones(1),) and keywords[0]["x"][0].shape == (2,)
+        replica._check_reducer_finalized()
+        values = [torch.full((2,), float(comm.rank)), torch.full((3,), comm.rank)]
+        replica._distributed_broadcast_coalesced(values, 1 << 20, 1)
+        assert [value.tolist() for value in values] == [[1, 1], [1, 1, 1]]
+        replica.broadcast_buffers = False
+        replica.module.body[1].running_mean.fill_(comm.rank)
+        replica.eval()
+        replica(batch(comm))
+        assert replica.module.body[1].running_mean[0] == comm.rank and not replica.forward_sync_buffers
+        assert not hasattr(replica, "_sync_params")
+
+
+# --- what they call --------------------------------------------------------------------------------------------------
+
+Step = Callable[[Any, Tensor, Tensor], None]
+
+
+def as_accelerate_triggers(replica: Any, x: Tensor, y: Tensor) -> None:
+    """Accelerator.trigger_sync_in_backward: both forwards in no_sync, the second backward synchronises."""
+    with replica.no_sync():
+        first, second = replica(x).square().sum(), replica(y).square().sum()
+        first.backward()
+    before = replica.require_backward_grad_sync, replica.require_forward_param_sync
+    replica.require_backward_grad_sync = replica.require_forward_param_sync = True
+    replica.reducer.prepare_for_backward([])
+    second.backward()
+    replica.require_backward_grad_sync, replica.require_forward_param_sync = before
+
+
+def as_pipelining_does(replica: Any, x: Tensor, y: Tensor) -> None:
+    """torch.distributed.pipelining: the last chunk's backward synchronises."""
+    with replica.no_sync():
+        chunks = [replica(x), replica(y)]
+        chunks[0].sum().backward()
+    replica.reducer.prepare_for_backward(list(torch.nn.parallel.distributed._find_tensors(chunks[1])))
+    chunks[1].sum().backward()
+
+
+def as_mmcv_does(replica: Any, x: Tensor, y: Tensor) -> None:
+    """Its own forward around the module's."""
+    replica.reducer._rebuild_buckets()
+    output = replica._run_ddp_forward(x)
+    replica.reducer.prepare_for_backward([])
+    output.square().sum().backward()
+
+
+def as_lightning_does(replica: Any, x: Tensor, y: Tensor) -> None:
+    """Manual optimization with a loss from two forwards; prepared before each backward."""
+    for value in (x, y):
+        replica.require_backward_grad_sync = True
+        loss = replica(value).square().sum()
+        replica.require_forward_param_sync = True
+        replica.reducer._rebuild_buckets()
+        replica.reducer.prepare_for_backward(list(loss) if replica.find_unused_parameters else [])
+        loss.backward()
+        replica.reducer._delay_all_reduce() if replica.static_graph and value is x else None
+
+
+def programs_that_reach_into_the_reducer(comm: ddp.Communicator) -> None:
+    for step in (as_accelerate_triggers, as_pipelining_does, as_mmcv_does, as_lightning_does):
+        for kw in ({}, {"bucket_cap_mb": 1e-4}):
+            ours, theirs = (wrap(Net(), **kw) for wrap in BOTH)
+            for number in range(3):
+                for replica in (ours, theirs):
+                    if number != 1:
+                        replica.zero_grad()
+                    step(replica, batch(comm, number), batch(comm, number + 10))
+                assert_same(comm, ours, theirs)
+
+
+def assert_same(comm: ddp.Communicator, ours: Any, theirs: Any) -> None:
+    for (name, p), q in zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}")
+    verify_replicas(comm, [*ours.module.named_parameters(), *((n, p.grad) for n, p in ours.module.named_parameters())])
+
+
+def hooks_and_optimizers_by_private_names(comm: ddp.Communicator) -> None:
+    def fused(replica: Any) -> None:
+        chosen = [p for name, p in replica.named_parameters() if "spare" in name]
+        replica._register_fused_optim(torch.optim.SGD, 0.1, optim_params=chosen, momentum=0.9)
+
+    prepare: list[Callable[[Any], None]] = [
+        lambda replica: replica._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+        lambda replica: replica._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+        fused,
+        lambda replica: replica._set_static_graph(),
+    ]
+    for each in prepare:
+        pair = [wrap(Net()) for wrap in BOTH]
+        for replica in pair:
+            each(replica)
+            for number in range(3):
+                replica.zero_grad()
+                replica(batch(comm, number)).square().sum().backward()
+        assert_same(comm, *pair)
+    assert pair[0].static_graph and pair[0]._settings["static_graph"]
+    with pytest.raises(RuntimeError, match="after the first step"):
+        late = ddp.DistributedDataParallel(Net())
+        late(batch(comm)).sum().backward()
+        late._set_static_graph()
+
+
+CASES = [
+    errors_of_torch_s_class,
+    an_instance_of_torch_s_class,
+    attributes_of_torch_s_class,
+    programs_that_reach_into_the_reducer,
+    hooks_and_optimizers_by_private_names,
+]
 
 
 def all_cases(names: list[str]) -> None:
