@@ -1,5 +1,6 @@
-"""Questions from the command line.
+"""Training, and questions, from the command line.
 
+python -m ddp train data=digits epochs=2         trains on this host: ddp/launcher.py; `torchrun … -m ddp train` as well
 python -m ddp draw ring 4                        the rounds of a schedule, as text
 python -m ddp draw ring 4 --svg ring.svg         … as a picture
 python -m ddp draw hierarchical 6 --hosts 3,3    … of one that needs to know which ranks share a host
@@ -44,9 +45,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers one question; returns the exit status."""
-    parser = Parser(prog="python -m ddp", description="Questions about collectives.")
+    """Trains, or answers one question; returns the exit status."""
+    if argv[:1] == ["train"]:
+        train(argv[1:])
+    parser = Parser(prog="python -m ddp", description="Training, and questions about collectives.")
     questions = parser.add_subparsers(metavar="question", required=True, dest="question")
+    questions.add_parser("train", help="trains on this host; SETTING=VALUE … as in ddp/conf, or --help")
     for add_question in (draw_question, check_question, simulate_question, explain_question):
         add_question(questions)
     options = parser.parse_args(argv)
@@ -57,6 +61,16 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; leave nothing to be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def train(settings: Sequence[str]) -> NoReturn:
+    """Trains with these settings, which Hydra reads; ends the process."""
+    from ddp.launcher import main, main_under_torchrun, started_by_torchrun
+
+    sys.argv = ["python -m ddp train", *settings]
+    if started_by_torchrun():
+        main_under_torchrun()
+    main()
 
 
 def draw_question(questions: Questions) -> None:

@@ -454,8 +454,8 @@ def _yardsticks() -> Mapping[str, float]:
 
 def _next_commands(config: Config, summary: Mapping[str, Any]) -> list[str]:
     if summary["stopped_by"]:
-        return [f"python recipes/train.py run.name={config.run.name} resume=auto"]
+        return [f"python -m ddp train run.name={config.run.name} resume=auto"]
     return [
-        "python recipes/train.py -m cluster.workers=1,2,4",
-        "python recipes/train.py recipe=gpt",
+        "python -m ddp train -m cluster.workers=1,2,4",
+        "python -m ddp train recipe=gpt",
     ]

@@ -1,6 +1,6 @@
 """From a command line to running workers: compose, check, start, wait, explain.
 
-    recipes/train.py                      recipes/train_torchrun.py              a script or notebook
+    recipes/train.py, ddp train           recipes/train_torchrun.py              a script or notebook
          │ main                                │ main_under_torchrun                  │ launch(function, …)
          ▼                                     ▼                                      │
     Hydra composes, once             rank 0: Hydra composes, once                     │
@@ -51,14 +51,16 @@ from ddp.terminal import keep_writing, tolerant
 from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
 
+CONF = Path(__file__).parent / "conf"
+
 # ------------------------------------------------------------------------------------------------ the three ways in
 
 
-def main(config_dir: Path | str, config_name: str = "train") -> NoReturn:
+def main(config_dir: Path | str = CONF, config_name: str = "train") -> NoReturn:
     """The command line: one run, or with `-m` a sweep of runs one after another. Ends the process with the status.
 
     Args:
-        config_dir: the folder conf/.
+        config_dir: a folder of settings like ddp/conf/.
         config_name: its root file, without ".yaml".
     """
     keep_writing()
@@ -99,7 +101,7 @@ def main(config_dir: Path | str, config_name: str = "train") -> NoReturn:
     sys.exit(next((job.status for job in jobs if job.status), 0))
 
 
-def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> NoReturn:
+def main_under_torchrun(config_dir: Path | str = CONF, config_name: str = "train") -> NoReturn:
     """The same, in processes that torchrun has started: rank 0 composes and prepares, all train. Ends the process.
 
     `cluster.workers` is torchrun's world size. An error at rank 0 reaches the others through the store that torchrun
@@ -156,6 +158,11 @@ def main_under_torchrun(config_dir: Path | str, config_name: str = "train") -> N
 
         finish(config, run_dir)
     sys.exit(0)
+
+
+def started_by_torchrun() -> bool:
+    """Returns True in a process that torchrun has started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _prepare_under_torchrun(

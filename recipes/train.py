@@ -4,12 +4,11 @@
     python recipes/train.py -m cluster.workers=1,2,4              three runs, one after another
     python recipes/train.py run.name=mine resume=auto             continue runs/mine
 
-The settings: conf/train.yaml and the files beside it. What happens: ddp/launcher.py.
+`python -m ddp train` does the same from any folder. The settings: ddp/conf/train.yaml and the files beside it. What
+happens: ddp/launcher.py.
 """
-
-from pathlib import Path
 
 from ddp.launcher import main
 
 if __name__ == "__main__":
-    main(Path(__file__).parent.parent / "conf")
+    main()

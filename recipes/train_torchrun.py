@@ -2,12 +2,11 @@
 
     torchrun --standalone --nproc-per-node 4 recipes/train_torchrun.py data=digits
 
-The settings are those of recipes/train.py, but the number of workers is torchrun's.
+`torchrun --nproc-per-node 4 -m ddp train` does the same. The settings are those of recipes/train.py, but the number of
+workers is torchrun's.
 """
-
-from pathlib import Path
 
 from ddp.launcher import main_under_torchrun
 
 if __name__ == "__main__":
-    main_under_torchrun(Path(__file__).parent.parent / "conf")
+    main_under_torchrun()

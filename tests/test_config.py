@@ -1,4 +1,4 @@
-"""The configuration: what round-trips, what is refused and in which words, and conf/ against the dataclasses."""
+"""The configuration: what round-trips, what is refused and in which words, and ddp/conf/ against the dataclasses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import yaml
 
 from ddp.config import CHOICES, Config, Sgd, available_cores, from_plain, to_plain
 from ddp.errors import ConfigError
-from ddp.launcher import _compose, register_schemas
+from ddp.launcher import CONF, _compose, register_schemas
 
-CONF = Path(__file__).parent.parent / "conf"
 EVERY_CHOICE = [(group, name.name) for group, choices in CHOICES.items() for name in choices]
 BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"], "image_folder": ["data.path=x"]}
 

@@ -25,13 +25,13 @@ import ddp
 from ddp.config import Config, from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
-from ddp.launcher import _compose, _continued, launch, prepare, translated
+from ddp.launcher import CONF, _compose, _continued, launch, prepare, translated
 from ddp.worker import Report
 
 ROOT = Path(__file__).parent.parent
 TRAIN = [sys.executable, str(ROOT / "recipes" / "train.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
+TRAIN_UNDER_TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
 
 
 def surroundings(standin: str) -> dict[str, str]:
@@ -137,7 +137,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments: list[str], words: s
 
 
 def test_torchrun_trains_with_rank_0_alone_composing(tmp_path: Path) -> None:
-    status, out, err = finish(start([*TORCHRUN, "data=digits", "cluster.threads_per_worker=2", "run.name=t"], tmp_path))
+    settings = ["data=digits", "cluster.threads_per_worker=2", "run.name=t"]
+    status, out, err = finish(start([*TRAIN_UNDER_TORCHRUN, *settings], tmp_path))
     assert status == 0, err
     assert "this is rank 0" in out and "this is rank 1" not in out and out.count("finished 0.5") == 1
     about = [seen(tmp_path / "runs" / "t", rank) for rank in (0, 1)]
@@ -146,10 +147,10 @@ def test_torchrun_trains_with_rank_0_alone_composing(tmp_path: Path) -> None:
 
 
 def test_torchrun_s_bad_input_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
-    status, _, err = finish(start([*TORCHRUN, "data=digit"], tmp_path))
+    status, _, err = finish(start([*TORCHRUN, "-m", "ddp", "train", "data=digit"], tmp_path))
     assert status == 1
     assert err.count("error: unknown choice data=digit. Did you mean data=digits?") == 1
-    assert 'train_torchrun.py", line' not in err, "no traceback of a rank"
+    assert 'ddp/__main__.py", line' not in err, "no traceback of a rank"
 
 
 # ------------------------------------------------------------------------------------------------------------ launch
@@ -328,7 +329,7 @@ def test_every_error_of_hydra_becomes_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path}", override])
     with pytest.raises(Exception) as error:
-        _compose(ROOT / "conf", "train", world_size=2, local_workers=2)
+        _compose(CONF, "train", world_size=2, local_workers=2)
     message = translated(error.value)
     assert message is not None and words in message
     assert "\n" not in message and "schema_" not in message

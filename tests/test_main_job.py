@@ -76,7 +76,7 @@ class Command:
             if meanwhile is not None:
                 result = pool.submit(meanwhile)
             with pytest.raises(SystemExit) as exit:
-                main(ROOT / "conf")
+                main()
         ended = Ended(exit.value.code, *self._capfd.readouterr())
         if meanwhile is not None and (error := result.exception()):
             raise AssertionError(ended) from error

@@ -58,7 +58,7 @@ def test_command(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
     monkeypatch.setattr(sys, "argv", [*shlex.split(command)[1:], *SHORT])
     with pytest.raises(SystemExit) as ended:
-        main(ROOT / "conf")
+        main()
     assert ended.value.code == 0, capfd.readouterr()
     assert "try next" in capfd.readouterr().out
 
