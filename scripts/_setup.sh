@@ -11,22 +11,30 @@ fail() {
     exit 1
 }
 
+fits() {
+    command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+    for base in python3 python3.13 python3.12 python3.11; do
+        fits "$base" && return
+    done
+    fail "this needs Python 3.11, 3.12 or 3.13, and finds $(python3 --version 2>/dev/null || echo none); install one of them"
+}
+
 make_venv() {
-    command -v python3 >/dev/null || fail "python3 is not installed; this needs Python 3.11 or newer"
-    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        fail "$(python3 --version) is too old; this needs Python 3.11 or newer as python3"
-    [[ -x $python ]] && "$python" -c 'import pip' 2>/dev/null && return
-    say "making .venv with $(python3 --version)"
-    python3 -m venv --clear .venv 2>/dev/null && return
-    # Some distributions ship venv without ensurepip; python3's own pip can fill the new environment.
-    { python3 -m venv --clear --without-pip .venv &&
-        python3 -m pip --python "$python" install --quiet --disable-pip-version-check pip; } ||
-        fail "python3 cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
+    fits "$python" && "$python" -c 'import pip' 2>/dev/null && return
+    say "making .venv with $("$base" --version)"
+    "$base" -m venv --clear .venv 2>/dev/null && return
+    # Some distributions ship venv without ensurepip; the interpreter's own pip can fill the new environment.
+    { "$base" -m venv --clear --without-pip .venv &&
+        "$base" -m pip --python "$python" install --quiet --disable-pip-version-check pip; } ||
+        fail "$base cannot make a virtual environment; on Debian and Ubuntu: apt install $base-venv"
 }
 
 # What the installation depends on: the pins, the package's own metadata, the interpreter, and where the package lies.
 wanted_stamp() {
-    python3 - constraints.txt pyproject.toml <<'PYTHON'
+    "$base" - constraints.txt pyproject.toml <<'PYTHON'
 import hashlib, os, pathlib, sys
 content = b"".join(pathlib.Path(name).read_bytes() for name in sys.argv[1:])
 print(hashlib.sha256(content + f"{sys.version_info[:2]} {os.getcwd()}".encode()).hexdigest())
@@ -52,7 +60,8 @@ install_torch() {
 }
 
 install() {
-    local stamp=.venv/installed-from wanted
+    local stamp=.venv/installed-from wanted base
+    find_python
     make_venv
     wanted=$(wanted_stamp)
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return

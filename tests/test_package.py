@@ -1,4 +1,4 @@
-"""The package as others get it: a wheel, made from the sdist, in an environment of its own, started from anywhere."""
+"""The package as others get it: a wheel, made from the sdist, in an environment of its own; which Python it takes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tarfile
 import venv
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -53,3 +54,39 @@ def test_an_installed_package_trains_from_any_folder(tmp_path: Path) -> None:
     assert json.loads((elsewhere / "runs" / "a" / "summary.json").read_text())["steps"] == 2
     assert "python -m ddp train -m cluster.workers=1,2,4" in done.stdout
     assert {path.name for path in elsewhere.iterdir()} == {"runs"}
+
+
+INTERPRETER = """#!/bin/bash
+case $1 in
+    --version) echo Python {version}.0 ;;
+    -c) exec {python} -c "import sys; sys.version_info = (*map(int, '{version}'.split('.')), 0); $2" ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"python3": "3.12", "python3.13": "3.13"}, "making .venv with Python 3.12.0"),
+        ({"python3": "3.14", "python3.12": "3.12"}, "making .venv with Python 3.12.0"),
+        ({"python3.11": "3.11"}, "making .venv with Python 3.11.0"),
+        ({"python3": "3.14"}, "this needs Python 3.11, 3.12 or 3.13, and finds Python 3.14.0; "),
+        ({"python3": "3.10"}, "this needs Python 3.11, 3.12 or 3.13, and finds Python 3.10.0; "),
+        ({}, "this needs Python 3.11, 3.12 or 3.13, and finds none; "),
+    ],
+)
+def test_the_scripts_take_a_python_that_fits(found: dict[str, str], said: str, tmp_path: Path) -> None:
+    folder, scripts = tmp_path / "bin", tmp_path / "scripts"
+    folder.mkdir()
+    scripts.mkdir()
+    shutil.copy(ROOT / "scripts" / "_setup.sh", scripts)
+    for tool in ("bash", "dirname"):
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    for name, version in found.items():
+        (folder / name).write_text(INTERPRETER.format(version=version, python=sys.executable))
+        (folder / name).chmod(0o755)
+    command = ["bash", "-c", "set -euo pipefail; source scripts/_setup.sh"]
+    ended = subprocess.run(command, cwd=tmp_path, env={"PATH": str(folder)}, capture_output=True, text=True)
+    assert ended.returncode == 1, "these interpreters make no virtual environment"
+    assert said in ended.stderr.splitlines()[0]
