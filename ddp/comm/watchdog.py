@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -110,6 +111,7 @@ class Watchdog:
         self._publish()
         self._thread = threading.Thread(target=self._loop, name="ddp-watchdog", daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, _end, self._thread, self._stopped)  # at exit, too
 
     def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
         """One for a group of some of the ranks, which has numbers of its own."""
@@ -149,8 +151,7 @@ class Watchdog:
     def leave(self) -> None:
         """Tells the others that this rank is done; ends the thread."""
         self._finish("left", "", None)
-        self.stop()
-        self._thread.join(timeout=2 * INTERVAL_S)
+        self._end()
 
     def stop(self) -> None:
         """Lets the thread end; what was published last stays."""
@@ -371,3 +372,10 @@ class Watchdog:
         others = [rank for rank in range(self._world_size) if rank != self.record.rank]
         known = {rank for rank in others if self._store.check([self._key(rank)])}
         return {rank: read(rank) if rank in known else Record(rank, "unknown", 0, label="start-up") for rank in others}
+
+
+def _end(thread: threading.Thread, stopped: threading.Event) -> None:
+    """Ends a watchdog's thread. One that returns from the store while the interpreter exits would abort the process."""
+    stopped.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=STORE_S)

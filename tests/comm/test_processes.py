@@ -5,6 +5,8 @@ Hosts are made up by telling some ranks another boot id: what lies between them 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -251,3 +253,23 @@ def ask_for_a_way_that_is_not_there() -> None:
 
 def test_a_way_that_this_layout_has_not_is_refused_at_once() -> None:
     run_ranks(ask_for_a_way_that_is_not_there, 2)
+
+
+# --- a program that never calls shutdown -----------------------------------------------------------------------------
+
+EXITS = """
+import os, sys
+from torch.distributed import HashStore
+from ddp.comm import watchdog
+watchdog.INTERVAL_S = 0  # the thread is nearly always in the store
+for _ in range(3):
+    if not (child := os.fork()):
+        kept = watchdog.Watchdog(HashStore(), 0, 1, generation=0, warn_s=1, abort_s=2)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_program_may_end_without_shutdown() -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
