@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ddp import config as settings
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
+from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import init, shutdown
 from ddp.config import Config, DataName, ModelName, to_plain
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
@@ -99,7 +101,8 @@ def run(config: Config, run_dir: Path) -> None:
     )
     stop = StopFlag()
     try:
-        with stop.listening():
+        with stop.listening(), ExitStack() as until_end:
+            on_rank_zero(comm, lambda: _hold_run(run_dir, until_end), label="locking the run's folder")
             _train(config, run_dir, comm, stop)
     except BaseException as error:
         shutdown(failed=f"{type(error).__name__}: {error}")
@@ -121,6 +124,11 @@ def finish(config: Config, run_dir: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- a worker's life
+
+
+def _hold_run(run_dir: Path, until_end: ExitStack) -> None:
+    """Rank 0 may outlive the parent, which holds the folder of the run, and still save."""
+    until_end.enter_context(closing(CheckpointStore(run_dir / "checkpoints").hold()))
 
 
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:

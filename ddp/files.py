@@ -1,22 +1,42 @@
-"""Files that are whole or absent, whenever the process is killed or the power fails; and JSON that a stranger damaged.
+"""Files that are whole or absent, whenever the process is killed or the power fails; and folders with one writer.
 
     write     .tmp-NAME in the same folder, flushed to the disk       killed: NAME is what it was
     rename    .tmp-NAME to NAME                                       atomic
     flush     the folder, whose entry is new                          power cut: NAME is the old file or the new one
 
 The entry of a new folder needs its parent's flush in the same way: else a power cut may take a whole run.
+
+Who writes into a folder for long holds it (`hold`), so that a second writer is refused instead of mixing its files with
+those of the first.
+
+Note "which lock": flock(2) belongs to the open file, and the kernel drops it when the process ends, however it ends. A
+lock of fcntl(2) would be lost as soon as anyone in this process, a callback that copies the folder, say, closes the
+file. A forked child, such as a loader's worker, shares the open file, and would keep the lock of a parent that was
+killed; so children close it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
+from ddp.errors import ConfigError
+from ddp.log import log
+
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """What some network file systems say to the flush of a folder, and any to that of one that may not be read."""
+
+_LOCK = ".lock"
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+"""What file systems without locks say."""
+
+# ------------------------------------------------------------------------------------------------------- whole files
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -68,3 +88,90 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
     return value
+
+
+# ------------------------------------------------------------------------------------------------------- one writer
+
+
+class Hold:
+    """A folder that no other process may write, until `close`. This process may hold it several times."""
+
+    def __init__(self, folder: Path, descriptor: int | None) -> None:
+        self._folder, self._descriptor, self._count = folder, descriptor, 1
+
+    def again(self) -> Hold:
+        """One more `close` is needed."""
+        self._count += 1
+        return self
+
+    def close(self) -> None:
+        """Lets others write, once it was called as often as the folder was held."""
+        self._count -= 1
+        if self._count == 0:
+            _held.pop(self._folder, None)
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):  # while the lock is held: afterwards the file is another's
+                    (self._folder / _LOCK).unlink()
+            self.forget()
+
+    def forget(self) -> None:
+        """Closes this process's descriptor, and leaves the file; a lock that was inherited stays the parent's."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_held: dict[Path, Hold] = {}
+
+
+def _forget_what_the_parent_holds() -> None:
+    for held in _held.values():
+        held.forget()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_what_the_parent_holds)
+
+
+def hold(folder: Path) -> Hold:
+    """Keeps other processes from writing into a folder, which exists; where locks do not work, it warns.
+
+    Raises:
+        ConfigError: another process holds it; says which.
+        OSError: the folder cannot be written.
+    """
+    folder = folder.resolve()
+    if folder in _held:
+        return _held[folder].again()
+    try:
+        descriptor = _lock(folder / _LOCK)
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
+        log.warning("%s cannot be locked (%s): see to it that no other run writes there", folder, error.strerror)
+        descriptor = None
+    _held[folder] = Hold(folder, descriptor)
+    return _held[folder]
+
+
+def _lock(path: Path) -> int:
+    """Locks a file, and writes into it who has; returns its descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+            if os.fstat(descriptor).st_nlink > 0:  # else the last holder removed it after it was opened here
+                return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise ConfigError(
+                f"{path.parent} is being written by {holder}: wait until it has ended, or take another folder"
+            ) from None
+        except OSError:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        os.close(descriptor)

@@ -26,6 +26,7 @@ them. Read next: ddp/engine.py, ddp/failures.py, ddp/worker.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -46,7 +47,7 @@ from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain, u
 from ddp.engine import CUBLAS_WORKSPACE, run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
-from ddp.files import flush_folder, json_object, write_whole
+from ddp.files import flush_folder, hold, json_object, write_whole
 from ddp.terminal import keep_writing, tolerant
 from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
@@ -75,7 +76,7 @@ def main(config_dir: Path | str = CONF, config_name: str = "train") -> NoReturn:
         settings = HydraConfig.get()
         run_dir = Path(settings.runtime.output_dir)
         jobs.append(_Job(list(settings.overrides.task), run_dir, status=2))
-        with _bad_input_to(_print_error):
+        with _bad_input_to(_print_error), _only_writer(run_dir):
             config = _continued(_to_config(composed), jobs[-1].overrides, run_dir)
             prepare(config, run_dir)
             jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
@@ -177,9 +178,13 @@ def _prepare_under_torchrun(
 
     with _bad_input_to(refuse):
         config, run_dir = _compose(config_dir, config_name, world_size=world_size, local_workers=local_workers)
+        until_end = contextlib.ExitStack()
         try:
+            until_end.enter_context(_only_writer(run_dir))
+            atexit.register(until_end.close)
             prepare(config, run_dir, local_workers=local_workers)
         except USER_ERRORS:
+            until_end.close()
             _remove_if_empty(run_dir)
             raise
         sent.update(config=to_plain(config), run_dir=str(run_dir))
@@ -342,6 +347,19 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) 
         write_whole(path, text)
     for parent in run_dir.absolute().parents[:3]:  # Hydra has made the folder: runs/NAME, or runs/SWEEP/JOB
         flush_folder(parent)
+
+
+@contextlib.contextmanager
+def _only_writer(run_dir: Path) -> Iterator[None]:
+    """Refuses a folder that another run writes: its parent, or a rank 0 that has outlived its parent."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(contextlib.closing(hold(run_dir)))
+            if (run_dir / "checkpoints").is_dir():
+                hold(run_dir / "checkpoints").close()
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+        yield
 
 
 def _refuse_reuse(config: Config, run_dir: Path) -> None:

@@ -1,15 +1,21 @@
-"""A file is whole or absent: what stands on the disk, and in which order it got there."""
+"""A file is whole or absent: what stands on the disk, and in which order it got there. A folder has one writer."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ddp.files import flush_folder, json_object, make_folder, write_whole
+from ddp.errors import ConfigError
+from ddp.files import flush_folder, hold, json_object, make_folder, write_whole
 
 
 @pytest.fixture
@@ -73,3 +79,63 @@ def test_whatever_holds_no_object_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         json_object(text)
     assert json_object('{"a": [1]}') == {"a": [1]}
+
+
+# Holds a folder, with a forked child as a loader has; or tries to.
+HOLDER = """
+import os, pathlib, sys, time
+from ddp.files import hold
+held = hold(pathlib.Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds the folder, if it can, until it is killed."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_second_process_is_refused_by_name_until_the_first_is_dead(tmp_path: Path) -> None:
+    first = holder(tmp_path)
+    assert first.stdout is not None
+    child = int(first.stdout.readline())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    words = f"^{tmp_path} is being written by process {first.pid} on host {socket.gethostname()}: wait "
+    with pytest.raises(ConfigError, match=words):
+        hold(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    first.kill()
+    first.wait()
+    os.kill(child, 0)  # it lives, and holds nothing
+    held = hold(tmp_path)
+    os.kill(child, 9)
+    first.communicate()
+
+    again = hold(tmp_path)  # the same process may
+    again.close()
+    shutil.copytree(tmp_path, tmp_path / "copy")  # which closes the file
+    _, said = holder(tmp_path).communicate(timeout=60)
+    assert f"is being written by process {os.getpid()} on host" in said
+    held.close()
+    shutil.rmtree(tmp_path / "copy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    hold(tmp_path).close()
+    assert f"{tmp_path} cannot be locked (No locks available)" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    hold(tmp_path).close()

@@ -25,7 +25,7 @@ import ddp
 from ddp.config import Config, from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
-from ddp.launcher import CONF, _compose, _continued, launch, prepare, translated
+from ddp.launcher import CONF, _compose, _continued, _prepare_under_torchrun, launch, prepare, translated
 from ddp.worker import Report
 
 ROOT = Path(__file__).parent.parent
@@ -383,6 +383,33 @@ def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: l
     written = (tmp_path / "config.yaml").stat()
     prepare(second, tmp_path)
     assert (tmp_path / "config.yaml").stat().st_mtime_ns == written.st_mtime_ns, "the same is not written again"
+
+
+def test_a_folder_that_another_run_writes_is_refused_and_a_fresh_one_left_empty(
+    checked: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["train_torchrun.py", f"hydra.run.dir={run_dir}"])
+    for folder in (run_dir, run_dir / "checkpoints"):
+        folder.mkdir()
+        code = "import pathlib, sys; from ddp.files import hold; held = hold(pathlib.Path(sys.argv[1]))\n"
+        code += "print(flush=True); sys.stdin.read(); held.close()"
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", code, folder], stdin=pipe, stdout=pipe) as other:
+            assert other.stdout is not None and other.stdout.readline()
+            before = sorted(tmp_path.rglob("*"))
+            sent = _prepare_under_torchrun(CONF, "train", world_size=2, local_workers=2)
+            assert f"{folder} is being written by process {other.pid} on host" in sent["error"]
+            assert sorted(tmp_path.rglob("*")) == before and checked == []
+    (run_dir / "checkpoints").rmdir()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "resume=nowhere/config"])
+    monkeypatch.setattr(sys.modules["ddp.build"], "check", _refuse)
+    assert _prepare_under_torchrun(CONF, "train", world_size=2, local_workers=2)["error"] == "no such data"
+    assert not run_dir.exists()
+
+
+def _refuse(_: Config) -> None:
+    raise ConfigError("no such data")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -292,8 +293,14 @@ def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
 
     process = start([*TRAIN, *job], tmp_path)
     wait_for_step(5, run_dir, process)
-    for pid in (process.pid, *workers(run_dir).values()):  # as process managers do; the launcher passes its own on
+    for pid in (running := [process.pid, *workers(run_dir).values()]):
+        os.kill(pid, signal.SIGSTOP)
+    ended = command("run.name=mine", "resume=auto")
+    assert (ended.status, ended.err.count("\n")) == (2, 1)
+    assert f"{run_dir} is being written by process {process.pid} on host {socket.gethostname()}: wait" in ended.err
+    for pid in running:  # as process managers do; the launcher passes its own on
         os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)
     ended = finish(process)
     assert ended.status == 143
     assert ended.err.endswith("stopped by SIGTERM; continue with run.name=mine resume=auto\n")
@@ -317,7 +324,14 @@ def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
 
     process = start([*TRAIN, *job, "resume=auto"], tmp_path)
     wait_for_step(second + 9, run_dir, process)  # a checkpoint lies between, or two
-    for pid in (process.pid, *workers(run_dir).values()):
+    survivors = workers(run_dir)
+    for pid in survivors.values():
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    ended = command("run.name=mine", "resume=auto")  # rank 0 has outlived its parent, and may still save
+    assert ended.status == 2
+    assert f"{run_dir}/checkpoints is being written by process {survivors[0]} on host" in ended.err
+    for pid in survivors.values():
         os.kill(pid, signal.SIGKILL)
     assert finish(process).status == -signal.SIGKILL
     wait_for(lambda: not workers(run_dir))

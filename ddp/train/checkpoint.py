@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CheckpointError
+from ddp.files import Hold
 from ddp.log import log
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint, cause_of
@@ -216,7 +217,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 class Checkpointer(Callback):
     """Saves every so many steps, or at the end of each epoch, and at the end of the run.
 
-    A checkpoint that is due together with an evaluation waits for it: the metric decides which one is the best.
+    A checkpoint that is due together with an evaluation waits for it: the metric decides which one is the best. While
+    a fit runs, no other process may save into the store's folder.
     """
 
     def __init__(
@@ -231,9 +233,14 @@ class Checkpointer(Callback):
         self._every_steps, self._score_metric = every_steps, score_metric
         self._due = False
         self._saved_step = -1
+        self._held: Hold | None = None  # on rank 0, while a fit runs
 
     def fit_start(self, state: TrainState) -> None:
+        on_rank_zero(state.comm, self._hold, label="locking the folder of the checkpoints")
         self._saved_step = state.step  # resumed from there, or nothing to save yet
+
+    def _hold(self) -> None:
+        self._held = self._store.hold()
 
     def step_start(self, state: TrainState) -> None:
         if self._due:
@@ -252,6 +259,15 @@ class Checkpointer(Callback):
     def fit_end(self, state: TrainState) -> None:
         if self._saved_step != state.step:
             self._save(state)
+        self._release()
+
+    def exception(self, state: TrainState, error: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     def _save(self, state: TrainState) -> None:
         self._due = False

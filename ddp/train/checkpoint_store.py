@@ -7,6 +7,7 @@
         latest, best              one line each, the folder's name: for people and scripts
         .tmp-step-00000130/       being written
         .old-step-00000120/       being replaced
+        .lock                     while a process saves here: who
 
 What a save does, and why a process killed between any two lines leaves a valid checkpoint behind:
 
@@ -33,7 +34,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
@@ -41,7 +42,7 @@ from typing import IO, Any, Literal, NamedTuple, cast
 import torch
 
 from ddp.errors import CheckpointError, ConfigError
-from ddp.files import flush_folder, json_object, make_folder, write_whole
+from ddp.files import Hold, flush_folder, hold, json_object, make_folder, write_whole
 from ddp.log import log
 
 SCHEMA = 1
@@ -116,13 +117,13 @@ class CheckpointStore:
         Raises:
             CheckpointError: a name or a value cannot be stored, or the disk refuses (path and reason). What was there
                 before is untouched.
+            ConfigError: another process saves here (`hold`).
         """
         if step < 0:
             raise CheckpointError(f"cannot save step {step}: steps count from 0")
         path = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".tmp-{path.name}"
-        with _explained(path):
-            make_folder(self.folder)
+        with closing(self.hold()), _explained(path):
             self._sweep()
             try:
                 self._write(temporary, step, parts, meta, score)
@@ -133,8 +134,19 @@ class CheckpointStore:
             self._point("latest", path)
             if (best := self._best()) is not None:
                 self._point("best", best)
-        self._prune(keep=best)
+            self._prune(keep=best)
         return path
+
+    def hold(self) -> Hold:
+        """Keeps other processes from saving here until it is closed; makes the folder.
+
+        Raises:
+            ConfigError: another process saves here; says which.
+            CheckpointError: the disk refuses.
+        """
+        with _explained(self.folder):
+            make_folder(self.folder)
+            return hold(self.folder)
 
     def _sweep(self) -> None:
         """Removes what killed saves left, and brings back what they were about to replace."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -208,6 +211,26 @@ def test_a_run_goes_on_after_an_agreed_stop() -> None:
     assert (state.step, state.stopped_by) == (1, "enough")
     continue_fit(state, Classification(), data, max_steps=9)
     assert (state.step, state.stopped_by) == (9, "")
+
+
+def test_while_a_fit_runs_no_other_process_saves_into_its_folder(tmp_path: Path) -> None:
+    state, data = in_one_process(40)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    other = "import sys; from ddp.train.checkpoint_store import CheckpointStore as Store\n"
+    other += "Store(sys.argv[1]).save(7, {}, meta={})"
+
+    class Intruder(Callback):
+        said = ""
+
+        def step_end(self, state: TrainState, report: StepReport) -> None:
+            done = subprocess.run([sys.executable, "-c", other, store.folder], capture_output=True, text=True)
+            self.said = done.stderr.splitlines()[-1]
+
+    intruder = Intruder()
+    callbacks = [Checkpointer(store, identity={}, every_steps=1), intruder]
+    continue_fit(state, Classification(), data, max_steps=1, callbacks=callbacks)
+    assert f"{store.folder} is being written by process {os.getpid()} on host" in intruder.said
+    assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000001"]
 
 
 def test_a_grown_data_set_is_told_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
