@@ -201,12 +201,17 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return found
 
 
-def be_attacked(proof: Path) -> tuple[set[str], set[str]]:
-    """The addresses on which the launcher and this rank listen; rank 0 attacks the launcher, as a stranger would."""
+def be_attacked(proof: Path, before: set[tuple[str, int]]) -> tuple[set[str], set[str]]:
+    """The addresses on which the launcher and this rank listen; rank 0 attacks the launcher, as a stranger would.
+
+    Args:
+        proof: what only a launcher that unpickles makes.
+        before: where the launcher's process listened before, for reasons of its own.
+    """
     from torch.distributed import TCPStore
 
     comm = ddp.init(shared_memory=False)
-    launcher, worker = listening(os.getppid()), listening(os.getpid())
+    launcher, worker = listening(os.getppid()) - before, listening(os.getpid())
     if comm.rank == 0:
         state = base64.b64encode(pickle.dumps(Payload(proof))).decode()
         for _, port in launcher:
@@ -217,7 +222,7 @@ def be_attacked(proof: Path) -> tuple[set[str], set[str]]:
 
 
 def test_a_launch_listens_on_loopback_only_and_unpickles_nothing_of_its_store(tmp_path: Path) -> None:
-    results = launch(be_attacked, tmp_path / "proof", workers=2)
+    results = launch(be_attacked, tmp_path / "proof", listening(os.getpid()), workers=2)
     loopback = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}  # the last one: 127.0.0.1 as IPv6
     assert all(launcher and launcher <= loopback for launcher, _ in results)
     assert all(worker and worker <= loopback for _, worker in results)

@@ -348,6 +348,7 @@ def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
 def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(finished: Finished, tmp_path: Path) -> None:
     """The second run can print nowhere either, and in letters that are not enough."""
     master, terminal = os.openpty()
+    os.set_blocking(master, False)
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
     closed = subprocess.Popen(["setsid", "-c", *TRAIN, *LONG_JOB], cwd=tmp_path, **streams)
     os.close(terminal)
@@ -360,8 +361,14 @@ def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(finished: 
             stdout=full,
             stderr=full,
         )
+
+    def has_trained_while_somebody_read() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(master, 1 << 16)
+        return steps_done(run_dir) >= 5
+
     try:
-        wait_for(lambda: steps_done(run_dir) >= 5, while_=lambda: closed.poll() is None)
+        wait_for(has_trained_while_somebody_read, while_=lambda: closed.poll() is None)
         os.close(master)  # the kernel sends SIGHUP to the process that the terminal belonged to
         assert closed.wait(LIMIT_S) == 128 + signal.SIGHUP
         wait_for(lambda: steps_done(kept_dir) >= 5, while_=lambda: kept.poll() is None)
