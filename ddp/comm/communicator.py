@@ -78,6 +78,7 @@ Op = Literal["sum", "mean", "product", "min", "max"]
 Divisor = int | Callable[[], int]
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 SEGMENT_BYTES = 4 << 20
+LET_GO_S = 2.0  # what is still in flight when the program ends may take so long
 
 
 @dataclass
@@ -621,6 +622,25 @@ class Communicator:
         if self._watchdog is not None:
             self._watchdog.fail(reason)
             self._watchdog.stop()
+
+    def let_go(self, failed: str = "") -> None:
+        """Ends the threads' waits when the program ends, whatever they wait for.
+
+        The interpreter ends a thread that is inside one of torch's waits in a way that ends the process by SIGABRT.
+
+        Args:
+            failed: the error that ends the program.
+        """
+        for group in self._groups:
+            group.let_go(failed)
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            if failed:
+                watchdog.fail(failed)
+            watchdog.leave()
+        if not self._runner.is_idle_within(0.0 if failed else LET_GO_S):
+            self._carrier.interrupt(self.rank, "the program has ended")
+            self._runner.is_idle_within(LET_GO_S)
 
     def close(self) -> None:
         """Ends the background threads and says goodbye. The communicator cannot be used afterwards."""

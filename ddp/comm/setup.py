@@ -10,6 +10,7 @@ ones that read the environment.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -270,6 +271,14 @@ def shutdown(*, failed: str = "") -> None:
     if _Session.owns_torch_distributed and not failed and not world.comm.is_broken:
         dist.destroy_process_group()
         _Session.owns_torch_distributed = False
+
+
+@atexit.register
+def _let_go() -> None:
+    """The program ends without a `shutdown`."""
+    error = getattr(sys, "last_value", None)  # what the interpreter has just printed
+    for of in (*_Session.groups.values(), *filter(None, [_Session.world])):
+        of.comm.let_go(f"{type(error).__name__}: {error}" if error is not None else "")
 
 
 def _in_flight() -> str:

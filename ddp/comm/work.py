@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from typing import Any
 
@@ -87,6 +87,10 @@ class Runner:
             produced = torch.cuda.current_stream(self._device).record_event()
         self._queue.put((work, collective, produced))
         return work
+
+    def is_idle_within(self, timeout_s: float) -> bool:
+        """Waits for what was submitted; False if it has not ended by then."""
+        return self._last is None or not wait([self._last._future], timeout_s).not_done
 
     def close(self) -> None:
         """Ends the thread after what is queued."""

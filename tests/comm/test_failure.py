@@ -7,18 +7,24 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankFailed, collect, run_ranks, start_ranks
 from torch.distributed import HashStore
 
 import ddp
+from ddp.clock import Patience
+from ddp.comm import watchdog as watchdog_module
 from ddp.comm.call import Call
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost
+from ddp.gradients.hook import await_future
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
 
@@ -224,3 +230,77 @@ def test_impossible_devices() -> None:
 def test_a_dead_rank_is_reported_by_the_test_helper_itself() -> None:
     with pytest.raises(RankFailed, match="exit code -9"):
         run_ranks(misbehave, 1, "killed")
+
+
+def wait_while_paused(shared_memory: bool) -> float:
+    """Rank 0 waits in a collective for rank 1 while the test stops both for longer than the deadline."""
+    comm = ddp.init(abort_s=2.0, warn_s=1.0, shared_memory=shared_memory)
+    comm.barrier()
+    Path(os.environ["READY"], f"{shared_memory}{comm.rank}").touch()
+    if comm.rank == 1:
+        time.sleep(1.5)
+    return comm.all_reduce(torch.ones(3), label="across the pause").sum().item()
+
+
+def test_a_job_that_was_paused_for_longer_than_its_deadline_goes_on(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, a frozen container, a suspended laptop."""
+    jobs = [start_ranks(wait_while_paused, 2, way, environment={"READY": str(tmp_path)}) for way in (True, False)]
+    while len(list(tmp_path.iterdir())) < 4:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    processes = [process for job in jobs for process, _ in job]
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    for process in processes:  # rank 0, which waits, first
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.05)
+    assert [collect(job, timeout_s=30) for job in jobs] == [[6.0, 6.0]] * 2
+
+
+def test_patience_begins_anew_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([100.0, 101.0, 103.5, 500.0, 502.0, 504.0, 504.9, 505.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
+    patience = Patience(5.0)
+    left = [patience.left_s for _ in range(7)]
+    assert left == pytest.approx([4.0, 1.5, 5.0, 3.0, 1.0, 0.1, 0.0])
+
+
+def outlast_the_silence(what: str, shared_memory: bool) -> tuple[str, float]:
+    """The application's process group has a timeout of 30 s; a rank may be silent for 1.5 s."""
+    watchdog_module.SILENCE_S = 1.5
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    comm = ddp.init(shared_memory=shared_memory)
+    comm.barrier()
+    if comm.rank == 1 and what == "busy":
+        stop_s = time.monotonic() + 4.0
+        while time.monotonic() < stop_s:  # evaluates, writes a checkpoint, fetches a file
+            time.sleep(0.01)
+    elif comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start_s = time.monotonic()
+    try:
+        if what == "stopped in a hook":
+            future: torch.futures.Future[int] = torch.futures.Future()
+            await_future(comm, future, label="a hook")
+        comm.all_reduce(torch.ones(3), label="gradients")
+    except PeerLost as lost:
+        return str(lost), time.monotonic() - start_s
+    return "done", time.monotonic() - start_s
+
+
+def test_a_rank_that_lives_is_waited_for_and_one_that_does_not_is_named_soon() -> None:
+    """Long before the process group's timeout, which holds for the living."""
+    cases = [("busy", True), ("busy", False), ("stopped", True), ("stopped", False), ("stopped in a hook", True)]
+    jobs = [start_ranks(outlast_the_silence, 2, *case) for case in cases]
+    for (what, _), job in zip(cases, jobs, strict=True):
+        try:
+            (message, took_s), *_ = collect(job[: None if what == "busy" else 1], timeout_s=40)
+        finally:
+            job[1][0].kill()
+        if what == "busy":
+            assert message == "done"
+            assert took_s > 3
+        else:
+            assert re.search("lost rank 1 .*it shows no sign of life for [0-9]+ s", message)
+            assert took_s < 8
