@@ -294,7 +294,7 @@ class Comm:
     debug: bool = False  # compare what the workers call before every collective
     segment_bytes: int = 4 << 20  # a chunk travels in pieces of this size
     warn_s: float = 10.0  # a collective that waits this long says for whom
-    abort_s: float = 60.0  # and this long ends the run
+    abort_s: float = 600.0  # and this long ends the run
 
 
 @dataclass(kw_only=True, slots=True)
