@@ -95,6 +95,8 @@ class Bucket:
         awaited: ids of those that this step's will come to.
         full_at: length of `arrivals` from which on all may be here.
         is_full: all are here.
+        undefined: slots that had no gradient when the bucket was filled: autograd has come to the parameter without
+            one, or not at all.
         ready_s, launched_s, done_s: when the last step had all of its gradients, sent it off, and had its mean.
     """
 
@@ -113,6 +115,7 @@ class Bucket:
     awaited: frozenset[int] = frozenset()
     full_at: int = 0
     is_full: bool = False
+    undefined: list[Slot] = field(default_factory=list, repr=False)
     ready_s: float = 0.0
     launched_s: float = 0.0
     done_s: float = 0.0
@@ -146,10 +149,16 @@ class Bucket:
         num_totals = NUM_LANES * self.has_totals
         self.flat = allocate(numel + num_totals + self.has_unused, like.dtype, like.device)
         self.gradients, self.totals, self.unused = self.flat.split([numel, num_totals, int(self.has_unused)])
-        start = 0
+        for slot, view in zip(self.slots, self.views_of(self.flat), strict=True):
+            slot.view = view
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
+        views, start = [], 0
         for slot in self.slots:
-            slot.view = _view(self.flat, start, slot.parameter)
+            views.append(_view(flat, start, slot.parameter))
             start += _span(slot.parameter)
+        return views
 
     def begin(self, coming: frozenset[int] | None = None) -> None:
         """A backward begins.
@@ -187,8 +196,17 @@ class Bucket:
             [slot for slot in self.slots if id(slot.parameter) not in arrived] if len(arrived) < len(self.slots) else []
         )
 
-    def fill(self) -> None:
-        """Moves in every gradient that is not in its place yet; `parameter.grad` is the view afterwards."""
+    def fill(self, *, keep: bool = False) -> None:
+        """Moves in every gradient that is not in its place yet, zeros if there is none, and notes who has none.
+
+        Args:
+            keep: leave `parameter.grad` what it is; else it is the view afterwards.
+        """
+        if keep:
+            self.undefined += [slot for slot in self.slots if slot.parameter.grad is None]
+            for slot in self.slots:
+                slot.move_in(keep=True)
+            return
         here: list[Tensor] = []
         there: list[Tensor] = []
         try:
@@ -198,6 +216,7 @@ class Bucket:
                 if gradient is view:
                     continue
                 if gradient is None:
+                    self.undefined.append(slot)
                     view.zero_()
                 else:
                     here.append(view)

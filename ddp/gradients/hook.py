@@ -54,8 +54,8 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """The parameters' gradients, views of the bucket."""
-        return [slot.view for slot in self._bucket.slots]
+        """The parameters' gradients, views of the present buffer: after `set_buffer`, of that one."""
+        return self._bucket.views_of(self._buffer)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in the order of their gradients."""

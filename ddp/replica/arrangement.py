@@ -49,10 +49,11 @@ class Arrangement:
     ) -> None:
         self._comm, self._limits, self._hooks_of = comm, limits, hooks_of
         self._order = list(reversed(slots))
-        self._planned: list[tuple[torch.dtype, torch.device]] = []
         self._times: Counter[int] | None = None
         self._has_memory = False
         self._allocated: list[Tensor] = []  # what of it is the communicator's
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []
         self._handles: list[Any] = []
         self.is_learned = self.in_ordinary_memory = False
         self.totals = self.unused = torch.empty(0, device="cpu")
@@ -89,7 +90,6 @@ class Arrangement:
         """Makes the buckets, and hooks into autograd. Every rank calls it alike; collective once there is memory."""
         held = [(slot, slot.view) for slot in self._order if self._has_memory and slot.parameter.grad is slot.view]
         arrived = [parameter for bucket in self.buckets for parameter in bucket.arrivals]
-        self._planned = self._kinds()
         self.buckets = make_buckets(self._plan(), device=self._comm.device, tails_apart=self.in_ordinary_memory)
         if self._times is not None:
             self.expect(self._times)
@@ -129,8 +129,6 @@ class Arrangement:
         """Gives the buckets their memory, if they have none, and that of others back. Collective."""
         if self._has_memory:
             return
-        if self._kinds() != self._planned:  # model.half() after the replica was made
-            self.lay_out()
         former = self._allocated.copy()
         self._allocated.clear()
         for bucket in self.buckets:
@@ -138,15 +136,25 @@ class Arrangement:
         self.totals = next(bucket.totals for bucket in self.buckets if bucket.has_totals)
         self.unused = self.buckets[-1].unused
         self._has_memory = True
+        self._remember_views()
         for flat in former:
             self._comm.free(flat)
 
-    def close(self) -> None:
-        """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
-        self._release()
+    def mend_views(self) -> None:
+        """Makes those views anew that someone has put elsewhere: `p.grad.data = …`, or a conversion of the model.
 
-    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
-        return [(slot.parameter.dtype, slot.parameter.device) for slot in self._order]
+        The gradient is the view itself, so it would be reduced no more.
+        """
+        if list(map(Tensor.data_ptr, self._views)) != self._addresses:
+            for bucket in self.buckets:
+                for slot, view in zip(bucket.slots, bucket.views_of(bucket.flat), strict=True):
+                    if slot.view.data_ptr() != view.data_ptr():
+                        slot.view = view
+            self._remember_views()
+
+    def _remember_views(self) -> None:
+        self._views = [slot.view for bucket in self.buckets for slot in bucket.slots]
+        self._addresses = list(map(Tensor.data_ptr, self._views))
 
     def _plan(self) -> list[list[Slot]]:
         return plan_buckets(self._order, limits=self._limits)

@@ -1,4 +1,4 @@
-"""Buffers (BatchNorm statistics and the like): kept equal before each forward in training mode.
+"""Buffers (BatchNorm statistics and the like): kept equal before forwards.
 
     "broadcast"   everyone gets the values of one rank: rank 0, or under `join` the highest one that still has inputs
     "mean"        floating-point buffers become the mean over ranks; all others are broadcast
@@ -7,13 +7,16 @@
 or a hook of the user's takes over: hook(state, {name: buffer}), which may return futures; they are awaited before
 forward, or, if the hook runs after forward, when backward has ended.
 
-Only a forward that leads to a synchronised backward does this. A forward in evaluation mode, without gradients, or
-inside `no_sync` communicates nothing, so that one rank may evaluate alone.
+When: as torch's class does it. A forward that synchronises gradients changes buffers, so the next forward synchronises
+them first, whatever its mode; a forward without gradients, or inside `no_sync`, does so only if it is that next one
+(`require_forward_param_sync` of the replica). So the first forward of an evaluation takes rank 0's statistics, on every
+rank, and a rank that evaluates alone would wait for the others: it calls `replica.module`, or keeps buffers="none".
+Under `join` only forwards that synchronise gradients do it, because no others are shadowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_args
@@ -21,10 +24,12 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.errors import CollectiveMismatch
 from ddp.gradients.hook import await_future
 from ddp.replica.broadcast import broadcast_tensors
 
 Mode = Literal["broadcast", "mean", "none"]
+BEFORE_FORWARD = "buffers before a forward (a rank that evaluates alone calls model.module, or passes buffers='none')"
 
 
 class When(Enum):
@@ -64,12 +69,18 @@ class BufferSync:
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now: a module may have replaced some."""
-        return {
-            prefix + name: buffer
-            for prefix, table in self._tables
-            for name, buffer in table.items()
-            if buffer is not None and prefix + name not in self.ignored
-        }
+        return dict(self._found())
+
+    def _found(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, table in self._tables:
+            for name, buffer in table.items():
+                if buffer is not None and prefix + name not in self.ignored:
+                    yield prefix + name, buffer
+
+    @property
+    def is_active(self) -> bool:
+        """True if there are buffers, and they are to be kept equal."""
+        return self.mode != "none" and any(True for _ in self._found())
 
     def run(self, when: When, *, root: int = 0) -> None:
         """What is due on this side of forward. Collective.
@@ -77,13 +88,16 @@ class BufferSync:
         Args:
             root: the rank that is right.
         """
-        if self.mode == "none" or when is not (self.when if self.hook is not None else When.PRE_FORWARD):
+        if when is not (self.when if self.hook is not None else When.PRE_FORWARD):
             return
-        buffers = self.named()
-        if not buffers:
-            return
+        try:
+            self._run(when, root)
+        except CollectiveMismatch as mismatch:
+            raise CollectiveMismatch(f"{BEFORE_FORWARD}: {mismatch}") from mismatch
+
+    def _run(self, when: When, root: int) -> None:
         if self.hook is not None:
-            futures = self.hook(self.state, buffers)
+            futures = self.hook(self.state, self.named())
             if futures is not None:
                 self._futures += futures if isinstance(futures, (list, tuple)) else [futures]
             if when is When.PRE_FORWARD:
@@ -91,25 +105,26 @@ class BufferSync:
         elif self.mode == "mean":
             self.average(root)
         else:
-            self.broadcast(root)
+            self.broadcast(root, label=BEFORE_FORWARD)
 
-    def broadcast(self, root: int = 0) -> None:
+    def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""
-        self._broadcast(list(self.named().values()), root)
+        self._broadcast(list(self.named().values()), root, label)
 
     def average(self, root: int = 0) -> None:
         """Gives every rank the mean of floating-point buffers, and the root's others."""
         buffers = [buffer.data for buffer in self.named().values()]
         real = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         if real:
-            self.comm.all_reduce(real, "mean", label="mean of buffers")
-        self._broadcast([buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())], root)
+            self.comm.all_reduce(real, "mean", label=BEFORE_FORWARD)
+        others = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
+        self._broadcast(others, root, BEFORE_FORWARD)
 
     def wait(self) -> None:
         """Waits for the futures of the hook."""
         while self._futures:
             await_future(self.comm, self._futures.pop(0), label="hook on buffers")
 
-    def _broadcast(self, buffers: list[Tensor], root: int) -> None:
+    def _broadcast(self, buffers: list[Tensor], root: int, label: str) -> None:
         # `.data` counts versions of its own: a graph that has saved the buffer in an earlier forward stays valid
-        broadcast_tensors(self.comm, [buffer.data for buffer in buffers], root=root, label="buffers")
+        broadcast_tensors(self.comm, [buffer.data for buffer in buffers], root=root, label=label)

@@ -82,6 +82,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
     """
 
     reducer: Reducer
+    _reducers: dict[tuple[bool, ...], Reducer]  # by which parameters need a gradient
 
     def __init__(
         self,
@@ -134,10 +135,8 @@ class DistributedDataParallel(ModuleNames, Joinable):
         self._joining_of_torch: Joining | None = None
         self._settings, self._device = settings, input_device(device_ids)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
-        self._watch = ParameterWatch(module)
         self._stepper: StepInBackward | None = None
-        self._reducers = {self._watch.needed: self.reducer}
-        self._is_borrowed = False
+        self._watch_parameters()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -150,51 +149,85 @@ class DistributedDataParallel(ModuleNames, Joinable):
         """
         if self._device is not None:
             args, kwargs = moved((args, kwargs), self._device)
-        if not self._begin_step():
-            return self.module(*args, **kwargs)
-        outputs = self.module(*args, **kwargs)
-        return self._watch_outputs(outputs)
+        try:
+            return super().forward(*args, **kwargs)
+        except BaseException:
+            self._is_in_forward = self.reducer.is_expected = False
+            raise
 
     @uncompiled
-    def _begin_step(self) -> bool:
-        """What every rank does before a forward. False if that does not synchronise."""
-        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
-            self.reducer.is_expected &= not torch.is_grad_enabled()
-            return False
+    def _before_forward(self) -> bool:
+        synchronises = super()._before_forward()
+        if torch.is_grad_enabled():
+            self._is_in_forward = self.reducer.is_expected = synchronises and not self._is_borrowed
+        return synchronises
+
+    def prepare(self) -> None:
+        for reducer in self._reducers.values():
+            reducer.raise_pending()
         self.reducer.raise_pending()
         while (change := self._watch.look()) is Change.MODULES:
             self._buffer_sync.look_again()
         self._is_borrowed = change is Change.BORROWED
-        if change is Change.REQUIRES_GRAD:
+        if change is Change.KINDS:
+            self._reducers.clear()  # their buckets are of other types
+        if change in (Change.KINDS, Change.REQUIRES_GRAD):
             self._change_reducer()
+        elif self.reducer is not self._reducer_of_forwards:  # a backward of an earlier forward has switched
+            self._switch_to(self._reducer_of_forwards)
+
+    def _meet(self) -> None:
         if self._join_config.enable:  # torch's Join
             Join.notify_join_context(self)
             self.joining = self._joining_of_torch
         if self.joining is not None:
             self.joining.meet(has_inputs=True)
-        self._sync_buffers(When.PRE_FORWARD, self._root)
-        return True
 
-    @uncompiled
-    def _watch_outputs(self, outputs: Any) -> Any:
-        self._sync_buffers(When.POST_FORWARD, self._root)
+    def _watch_outputs(self, outputs: Any) -> None:
+        self._is_in_forward = False
         is_seen = watch_backward(outputs, partial(self.reducer.begin, if_reached=self._is_borrowed), self._finish)
         self.reducer.is_expected = (self.training or not is_seen) and not self._is_borrowed
-        self.reducer.on_end = self._finish
-        return outputs
+
+    def _may_begin(self, reducer: Reducer) -> bool:
+        """A backward has come to what `reducer` was made for: makes it the one that hears of gradients.
+
+        Raises:
+            RuntimeError: another one is in the midst of this backward, and neither could do the other's work.
+        """
+        if self._is_in_forward and not self.require_backward_grad_sync:
+            return False  # no_sync inside a forward that runs backward itself
+        current = self.reducer
+        if reducer is current:
+            return True
+        if current.is_in_backward:
+            if current.covers(reducer):
+                return False
+            if not reducer.covers(current) or not current.give_up():
+                raise RuntimeError(
+                    "one backward goes through two forwards, between which other parameters were frozen or unfrozen: "
+                    "run a backward for each of them, or freeze after the backward"
+                )
+        self._switch_to(reducer)
+        return True
 
     @uncompiled
     def _finish(self, *, had_backward: bool = True) -> None:
         """Backward has ended."""
+        if not self.reducer.is_in_backward:
+            return  # another reducer has taken over in the midst of it, and has finished
         super()._finish(had_backward=had_backward)
         self._buffer_sync.wait()
+        self.reducer.is_expected = self._is_in_forward  # a forward that runs backward itself may do so again
 
     def _all_make_steps(self) -> bool:
         return self.joining is None or len(self.joining.active) == self.comm.world_size
 
     @property
+    def _is_joined(self) -> bool:
+        return self.joining is not None or self._join_config.enable
+
+    @property
     def _root(self) -> int:
-        """Whose buffers are right."""
         return self.joining.active[-1] if self.joining is not None else 0
 
     # --- uneven inputs -----------------------------------------------------------------------------------------------
@@ -329,26 +362,50 @@ class DistributedDataParallel(ModuleNames, Joinable):
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def _change_reducer(self) -> None:
-        """After parameters were frozen or unfrozen. Collective, unless the same were trained before (as in a GAN)."""
+    def _find_reducer(self) -> Reducer:
+        """Returns the one for the parameters that need a gradient now.
+
+        Makes it, and that is collective, unless the same parameters were trained before (as in a GAN). One that is
+        forgotten here lives on as long as the outputs of a forward that it was made for.
+        """
         if self._stepper is not None:
-            raise refusal("freezing or unfreezing parameters")
-        former, needed = self.reducer, self._watch.needed
+            raise refusal("freezing, unfreezing or converting parameters")
+        former, needed = self._reducer_of_forwards, self._watch.needed
         if needed not in self._reducers:
             reducer = _reducer(self.comm, self.module, self.parameters_to_ignore, self._settings)
             try:
                 check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in reducer.slots])
             except CollectiveMismatch as mismatch:
                 changed = {slot.name for slot in former.slots} ^ {slot.name for slot in reducer.slots}
+                what = f"{', '.join(sorted(changed))}: frozen or unfrozen" if changed else "parameters were converted"
                 raise ReplicaMismatch(
-                    f"{', '.join(sorted(changed))}: frozen or unfrozen on rank {self.comm.rank}, and not on another "
-                    "one. Change requires_grad on every rank, between the same two steps"
+                    f"{what} on rank {self.comm.rank}, and not on another one. Change requires_grad, types and devices "
+                    "on every rank, between the same two steps"
                 ) from mismatch
             while len(self._reducers) >= KEPT_REDUCERS:
-                self._reducers.pop(next(iter(self._reducers))).close()
-            self._reducers[needed] = reducer
-        self.reducer = self._reducers[needed] = self._reducers.pop(needed)
-        self.reducer.resume(former)
+                self._reducers.pop(next(iter(self._reducers)))
+            self._reducers[needed] = self._connected(reducer)
+        found = self._reducers[needed] = self._reducers.pop(needed)  # the latest ones are kept
+        return found
+
+    def _change_reducer(self) -> None:
+        self._reducer_of_forwards = self._find_reducer()
+        self._switch_to(self._reducer_of_forwards)
+
+    def _switch_to(self, reducer: Reducer) -> None:
+        former, self.reducer = self.reducer, reducer
+        reducer.resume(former)
+
+    def _connected(self, reducer: Reducer) -> Reducer:
+        """The reducer, which lets this replica know when a backward begins and ends."""
+        reducer.on_begin, reducer.on_end = self._may_begin, self._finish
+        return reducer
+
+    def _watch_parameters(self) -> None:
+        self._watch = ParameterWatch(self.module)
+        self._reducer_of_forwards = self._connected(self.reducer)
+        self._reducers = {self._watch.needed: self.reducer}
+        self._is_in_forward = self._is_borrowed = False
 
     def __getstate__(self) -> dict[str, Any]:
         """What can go to another process."""
@@ -380,14 +437,13 @@ class DistributedDataParallel(ModuleNames, Joinable):
         self.joining = self._joining_of_torch = self._stepper = self._verifies = None
         self.reducer = _reducer(comm, self.module, self.parameters_to_ignore, self._settings)
         self._buffer_sync = BufferSync(comm, self.module, mode, self.parameters_to_ignore)
-        self._watch = ParameterWatch(self.module)
-        self._reducers = {self._watch.needed: self.reducer}
+        self._watch_parameters()
 
 
 KEPT_REDUCERS = 2  # for as many choices of trained parameters at a time, buckets are kept
 OF_THIS_PROCESS = frozenset(
     {"comm", "reducer", "_reducers", "joining", "device_mesh", "_buffer_sync", "_joining_of_torch", "_process_group"}
-    | {"_stepper", "_verifies", "_watch"}
+    | {"_stepper", "_verifies", "_watch", "_reducer_of_forwards"}
 )
 
 

@@ -9,6 +9,9 @@ Before each synchronised forward the ranks tell each other who still has inputs:
 Whoever has none shadows the others' steps, buffers and buckets, contributing zeros, until nobody has. Then everyone
 gets the model of a rank that went on to the end.
 
+The rank's own gradients are put away meanwhile, and are back at the end: `p.grad` is then what its own last backward
+left. (Beside other joinables of torch's `Join` the means are there until then, for an optimizer that steps with them.)
+
 Gradients are divided by the number of all ranks, or (divide_by_initial_world_size=False) of those that still had
 inputs. With throw_on_early_termination every rank raises as soon as one has run out.
 
@@ -21,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ class Joining:
         self.replica, self._comm = replica, replica.comm
         self._divides_by_all, self._throws = divide_by_initial_world_size, throw_on_early_termination
         self.active = list(range(self._comm.world_size))
+        self._own_gradients: list[tuple[nn.Parameter, Tensor | None]] = []  # on a rank that has run out
 
     def __enter__(self) -> None:
         self.replica.joining = self
@@ -61,6 +66,9 @@ class Joining:
 
     def end(self) -> None:
         """Everything is as it was before."""
+        for parameter, gradient in self._own_gradients:
+            parameter.grad = gradient
+        self._own_gradients.clear()
         self.replica.joining = None
         self.replica.reducer.mean.divide_by = self._comm.world_size
 
@@ -86,12 +94,17 @@ class Joining:
         """Shadows a step of the ranks that have inputs. False if none has."""
         before = self.active
         self.active = []
+        self.replica.joining = self
+        self.replica.prepare()  # as the others do before they meet
         self.meet(has_inputs=False)
         if not self.active:
             self.active = before
             return False
+        if not self._own_gradients:  # copies, because the means of the others are written over them
+            gradients = ((each, each.grad) for each in self.replica.parameters())
+            self._own_gradients = [(each, None if had is None else had.clone()) for each, had in gradients]
         self.replica.zero_grad(set_to_none=True)  # what is left of its own last step counts no more
-        self.replica.reduce_without_backward(root=self.active[-1])
+        self.replica.reduce_without_backward()
         return True
 
     def give_everyone_the_last_model(self) -> None:

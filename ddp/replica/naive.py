@@ -23,7 +23,7 @@ from ddp.replica.sink import accumulates
 
 
 class NaiveReducer:
-    """An `AnyReducer`; a parameter that no rank used keeps the gradient that it had."""
+    """An `AnyReducer`; a parameter that is frozen, or that no rank used, keeps the gradient that it had."""
 
     def __init__(self, comm: Communicator, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.comm, self.parameters = comm, dict(named_parameters)
@@ -65,7 +65,9 @@ class NaiveReducer:
         """Backward has ended: one all-reduce for the totals, one for who has a gradient, one per gradient."""
         loss_sum, num_items, num_stopping = self._mine or StepTotals()
         sums = torch.tensor([loss_sum, num_items, num_stopping], dtype=torch.float64, device=self.comm.device)
-        has_gradient = torch.tensor([p.grad is not None for p in self.parameters.values()], device=self.comm.device)
+        has_gradient = torch.tensor(
+            [p.requires_grad and p.grad is not None for p in self.parameters.values()], device=self.comm.device
+        )
         with self.waited.running():
             self.comm.all_reduce(sums, label="totals")
             self.comm.all_reduce(has_gradient, "max", label="who has a gradient")
@@ -87,5 +89,6 @@ class NaiveDataParallel(Replica):
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
         comm = comm or current()
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
-        reducer = NaiveReducer(comm, trainable(list(module.named_parameters())))
+        trainable(list(module.named_parameters()))
+        reducer = NaiveReducer(comm, module.named_parameters())  # also frozen ones, which may be unfrozen later
         super().__init__(module, comm, reducer, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))

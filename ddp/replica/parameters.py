@@ -12,11 +12,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddp.errors import ConfigError
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 
 
 def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -52,6 +52,7 @@ class Change(Enum):
     BORROWED = auto()  # torch.func.functional_call has put other tensors in their places for one forward
     MODULES = auto()  # some without parameters came or went
     REQUIRES_GRAD = auto()  # some were frozen or unfrozen
+    KINDS = auto()  # some have another type, or are on another device
 
 
 class ParameterWatch:
@@ -60,7 +61,7 @@ class ParameterWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._remember()
-        self._needed = self._presently_needed()
+        self._needed, self._kinds = self._presently_needed(), self._present_kinds()
 
     def _remember(self) -> None:
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
@@ -77,6 +78,9 @@ class ParameterWatch:
     def _presently_needed(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD, self._parameters))
 
+    def _present_kinds(self) -> list[Any]:
+        return [*map(_DTYPE, self._parameters), *map(Tensor.get_device, self._parameters)]
+
     @property
     def needed(self) -> tuple[bool, ...]:
         """Which parameters needed a gradient at the last look."""
@@ -90,10 +94,11 @@ class ParameterWatch:
         """
         if self._present_ids() != self._ids:
             return self._compare()
-        if (needed := self._presently_needed()) != self._needed:
-            self._needed = needed
-            return Change.REQUIRES_GRAD
-        return Change.NONE
+        before = self._needed, self._kinds
+        self._needed, self._kinds = self._presently_needed(), self._present_kinds()
+        if self._kinds != before[1]:
+            return Change.KINDS
+        return Change.REQUIRES_GRAD if self._needed != before[0] else Change.NONE
 
     def _compare(self) -> Change:
         now = dict(self._module.named_parameters(remove_duplicate=False))

@@ -55,7 +55,7 @@ from ddp.replica.mean import Mean
 from ddp.replica.sink import accumulates, call_at_end, watch_backward, will_accumulate
 from ddp.replica.sparse import SparseGradients
 from ddp.replica.uncompiled import uncompiled
-from ddp.replica.unused import Unused
+from ddp.replica.unused import UNDEFINED, Unused
 
 
 class Phase(Enum):
@@ -83,6 +83,7 @@ class Reducer:
         mean: how it is taken.
         hook: takes the place of the all-reduce, if one is registered (`use_hook`).
         is_expected: a forward that synchronises waits for its backward.
+        on_begin: asked before a step begins; False: it does not.
         on_end: what to call when a backward has ended that no output has announced.
         is_differentiable: this step's gradients stay out of place, and can be differentiated (create_graph).
         on_mean: told of every bucket that has its mean, in backward's thread.
@@ -110,6 +111,7 @@ class Reducer:
         self._unused = Unused(comm, self.slots, tolerated=tolerated, fixed=static_graph)
         self.hook: CommHook | None = None
         self.is_expected = False
+        self.on_begin: Callable[[Reducer], bool] | None = None
         self.on_end: Callable[[], None] | None = None
         self.on_mean: Callable[[Bucket], None] | None = None
         self.waited, self.num_steps = Stopwatch(), 0
@@ -122,7 +124,7 @@ class Reducer:
         self._came: list[Tensor] | None = []  # in the order of their gradients; None once the order is known
         self._knows_graph = not static_graph
         dense = [slot for slot in self.slots if not slot.is_sparse]
-        self._arrangement = Arrangement(comm, dense, limits=limits, hooks_of=self._hooks_of)
+        self._arrangement = Arrangement(comm, dense, limits=limits, hooks_of=partial(_hooks_of, weakref.ref(self)))
         self.mean = Mean(comm, self._arrangement)
         scattered = [slot for slot in self.slots if slot.is_sparse]
         self._sparse = SparseGradients(comm, scattered, on_gradient=_weakly(self._on_sparse_gradient))
@@ -164,18 +166,21 @@ class Reducer:
         self.is_differentiable = in_backward and torch.is_grad_enabled()
         if self.is_differentiable and self.on_mean is not None:
             raise refusal("create_graph=True")
+        if self.on_begin is not None and not self.on_begin(self):
+            return False
         self._phase, self.began_s = Phase.BACKWARD, now_s()
         coming = None
         if self._came is None:
             self._make_memory()
             if self._finds_unused and in_backward:
                 coming = frozenset(id(self._parameters[place]) for place in will_accumulate(self._parameters))
+        self._arrangement.mend_views()
         for bucket in self.buckets:
             bucket.begin(coming)
             if len(bucket.awaited) < len(bucket.slots):
                 for slot in bucket.slots:
                     if id(slot.parameter) not in bucket.awaited:
-                        self._unused.keep(slot)
+                        self._unused.keep(slot, slot.parameter.grad)
         self._reduce_full_buckets()
         return True
 
@@ -183,39 +188,6 @@ class Reducer:
         """Makes the buckets' memory, if it is not there yet, and writes what this rank knows already. Collective."""
         self._arrangement.allocate()
         self.mean.write_totals()
-
-    def _hooks_of(self, bucket: Bucket) -> Iterator[Callable[[Tensor], None]]:
-        """What autograd calls when it has accumulated a parameter's gradient, for each of the bucket's.
-
-        This runs once per parameter and step: small gradients share one closure, which takes two thirds of the time of
-        a bound method, and finds all that it touches in the cache.
-        """
-        arrivals, of_bucket = bucket.arrivals, weakref.ref(bucket)
-        of_reducer = weakref.ref(self)  # parameters hold their hooks, and may live longer than this replica
-
-        @uncompiled
-        def on_gradient(parameter: Tensor) -> None:
-            self, bucket = of_reducer(), of_bucket()
-            if self is None or bucket is None:
-                return
-            if self._phase is IDLE and not self._begins_here():
-                arrivals.append(parameter)
-                return
-            arrivals.append(parameter)
-            if self._came is not None:
-                self._came.append(parameter)
-            if len(arrivals) >= bucket.full_at:
-                self._on_last(bucket, parameter)
-
-        @uncompiled
-        def on_large_gradient(slot: Slot, parameter: Tensor) -> None:
-            self = of_reducer()
-            if self is not None and (self._phase is not IDLE or self._begins_here()) and self._came is None:
-                slot.move_in(keep=self.is_differentiable)
-            on_gradient(parameter)
-
-        for slot in bucket.slots:
-            yield partial(on_large_gradient, slot) if slot.is_large else on_gradient
 
     @uncompiled
     def _on_sparse_gradient(self, parameter: Tensor) -> None:
@@ -248,16 +220,18 @@ class Reducer:
         if self._came is not None:
             return  # the first step reduces when backward has ended, and buckets are known
         while self._num_launched < len(self.buckets) - 1 and self.buckets[self._num_launched].is_full:
-            self._reduce(self.buckets[self._num_launched])
+            bucket = self.buckets[self._num_launched]
+            self._fill(bucket)
+            self._reduce(bucket)
+
+    def _fill(self, bucket: Bucket) -> None:
+        bucket.fill(keep=self.is_differentiable)
+        for slot in bucket.undefined:
+            self._unused.keep(slot, None)
 
     def _reduce(self, bucket: Bucket) -> None:
         """Takes a bucket's mean: in the background if anything is left to do meanwhile, else now."""
         self._num_launched += 1
-        if self.is_differentiable:
-            for slot in bucket.slots:
-                slot.move_in(keep=True)
-        else:
-            bucket.fill()
         bucket.launched_s = now_s()
         if self.hook is not None:
             if bucket.slots:
@@ -298,11 +272,14 @@ class Reducer:
             had_backward: False on a rank that had nothing to compute; that is no error about unused parameters.
         """
         self.ended_s = now_s()
-        unused = self._find_unused()
-        for slot in unused:
-            self._unused.keep(slot)
         self._learn(had_backward=had_backward)
-        self._arrangement.unused.fill_(bool(unused) and had_backward)
+        missing = self._find_missing()
+        for slot in missing:
+            self._unused.keep(slot, slot.parameter.grad)
+        for bucket in self.buckets[self._num_launched :]:
+            self._fill(bucket)
+        undefined = {slot for bucket in self.buckets for slot in bucket.undefined}.difference(missing)
+        self._arrangement.unused.fill_((bool(missing) + UNDEFINED * bool(undefined)) * had_backward)
         for bucket in self.buckets[self._num_launched :]:
             if not bucket.is_full or not bucket.slots:
                 bucket.ready_s = self.ended_s
@@ -313,8 +290,8 @@ class Reducer:
         self.mean.settle(by_hook=self.hook is not None)
         if self.is_differentiable:
             hand_out_differentiable(self._arrangement.slots, self.begin, self.on_end or self.finish)
-        if self._arrangement.unused.item() > 0:
-            self._unused.settle(unused, had_backward=had_backward)
+        if (unused := self._arrangement.unused.item()) > 0:
+            self._unused.settle(missing, undefined, is_any_undefined=unused >= UNDEFINED, had_backward=had_backward)
         self._sparse.reduce(divide_by=self.mean.divisor())
         self._make_ready()
 
@@ -327,12 +304,13 @@ class Reducer:
         self._sparse.arrivals.clear()
         for bucket in self.buckets:
             bucket.arrivals.clear()
+            bucket.undefined.clear()
 
-    def _find_unused(self) -> list[Slot]:
-        """Parameters that got no gradient since the last reduction, in the order of registration."""
-        unused = [slot for bucket in self.buckets for slot in bucket.without_gradient()]
-        unused += self._sparse.without_gradient()
-        return sorted(unused, key=lambda slot: slot.index)
+    def _find_missing(self) -> list[Slot]:
+        """Parameters that autograd has not come to since the last reduction, in the order of registration."""
+        missing = [slot for bucket in self.buckets for slot in bucket.without_gradient()]
+        missing += self._sparse.without_gradient()
+        return sorted(missing, key=lambda slot: slot.index)
 
     def use_hook(self, hook: CommHook) -> None:
         """Lets a hook take the place of the all-reduce. Every rank calls it alike.
@@ -392,10 +370,23 @@ class Reducer:
                 self.adopt_order(order)
             self._make_memory()
 
-    def close(self) -> None:
-        """Takes the hooks off the parameters and gives the memory back. Gradients in it stay usable."""
-        self._arrangement.close()
-        self._sparse.unhook()
+    @property
+    def is_in_backward(self) -> bool:
+        """True between `begin` and the end of `finish`."""
+        return self._phase is Phase.BACKWARD
+
+    def covers(self, other: Reducer) -> bool:
+        """Returns True if all parameters of another one are among these."""
+        return {id(slot.parameter) for slot in other.slots} <= {id(slot.parameter) for slot in self.slots}
+
+    def give_up(self) -> bool:
+        """Ends a step that has sent nothing yet, so that another one can take over. False if it has."""
+        if self._num_launched:
+            return False
+        self._phase, self.is_expected = Phase.IDLE, False
+        self._came = None if self._came is None else []
+        self._unused.forget()
+        return True
 
     def suspend(self) -> list[Tensor]:
         """Hears of no gradients until `resume`. Returns the parameters that have one which has not been sent."""
@@ -457,3 +448,38 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             found(parameter)
 
     return call
+
+
+def _hooks_of(of_reducer: weakref.ref[Reducer], bucket: Bucket) -> Iterator[Callable[[Tensor], None]]:
+    """What autograd calls when it has accumulated a parameter's gradient, for each of the bucket's.
+
+    This runs once per parameter and step: small gradients share one closure, which takes two thirds of the time of
+    a bound method, and finds all that it touches in the cache. Parameters hold their hooks, and may live longer than
+    the reducer, which is therefore held weakly.
+    """
+    arrivals, of_bucket = bucket.arrivals, weakref.ref(bucket)
+
+    @uncompiled
+    def on_gradient(parameter: Tensor) -> None:
+        self, bucket = of_reducer(), of_bucket()
+        if self is None or bucket is None:
+            return
+        if self._phase is IDLE and not self._begins_here():
+            arrivals.append(parameter)
+            return
+        arrivals.append(parameter)
+        if self._came is not None:
+            self._came.append(parameter)
+        if len(arrivals) >= bucket.full_at:
+            self._on_last(bucket, parameter)
+
+    @uncompiled
+    def on_large_gradient(slot: Slot, parameter: Tensor) -> None:
+        self = of_reducer()
+        is_step = self is not None and (self._phase is not IDLE or self._begins_here())
+        if self is not None and is_step and self._came is None and parameter.grad is not None:
+            slot.move_in(keep=self.is_differentiable)
+        on_gradient(parameter)
+
+    for slot in bucket.slots:
+        yield partial(on_large_gradient, slot) if slot.is_large else on_gradient

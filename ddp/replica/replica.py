@@ -60,30 +60,70 @@ class Replica(nn.Module):
         comm: the ranks that have a copy.
         reducer: averages gradients.
         require_backward_grad_sync: False inside `no_sync`.
+        require_forward_param_sync: the next forward synchronises buffers (`buffers.py`).
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, reducer: AnyReducer, buffers: BufferSync) -> None:
         super().__init__()
         self.module, self.comm = module, comm
-        self.require_backward_grad_sync = True
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.reducer, self._buffer_sync = reducer, buffers
         self._verifies: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; a backward through what it returns ends with equal gradients on all ranks."""
-        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
-            return self.module(*args, **kwargs)
-        self.reducer.raise_pending()
-        self._sync_buffers(When.PRE_FORWARD)
-        outputs = self.module(*args, **kwargs)
-        self._sync_buffers(When.POST_FORWARD)
-        watch_backward(outputs, self.reducer.begin, self._finish)
+        synchronises = self._before_forward()
+        return self._after_forward(self.module(*args, **kwargs), synchronises=synchronises)
+
+    @uncompiled
+    def _before_forward(self) -> bool:
+        """Does what every rank does before a forward. Returns True if a backward through it synchronises gradients."""
+        synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if synchronises or self._syncs_buffers(synchronises=synchronises):
+            self.prepare()
+        if synchronises:
+            self._meet()
+        self._sync_buffers(When.PRE_FORWARD, synchronises=synchronises)
+        return synchronises
+
+    @uncompiled
+    def _after_forward(self, outputs: Any, *, synchronises: bool) -> Any:
+        self._sync_buffers(When.POST_FORWARD, synchronises=synchronises)
+        if synchronises or not self._is_joined:
+            self.require_forward_param_sync = synchronises
+        if synchronises:
+            self._watch_outputs(outputs)
         return outputs
 
-    def _sync_buffers(self, when: When, root: int = 0) -> None:
-        if self.training:
-            self._buffer_sync.run(when, root=root)
+    def prepare(self) -> None:
+        """Looks at what the last step left behind, before anything is communicated."""
+        self.reducer.raise_pending()
+
+    def _meet(self) -> None:
+        """Lets the ranks tell each other who has inputs, where that may differ."""
+
+    def _watch_outputs(self, outputs: Any) -> None:
+        watch_backward(outputs, self.reducer.begin, self._finish)
+
+    @property
+    def _is_joined(self) -> bool:
+        """True inside a context in which ranks may run out of inputs."""
+        return False
+
+    @property
+    def _root(self) -> int:
+        """The rank whose buffers are right."""
+        return 0
+
+    def _syncs_buffers(self, *, synchronises: bool) -> bool:
+        """Returns True if buffers are synchronised around this forward (`buffers.py`)."""
+        is_heard = synchronises or not self._is_joined  # a rank without inputs shadows only forwards that synchronise
+        return self.require_forward_param_sync and is_heard and self._buffer_sync.is_active
+
+    def _sync_buffers(self, when: When, *, synchronises: bool) -> None:
+        if self._syncs_buffers(synchronises=synchronises):
+            self._buffer_sync.run(when, root=self._root)
 
     @uncompiled
     def _finish(self, *, had_backward: bool = True) -> None:
@@ -139,15 +179,15 @@ class Replica(nn.Module):
         """Call before the step's last backward: gradients become global sums divided by the global count."""
         self.reducer.ride_along(totals)
 
-    def reduce_without_backward(self, *, root: int = 0) -> None:
+    def reduce_without_backward(self) -> None:
         """Takes part in a step for which this rank has no samples (or none that needed a backward).
 
-        Args:
-            root: the rank whose buffers are right.
+        It passes through everything that a forward and a backward of the other ranks pass through.
         """
-        self.reducer.raise_pending()
-        self._sync_buffers(When.PRE_FORWARD, root)
-        self._sync_buffers(When.POST_FORWARD, root)
+        self.prepare()
+        self._sync_buffers(When.PRE_FORWARD, synchronises=True)
+        self._sync_buffers(When.POST_FORWARD, synchronises=True)
+        self.require_forward_param_sync = True
         if self.reducer.begin(in_backward=False):
             self._finish(had_backward=False)
 

@@ -43,7 +43,6 @@ class ModuleNames(Replica):
     reducer: Reducer
     _device: torch.device | None
     _settings: dict[str, Any]
-    require_forward_param_sync = True
 
     if TYPE_CHECKING:
         dim: int
@@ -131,8 +130,8 @@ class ModuleNames(Replica):
     forward_sync_buffers = broadcast_buffers
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward that synchronises also makes buffers equal."""
-        return self.broadcast_buffers and bool(self._buffer_sync.named())
+        """Whether the next forward makes buffers equal first."""
+        return self.require_forward_param_sync and self._buffer_sync.is_active
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs on a device, as `scatter` gives them for several."""

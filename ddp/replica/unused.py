@@ -2,6 +2,8 @@
 
     used on another rank     gets the mean, to which this rank has contributed zeros (or what it had accumulated)
     used on no rank          keeps the gradient that it had: None stays None
+    undefined                autograd comes to it without a gradient (a function's backward has returned None): like
+                             unused, and always allowed
     not allowed              every rank raises UnusedParameters in the next forward, with names by rank
 
 The ranks compare who used what only in steps in which any rank has something to tell.
@@ -9,7 +11,7 @@ The ranks compare who used what only in steps in which any rank has something to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Slot
+
+UNDEFINED = 4096  # what a rank with undefined gradients adds to the tail, to which a rank with missing ones adds 1
 
 
 class Unused:
@@ -31,7 +35,7 @@ class Unused:
     def __init__(self, comm: Communicator, slots: Sequence[Slot], *, tolerated: bool, fixed: bool) -> None:
         self._comm, self._slots, self._tolerated, self._fixed = comm, slots, tolerated, fixed
         self._kept: dict[Slot, Tensor | None] = {}
-        self._used_by_none: list[Slot] | None = None
+        self._never: list[Slot] | None = None  # no rank's autograd has come to them
         self._error: UnusedParameters | None = None
 
     def raise_pending(self) -> None:
@@ -39,42 +43,52 @@ class Unused:
         if self._error is not None:
             raise self._error
 
-    def keep(self, slot: Slot) -> None:
-        """Notes the gradient that a parameter has before zeros or the mean are written over it."""
+    def keep(self, slot: Slot, had: Tensor | None) -> None:
+        """Notes the gradient that a parameter had before zeros or the mean are written over it."""
         if slot not in self._kept:
-            had = slot.parameter.grad
             self._kept[slot] = had if had is None or slot.is_sparse or had is not slot.view else had.clone()
 
-    def settle(self, unused: Sequence[Slot], *, had_backward: bool) -> None:
+    def settle(
+        self, missing: Sequence[Slot], undefined: Iterable[Slot], *, is_any_undefined: bool, had_backward: bool
+    ) -> None:
         """Some rank has unused parameters: gives those that no rank used what they had. Collective.
 
         Args:
-            unused: this rank's, in the order of registration.
+            missing: this rank's that autograd has not come to, in the order of registration.
+            undefined: this rank's that autograd has come to without a gradient.
+            is_any_undefined: some rank has such ones.
         """
-        if self._used_by_none is None:
-            used = torch.ones(len(self._slots), dtype=torch.uint8, device=self._comm.device)
-            used[[slot.index for slot in unused]] = 0
-            by_any = self._comm.all_reduce(used, "max", label="parameters used by any rank").tolist()
-            self._used_by_none = [slot for slot, is_used in zip(self._slots, by_any, strict=True) if not is_used]
-        if late := [slot.name for slot in self._used_by_none if slot not in unused]:
+        if self._never is None or is_any_undefined:
+            use = torch.full((len(self._slots),), 2, dtype=torch.uint8, device=self._comm.device)
+            use[[slot.index for slot in undefined]] = 1
+            use[[slot.index for slot in missing]] = 0
+            most = self._comm.all_reduce(use, "max", label="parameters used by any rank").tolist()
+            by_none = [slot for slot, is_used in zip(self._slots, most, strict=True) if is_used < 2]
+            if self._never is None:
+                self._never = [slot for slot in by_none if not most[slot.index]]
+        else:
+            by_none = self._never
+        gone = set(missing)
+        if late := [slot.name for slot in self._never if slot not in gone]:
             raise RuntimeError(
                 f"with static_graph=True every step must use the same parameters, but {', '.join(late)} got a gradient "
                 "now and none in the first step: pass find_unused_parameters=True instead"
             )
-        for slot in self._used_by_none:
+        for slot in by_none:
             had = self._kept[slot]
             if slot.is_sparse or had is None:
                 slot.parameter.grad = had
             else:
                 slot.parameter.grad = slot.view.copy_(had)
         if not self._tolerated:
-            mine = [(slot.name, slot.index) for slot in unused] if had_backward else None
+            mine = [(slot.name, slot.index) for slot in missing] if had_backward else None
             by_rank = dict(enumerate(all_gather_object(self._comm, mine)))
-            self._error = UnusedParameters(
-                _message({rank: names for rank, names in by_rank.items() if names is not None})
-            )
+            if any(by_rank.values()):
+                self._error = UnusedParameters(
+                    _message({rank: names for rank, names in by_rank.items() if names is not None})
+                )
         if not self._fixed:
-            self._used_by_none = None
+            self._never = None
 
     def forget(self) -> None:
         """The step is over."""

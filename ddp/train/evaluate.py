@@ -109,9 +109,15 @@ def predict(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Buffers in step, evaluation mode; afterwards every submodule is in the mode that it was in."""
-    if isinstance(model, Replica):
-        model.sync_buffers()
+    """Buffers in step, evaluation mode; afterwards every submodule is in the mode that it was in.
+
+    No forward synchronises buffers meanwhile, because a rank with fewer samples makes fewer forwards.
+    """
+    replicas = [each for each in model.modules() if isinstance(each, Replica)]  # also one inside torch.compile's
+    flags = [each.require_forward_param_sync for each in replicas]
+    for replica in replicas:
+        replica.sync_buffers()
+        replica.require_forward_param_sync = False
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -119,6 +125,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        for replica, flag in zip(replicas, flags, strict=True):
+            replica.require_forward_param_sync = flag
 
 
 def _global_means(comm: Communicator, sums: dict[str, tuple[float, float]]) -> dict[str, float]:

@@ -128,9 +128,11 @@ def compare(comm: ddp.Communicator, wrap: Callable[..., Any], step: Step, kw: di
     replica.verify_replicas()
     assert backend.num_operations >= len(net.body), "the module was not compiled"
     replica.eval()
-    if comm.rank == 0:  # no collectives in evaluation
-        with torch.no_grad():
-            replica(torch.ones(2, 8))
+    with torch.no_grad():
+        replica(torch.ones(2, 8))  # every rank gets rank 0's buffers
+        for _ in range(comm.rank):
+            replica(torch.ones(2, 8))  # no collectives in the rest of an evaluation
+    verify_replicas(comm, net.named_buffers())
 
 
 def all_cases() -> None:

@@ -8,6 +8,8 @@ import io
 import itertools
 from collections import deque, namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.errors import ConfigError, ReplicaMismatch
+from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch, UnusedParameters
 from ddp.gradients.totals import StepTotals
 from ddp.replica.verify import verify_replicas
 
@@ -96,9 +98,9 @@ class Data:
 
 
 class TwoHeads(nn.Module):
-    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any], width: int = 3) -> None:
         super().__init__()
-        self.body, self.left, self.right, self.pack = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3), pack
+        self.body, self.left, self.right, self.pack = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, width), pack
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.body(x).tanh()
@@ -353,6 +355,75 @@ def a_wrapper_inside_a_wrapper(comm: ddp.Communicator) -> None:
         torch.testing.assert_close(r.grad, q.grad)
 
 
+class Manual(nn.Module):
+    """Its forward runs backward itself, several times, as Lightning's manual optimization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(1)), []
+
+    def forward(self, x: Tensor, contexts: list[Any]) -> None:
+        for context in contexts:
+            self.weight.grad = None
+            with context:
+                (self.weight * x).sum().backward()
+            self.seen.append(self.weight.grad.item())
+
+
+def a_forward_that_runs_backward_itself(comm: ddp.Communicator) -> None:
+    for training in (True, False):
+        replica = ddp.DistributedDataParallel(Manual()).train(training)
+        mine, mean = 2.0 * comm.rank, comm.world_size - 1.0
+        for _ in range(2):
+            replica(torch.tensor(mine), [nullcontext(), replica.no_sync(), nullcontext()])
+        with replica.no_sync():
+            replica(torch.tensor(mine), [nullcontext()])
+        with pytest.raises(TypeError):
+            replica(torch.tensor(mine), [nullcontext(), None])
+        before = comm._sequence
+        replica.module(torch.tensor(mine), [nullcontext()])  # nothing is expected after a forward that has failed
+        assert comm._sequence == before
+        assert replica.module.seen == [mean, mine, mean, mean, mine, mean, mine, mean, mine]
+
+
+class Nothing(torch.autograd.Function):
+    """The identity, whose gradient is undefined."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def undefined_gradients(comm: ddp.Communicator) -> None:
+    """On every rank: None stays None, as in one process. On some: zeros from those. Large ones, too."""
+
+    def loss_of(replica: Any, *, on: range) -> Tensor:
+        out = replica(torch.randn(3, 4) + comm.rank)
+        return out.first.sum() + (Nothing.apply(out.second) if comm.rank in on else out.second).square().sum()
+
+    for pack in (TwoHeads, partial(TwoHeads, width=20_000)):
+        for kw in ({"find_unused_parameters": True}, {"find_unused_parameters": True, **TINY}, {"static_graph": True}):
+            for on in (range(comm.world_size), range(1, comm.world_size)):
+                torch.manual_seed(0)
+                replica = compare(comm, pack(Pair), partial(loss_of, on=on), **kw)
+                assert (replica.module.right.weight.grad is None) == (0 in on)
+    net = TwoHeads(Pair)
+    replica = ddp.DistributedDataParallel(net)  # torch's class leaves zeros here
+    for step in range(4):
+        replica.zero_grad()
+        loss_of(replica, on=range(comm.world_size) if step % 2 else range(0)).backward()
+        assert (net.right.weight.grad is None) == (step % 2 == 1)
+    replica.zero_grad()
+    Nothing.apply(replica(torch.randn(3, 4)).first).sum().backward()
+    with pytest.raises(UnusedParameters, match=r"rank 0: right\.weight \(4\), right\.bias \(5\)\n"):
+        replica(torch.randn(3, 4))
+    assert all(p.grad is None for p in net.parameters())
+
+
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +489,71 @@ def frozen_between_forward_and_backward(comm: ddp.Communicator) -> None:
         net[0].weight.requires_grad_(False)
         loss.backward()
         verify_replicas(comm, [(n, p.grad) for n, p in net.named_parameters() if p.grad is not None])
+
+
+def all_forwards_then_all_backwards(comm: ddp.Communicator) -> None:
+    """Parameters are frozen in between, as in a GAN: a backward is averaged like its forward's parameters."""
+
+    def losses(critic: nn.Module, generator: nn.Module, x: Tensor, way: str) -> list[Tensor]:
+        body, z = critic.module if hasattr(critic, "module") else critic, 2 * x + 1
+        found = []
+        if way == "critic":
+            found.append(critic(x).sum())
+            body.requires_grad_(False)
+            found.append(critic(generator(z)).square().sum())
+        elif way == "generator":
+            found.append(critic(generator(z)).square().sum())
+            generator.requires_grad_(False)
+            found.append(critic(x).sum() - critic(generator(z)).sum())
+        elif way == "layers":
+            found.append(critic(x).sum())
+            body[0].requires_grad_(False)
+            found.append(critic(generator(z)).square().sum())
+            body.requires_grad_(False)
+            found.append(critic(generator(z)).sin().sum())
+        body.requires_grad_(True), generator.requires_grad_(True)
+        return found
+
+    for kw in ({}, TINY, {"find_unused_parameters": True}):
+        for way in ("critic", "generator", "layers"):
+            torch.manual_seed(0)
+            nets = mlp(2, 3, 3, 1).double(), mlp(2, 3, 2).double()
+            alone = copy.deepcopy(nets)
+            ours = [ddp.DistributedDataParallel(net, **kw) for net in nets]
+            theirs = [nn.parallel.DistributedDataParallel(copy.deepcopy(net)) for net in nets]
+            for order in itertools.permutations(range(3 if way == "layers" else 2)):
+                x = torch.randn(3, 2, dtype=torch.float64) + comm.rank
+                for pair in (ours, alone, theirs) if way == "critic" else (ours, alone):
+                    for net in pair:
+                        net.zero_grad()
+                    terms = losses(*pair, x, way)
+                    for index in order:
+                        terms[index].backward()
+                for net, bare, other in zip(nets, alone, theirs, strict=True):
+                    for p, q, r in zip(net.parameters(), bare.parameters(), other.module.parameters(), strict=True):
+                        torch.testing.assert_close(p.grad, comm.all_reduce(q.grad, "mean"))
+                        assert way != "critic" or torch.allclose(p.grad, r.grad, rtol=1e-12, atol=1e-12)
+                        for each in (p, q, r):
+                            each.data.sub_(p.grad, alpha=0.1)
+                verify_replicas(comm, [parameter for net in nets for parameter in net.named_parameters()])
+        for one, two in ((0, 1), (1, 0)):  # one backward through both
+            for pair in (ours, alone):
+                for net in pair:
+                    net.zero_grad()
+                terms = losses(*pair, x, "critic")
+                (terms[one] + terms[two]).backward()
+            for p, q in zip(nets[0].parameters(), alone[0].parameters(), strict=True):
+                torch.testing.assert_close(p.grad, comm.all_reduce(q.grad, "mean"))
+    net = mlp(2, 2, 1)
+    replica = ddp.DistributedDataParallel(net, buffers="none")
+    terms = []
+    for frozen in (0, 2):
+        net.requires_grad_(True)[frozen].requires_grad_(False)
+        terms.append(replica(torch.ones(1, 2, requires_grad=True)).sum())
+    net.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="one backward goes through two forwards, between which"):
+        sum(terms).backward()
+    comm.barrier()
 
 
 def gradients_of_no_sync_are_not_forgotten(comm: ddp.Communicator) -> None:
@@ -627,12 +763,42 @@ def types_changed_after_wrapping(comm: ddp.Communicator) -> None:
     early.ride_along(StepTotals(num_items=1001))
     early(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     assert early.totals.num_items == 1001 * comm.world_size
-    late = ddp.DistributedDataParallel(nn.Linear(3, 2), comm=comm.subgroup(range(comm.world_size)))
-    late(torch.ones(1, 3)).sum().backward()
-    late.zero_grad()
-    late.double()
-    with pytest.raises(RuntimeError, match=r"(weight|bias) got a gradient of torch\.float64.*first, then wrap it"):
-        late(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    for kw in ({}, {"find_unused_parameters": True}):
+        for set_to_none in (True, False):
+            net = nn.Linear(3, 2, bias=False)
+            late = ddp.DistributedDataParallel(nn.Sequential(net), **kw)
+            for convert in (nn.Module.float, nn.Module.double, lambda each: each.module.bfloat16(), nn.Module.float):
+                convert(late)
+                late(torch.full((1, 3), float(comm.rank), dtype=net.weight.dtype)).sum().backward()
+                assert net.weight.grad.dtype == net.weight.dtype
+                assert net.weight.grad.tolist() == [[(comm.world_size - 1) / 2] * 3] * 2
+                late.zero_grad(set_to_none=set_to_none)
+            assert len(late._reducers) == 1
+
+
+def types_changed_on_one_rank(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(nn.Linear(3, 2), comm=comm.subgroup(range(comm.world_size)))
+    replica(torch.ones(1, 3)).sum().backward()
+    if comm.rank == 1:
+        replica.double()
+    named, unnamed = "^parameters were converted on rank 1, and not on another one", "called different collectives"
+    with pytest.raises((ReplicaMismatch, CollectiveMismatch), match=named if comm.rank == 1 else unnamed):
+        replica(torch.ones(1, 3, dtype=replica.module.weight.dtype)).sum().backward()
+
+
+def gradients_put_elsewhere(comm: ddp.Communicator) -> None:
+    """`p.grad.data = …` moves the gradient out of its bucket."""
+    torch.manual_seed(0)
+    pair = both(mlp(4, 3, 2), **TINY)
+    for step in range(4):
+        for replica in pair:
+            if step == 2:
+                replica.zero_grad()
+            replica(torch.randn(3, 4, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+        assert_same_gradients(comm, *pair)
+        for replica in pair:
+            for p in replica.parameters():
+                p.grad.data = p.grad.data / 2
 
 
 def a_sparse_layer_that_is_also_a_dense_one(comm: ddp.Communicator) -> None:
@@ -667,19 +833,27 @@ def no_sync_nested_and_without_gradients(comm: ddp.Communicator) -> None:
 
 
 def evaluation_on_one_rank(comm: ddp.Communicator) -> None:
-    """No communication: one rank may evaluate, with or without gradients."""
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    replica = ddp.DistributedDataParallel(net)
+    """No communication where no buffers are kept equal: one rank may evaluate, with or without gradients."""
+    for net, kw in ((mlp(4, 3), {}), (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), {"buffers": "none"})):
+        replica = ddp.DistributedDataParallel(net, **kw)
+        replica(torch.randn(3, 4)).sum().backward()
+        if comm.rank == 1:
+            before = comm._sequence
+            replica.eval()
+            replica(torch.randn(3, 4))
+            with torch.no_grad():
+                replica(torch.randn(3, 4))
+            assert comm._sequence == before
+            replica.train()
+        replica(torch.randn(3, 4)).sum().backward()
+    replica = ddp.DistributedDataParallel(nn.BatchNorm1d(4), comm=comm.subgroup(range(comm.world_size)))
     replica(torch.randn(3, 4)).sum().backward()
     if comm.rank == 1:
-        before = comm._sequence
-        replica.eval()
-        replica(torch.randn(3, 4))
-        with torch.no_grad():
-            replica(torch.randn(3, 4))
-        assert comm._sequence == before
-        replica.train()
-    replica(torch.randn(3, 4)).sum().backward()
+        with pytest.raises(CollectiveMismatch, match=r"a rank that evaluates alone calls model\.module"):
+            replica.eval()(torch.randn(3, 4))
+    else:
+        with pytest.raises(CollectiveMismatch):
+            replica.comm.barrier()
 
 
 @dataclasses.dataclass
@@ -753,7 +927,7 @@ def saved_loaded_and_copied(comm: ddp.Communicator) -> None:
     if comm.rank == 0:  # one rank may load alone
         stream.seek(0)
         with torch.no_grad():
-            torch.load(stream, weights_only=False)(x)
+            torch.load(stream, weights_only=False).module(x)
     average = torch.optim.swa_utils.AveragedModel(replica)
     average.update_parameters(replica)
 
@@ -943,6 +1117,11 @@ CASES = [
     static_graphs_that_are_not,
     a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name,
     types_changed_after_wrapping,
+    types_changed_on_one_rank,
+    gradients_put_elsewhere,
+    a_forward_that_runs_backward_itself,
+    undefined_gradients,
+    all_forwards_then_all_backwards,
     an_unannounced_sparse_gradient_is_an_error_with_a_name,
     a_sparse_layer_that_is_also_a_dense_one,
 ]

@@ -45,11 +45,11 @@ MUTANTS = {
         "mean.Mean.divisor", "return self.divide_by", "return 1", LIKE_TORCH, "outputs_of_many_kinds"
     ),
     "unused parameters are ignored": Mutant(
-        "reducer.Reducer._find_unused",
-        "return sorted(unused, key=lambda slot: slot.index)",
+        "reducer.Reducer._find_missing",
+        "return sorted(missing, key=lambda slot: slot.index)",
         "return []",
         LIKE_TORCH,
-        "control_flow_that_differs_by_rank",
+        "undefined_gradients",
     ),
     "a gradient that nobody has is made up": Mutant(
         "unused.Unused.settle",
@@ -94,7 +94,32 @@ MUTANTS = {
         "the_order_is_learned",
     ),
     "buffers are not synchronised": Mutant(
-        "replica.Replica._sync_buffers", "if self.training:", "if False:", JOIN_AND_HOOKS, "buffers_of_every_mode"
+        "replica.Replica._syncs_buffers",
+        "return self.require_forward_param_sync and is_heard and self._buffer_sync.is_active",
+        "return False",
+        JOIN_AND_HOOKS,
+        "buffers_of_every_mode",
+    ),
+    "a forward in evaluation mode synchronises no buffers": Mutant(
+        "replica.Replica._syncs_buffers",
+        "return self.require_forward_param_sync and",
+        "return self.training and",
+        JOIN_AND_HOOKS,
+        "buffers_around_every_kind_of_forward",
+    ),
+    "a backward belongs to the reducer of the last forward": Mutant(
+        "data_parallel.DistributedDataParallel._may_begin",
+        "self._switch_to(reducer)",
+        "pass",
+        LIKE_TORCH,
+        "all_forwards_then_all_backwards",
+    ),
+    "a rank that ran out keeps the others' mean": Mutant(
+        "join.Joining.end",
+        "parameter.grad = gradient",
+        "pass",
+        JOIN_AND_HOOKS,
+        "gradients_of_ranks_that_ran_out",
     ),
     "hooks are ignored": Mutant(
         "reducer.Reducer.use_hook", "self.hook = hook", "pass", JOIN_AND_HOOKS, "what_a_hook_sees"

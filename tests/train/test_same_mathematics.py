@@ -204,8 +204,75 @@ def train_sparse() -> tuple[Tensor, list[float]]:
     return flat(module), norms
 
 
-def train_bucketed() -> tuple[dict[str, tuple[Tensor, list[str]]], tuple[Tensor, list[float]]]:
-    return train(list(CASES), "bucketed"), train_sparse()
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5))
+
+
+FIRST_FREEZE = 4  # the step with the partial batch, in which one of four ranks has no sample; the next one is 9
+
+
+def freeze(module: nn.Module, step: int, begins_frozen: bool) -> None:
+    """The two layers in the middle, of equal size, are trained in turn."""
+    if begins_frozen or step >= FIRST_FREEZE:
+        module[2].requires_grad_(step % 2 == 0)
+        module[3].requires_grad_(step % 2 == 1)
+
+
+class Alternate(Callback):
+    def __init__(self, module: nn.Module, begins_frozen: bool) -> None:
+        self.module, self.begins_frozen = module, begins_frozen
+        self.hash_by_step: list[str] = []
+
+    def step_start(self, state: TrainState) -> None:
+        freeze(self.module, state.step, self.begins_frozen)
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        self.hash_by_step.append(tensor_hash(flat(self.module)))
+
+
+@functools.cache
+def one_process_alternately(begins_frozen: bool) -> Tensor:
+    module, optimizer = fresh(two_layers)
+    data = samples("images")
+    sampler = TrainSampler(len(data), global_batch=GLOBAL_BATCH, rank=0, world_size=1, seed=5)
+    for step in range(NUM_SPARSE_STEPS):
+        plan = next(sampler.plans())
+        inputs, targets = data.batch(plan.micros[0].indices)
+        freeze(module, step, begins_frozen)
+        optimizer.zero_grad()
+        F.cross_entropy(module(inputs), targets).backward()
+        optimizer.step()
+        sampler.commit(plan)
+    return flat(module)
+
+
+def train_alternately() -> list[tuple[bool, Tensor, list[str]]]:
+    """Of a bucketed replica and of a naive one, each with layers frozen from the beginning and later."""
+    ddp.init(abort_s=30)
+    results = []
+    for wrap in (SmallBuckets, ddp.NaiveDataParallel):
+        for begins_frozen in (False, True):
+            module, optimizer = fresh(two_layers)
+            freeze(module, 0, begins_frozen)
+            alternate = Alternate(module, begins_frozen)
+            ddp.fit(
+                wrap(module),
+                Classification(),
+                samples("images"),
+                optimizer,
+                global_batch=GLOBAL_BATCH,
+                micro_size=2,
+                max_steps=NUM_SPARSE_STEPS,
+                seed=5,
+                callbacks=[alternate],
+            )
+            results.append((begins_frozen, flat(module), alternate.hash_by_step))
+    ddp.shutdown()
+    return results
+
+
+def train_bucketed() -> tuple[Any, Any, Any]:
+    return train(list(CASES), "bucketed"), train_sparse(), train_alternately()
 
 
 @functools.cache
@@ -216,7 +283,7 @@ def bucketed(world_size: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_one_process_after_every_step(world_size: int) -> None:
-    results = [result for result, _ in bucketed(world_size)]
+    results = [result for result, _, _ in bucketed(world_size)]
     for case in CASES:
         expected = one_process(case)
         error = (results[0][case][0] - expected).norm(dim=1) / expected.norm(dim=1)
@@ -245,8 +312,18 @@ def test_a_sparse_embedding_is_clipped_and_trained_as_a_dense_one_in_one_process
             optimizer.step()
             sampler.commit(plan)
     assert min(norms) > SPARSE_CLIP
-    results = [result for _, result in bucketed(4)]
+    results = [result for _, result, _ in bucketed(4)]
     for parameters, seen in results:
         assert torch.equal(parameters, results[0][0]) and seen == results[0][1]
         torch.testing.assert_close(parameters, flat(module), rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(seen, norms, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_layers_that_are_frozen_and_unfrozen_equal_one_process(world_size: int) -> None:
+    """Also where a rank has no sample in the step with the first change, and in later ones."""
+    results = [result for _, _, result in bucketed(world_size)]
+    for index, (begins_frozen, parameters, hashes) in enumerate(results[0]):
+        torch.testing.assert_close(parameters, one_process_alternately(begins_frozen), rtol=1e-11, atol=1e-13)
+        for result in results:
+            assert result[index][2] == hashes
