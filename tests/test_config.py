@@ -90,7 +90,7 @@ BAD = {
     "model.width": [0],
     "schedule.warmup_fraction": [1.0],
     "schedule.warmup_steps": [-1, 5],  # 5 stands beside the default fraction
-    "comm.warn_s": [0.0, 61],
+    "comm.warn_s": [0.0, 601],
     "comm.segment_bytes": [1],
     "checkpoint.keep_last": [0],
     "log_every": [0],

@@ -16,7 +16,9 @@ Each verb shapes its tensors into flat ones and hands them to the `Carrier` (`ca
 transport and shared memory. One larger class rather than functions over a smaller one: every verb needs the same four
 things (numbering, order, deadline, blame), and they are the class. How bytes move is the other class.
 
-All ranks must call the same collectives in the same order. A call is numbered when it is made; the number, its
+All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, since two
+threads would take turns in another order on every rank: a second one is refused (`subgroup` gives it a communicator of
+its own). A call is numbered when it is made; the number, its
 label and whom it waits for are what the watchdog publishes, and what a `PeerLost` carries. After an error the
 communicator refuses further calls: the ranks no longer agree on what came last. With `debug=True` the ranks compare
 what they call before every collective, so that a wrong operation, shape or dtype is reported instead of undefined.
