@@ -39,12 +39,12 @@ from ddp.replica import timeline
 from ddp.replica.arguments import bucket_limits, check_devices, check_keywords, choose_communicator, input_device, moved
 from ddp.replica.broadcast import broadcast_state, check_same_layout
 from ddp.replica.buffers import BufferSync, Mode, When
-from ddp.replica.in_backward import MakeOptimizer, StepInBackward, refusal
+from ddp.replica.in_backward import MakeOptimizer, StepInBackward, check_own_optimizers, refusal
 from ddp.replica.join import Joining, TorchJoinHook
 from ddp.replica.parameters import Change, ParameterWatch, managed, trainable
 from ddp.replica.reducer import Reducer
 from ddp.replica.replica import Replica
-from ddp.replica.sink import watch_backward
+from ddp.replica.sink import check_engine, watch_backward
 from ddp.replica.sparse import produces_sparse_gradient
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.replica.torch_names import ModuleNames
@@ -113,6 +113,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
         named = managed(module, ignored, Replica)
         trainable(named, has_inner=_has_inner(module))
         check_devices(named, device_ids, output_device)
+        check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
         if buffers is not None and keeps_buffers and buffers != "none":
             raise ValueError(f"buffers={buffers!r} excludes broadcast_buffers=False and forward_sync_buffers=False")
@@ -147,6 +148,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
             UnusedParameters: the last step left some without a gradient, and that is not allowed.
             ConfigError: parameters were added, removed or replaced.
         """
+        check_engine()
         if self._device is not None:
             args, kwargs = moved((args, kwargs), self._device)
         try:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket
+from ddp.gradients.bucket import Bucket, Slot
 
 if TYPE_CHECKING:
     from ddp.replica.reducer import Reducer
@@ -64,6 +64,28 @@ class StepInBackward:
         optimizer = self.optimizers[bucket]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def check_own_optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises ConfigError if torch steps one of these in backward: by this rank's gradient, before there is a mean."""
+    if found := [name for name, parameter in named if hasattr(parameter, "_in_backward_optimizers")]:
+        raise ConfigError(
+            f"{', '.join(found)}: _apply_optimizer_in_backward of torch.distributed.optim steps these parameters by "
+            "this rank's gradient, before there is a mean, and replicas would differ. Leave it out, and call "
+            "step_in_backward(lambda parameters: SGD(parameters, lr=0.1)), say, of the replica"
+        )
+
+
+def check_hooks(undefined: Iterable[Slot]) -> None:
+    """Raises ConfigError if a gradient is gone, and another hook on its parameter than ours may have taken it."""
+    slots = sorted(undefined, key=lambda slot: slot.index)
+    check_own_optimizers((slot.name, slot.parameter) for slot in slots)
+    hooks = {slot.name: getattr(slot.parameter, "_post_accumulate_grad_hooks", None) or () for slot in slots}
+    if hooked := [name for name, found in hooks.items() if len(found) > 1]:
+        raise ConfigError(
+            f"{', '.join(hooked)}: a hook of yours on these parameters has taken the gradients before there is a mean. "
+            "If it steps them, replicas differ from now on: call step_in_backward of the replica instead"
+        )
 
 
 def refusal(of: str) -> ConfigError:

@@ -50,9 +50,9 @@ from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
 from ddp.replica.arrangement import Arrangement
 from ddp.replica.higher_order import hand_out_differentiable
-from ddp.replica.in_backward import refusal
+from ddp.replica.in_backward import check_hooks, refusal
 from ddp.replica.mean import Mean
-from ddp.replica.sink import accumulates, call_at_end, watch_backward, will_accumulate
+from ddp.replica.sink import accumulates, call_at_end, check_engine, watch_backward, will_accumulate
 from ddp.replica.sparse import SparseGradients
 from ddp.replica.uncompiled import uncompiled
 from ddp.replica.unused import UNDEFINED, Unused
@@ -162,6 +162,7 @@ class Reducer:
         if self._phase is Phase.BACKWARD:
             return False
         if in_backward and not (will_accumulate if if_reached else accumulates)(self._parameters):
+            check_engine(in_backward=True)
             return False
         self.is_differentiable = in_backward and torch.is_grad_enabled()
         if self.is_differentiable and self.on_mean is not None:
@@ -279,6 +280,7 @@ class Reducer:
         for bucket in self.buckets[self._num_launched :]:
             self._fill(bucket)
         undefined = {slot for bucket in self.buckets for slot in bucket.undefined}.difference(missing)
+        check_hooks(undefined)
         self._arrangement.unused.fill_((bool(missing) + UNDEFINED * bool(undefined)) * had_backward)
         for bucket in self.buckets[self._num_launched :]:
             if not bucket.is_full or not bucket.slots:

@@ -18,9 +18,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ddp.log import log
 from ddp.replica.uncompiled import uncompiled
 
 
@@ -99,3 +101,30 @@ def _slots(kind: type) -> Iterable[str]:
     """Names of the attributes that a class itself has added to its `__slots__`."""
     names = vars(kind).get("__slots__", ())
     return (names,) if isinstance(names, str) else names
+
+
+@uncompiled
+def check_engine(*, in_backward: bool = False) -> None:
+    """Raises RuntimeError in a context of torch.distributed.autograd, whose gradients never come to the parameters.
+
+    Args:
+        in_backward: this is the engine's thread, which knows no context: any open one counts.
+    """
+    if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
+        return
+    autograd = torch._C._distributed_autograd
+    try:
+        if not in_backward:
+            autograd._current_context()
+        elif int(autograd._get_debug_info()["num_current_dist_autograd_contexts"]) == 0:
+            return
+    except RuntimeError:  # there is none
+        return
+    message = (
+        "torch.distributed.autograd keeps gradients in its context, where a replica cannot average them. Run forward "
+        "and loss.backward() outside of the context, or keep torch's DistributedDataParallel for a model that spans "
+        "hosts by RPC"
+    )
+    if in_backward:
+        log.error(message)  # that engine passes on that there was an error, and not which
+    raise RuntimeError(message)

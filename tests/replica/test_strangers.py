@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_cases, run_ranks
 from torch import Tensor, nn
+from torch.distributed import autograd, rpc
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 import ddp
 import ddp.replica.naive
+from ddp.errors import ConfigError
 from ddp.replica.verify import verify_replicas
 
 Class = Callable[..., Any]
@@ -236,12 +239,64 @@ def hooks_and_optimizers_by_private_names(comm: ddp.Communicator) -> None:
         late._set_static_graph()
 
 
+# --- what takes gradients away before there is a mean ----------------------------------------------------------------
+
+
+def optimizers_in_backward_that_are_not_ours(comm: ddp.Communicator) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    applied = Net()
+    _apply_optimizer_in_backward(torch.optim.SGD, applied.body.parameters(), {"lr": 0.1})
+    with pytest.raises(ConfigError, match=r"body\.0\.weight, .*body\.3\.bias: _apply_optimizer.*step_in_backward"):
+        ddp.DistributedDataParallel(applied)
+
+    replica = ddp.DistributedDataParallel(Net())
+    _apply_optimizer_in_backward(torch.optim.SGD, replica.module.spare.parameters(), {"lr": 0.1})
+    with pytest.raises(ConfigError, match=r"^spare\.weight, spare\.bias: _apply_optimizer.*step_in_backward"):
+        replica(batch(comm)).sum().backward()
+
+    def step(parameter: Tensor) -> None:  # torch's tutorial on fusing the optimizer into backward does this
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    for width in (2, 200):  # a large gradient is moved into its bucket as soon as it is there
+        for is_first in (True, False):
+            layer = nn.Linear(width, width)
+            if is_first:
+                layer.weight.register_post_accumulate_grad_hook(step)
+            replica = ddp.DistributedDataParallel(layer, find_unused_parameters=True)
+            if not is_first:
+                layer.weight.register_post_accumulate_grad_hook(step)
+            with pytest.raises(ConfigError, match=r"^weight: a hook of yours.*step_in_backward"):
+                replica(torch.ones(1, width)).sum().backward()
+
+
+def contexts_of_distributed_autograd(comm: ddp.Communicator) -> None:
+    replica = ddp.DistributedDataParallel(Net())
+    with tempfile.NamedTemporaryFile() as file:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file.name}")
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            with autograd.context(), pytest.raises(RuntimeError, match=r"keeps gradients.*loss\.backward\(\) outside"):
+                replica(batch(comm))
+            loss = replica(batch(comm)).sum()
+            with autograd.context() as context, pytest.raises(RuntimeError, match="Error on Node 0"):
+                autograd.backward(context, [loss])
+            replica(batch(comm)).sum().backward()
+        finally:
+            rpc.shutdown(graceful=False)
+    verify_replicas(comm, [(name, p.grad) for name, p in replica.named_parameters()])
+
+
 CASES = [
+    optimizers_in_backward_that_are_not_ours,
     errors_of_torch_s_class,
     an_instance_of_torch_s_class,
     attributes_of_torch_s_class,
     programs_that_reach_into_the_reducer,
     hooks_and_optimizers_by_private_names,
+    contexts_of_distributed_autograd,
 ]
 
 
