@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ddp import config as settings
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import on_rank_zero
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
 from ddp.config import Config, DataName, ModelName, to_plain
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
@@ -133,9 +134,10 @@ def _hold_run(run_dir: Path, until_end: ExitStack) -> None:
 
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
     splits, task = load_data(config), make_task(config)
+    _check_data(config, splits, comm)
     streams.init_stream(config.seed, device=comm.device)
     module = make_model(config, splits).to(comm.device)
-    resumed = resume_from(config, run_dir)
+    resumed = on_rank_zero(comm, lambda: resume_from(config, run_dir), label="looking for a checkpoint")
     if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
         load_initial_weights(**_initial_weights(config), module=module)
     model = make_replica(config, module, comm)
@@ -196,6 +198,20 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     )
     if comm.rank == 0:
         _write_summary(run_dir, config, state, meter, seconds=now_s() - start_s)
+
+
+def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
+    """Raises ConfigError, with hosts, unless all workers have loaded the same: hosts need not share a disk."""
+    num_train, num_test = len(splits.train), len(splits.test)
+    mine = f"{splits.name}: {num_train:,} + {num_test:,} samples of {splits.sample_shape}, {splits.num_classes} classes"
+    found: dict[str, list[str]] = {}
+    for host, theirs in all_gather_object(comm, (socket.gethostname(), mine)):
+        found.setdefault(theirs, []).append(host)
+    if len(found) > 1:
+        each = "; ".join(f"on {', '.join(sorted(set(hosts)))}: {theirs}" for theirs, hosts in found.items())
+        raise ConfigError(
+            f"data={config.data.name.value} is not the same on all hosts ({each}); copy one host's data to the others"
+        )
 
 
 class StepInErrors(Callback):

@@ -28,24 +28,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import yaml
 
+from ddp.clock import Patience
 from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain, unknown_key, wrong_type
 from ddp.engine import CUBLAS_WORKSPACE, run_workers
-from ddp.errors import ConfigError, WorkersFailed
+from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import describe_failures
 from ddp.files import flush_folder, hold, json_object, write_whole
 from ddp.terminal import keep_writing, tolerant
@@ -53,6 +56,7 @@ from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
 
 CONF = Path(__file__).parent / "conf"
+_SILENCE_S = 60.0  # whoever prepares something for others shows life every second, unless it is lost
 
 # ------------------------------------------------------------------------------------------------ the three ways in
 
@@ -106,7 +110,7 @@ def main_under_torchrun(config_dir: Path | str = CONF, config_name: str = "train
     """The same, in processes that torchrun has started: rank 0 composes and prepares, all train. Ends the process.
 
     `cluster.workers` is torchrun's world size. An error at rank 0 reaches the others through the store that torchrun
-    keeps, so all end at once and one message is seen.
+    keeps, so all end at once and one message is seen. A restart by torchrun goes on with the run of the first attempt.
     """
     keep_writing()
     os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/engine.py
@@ -120,24 +124,39 @@ def main_under_torchrun(config_dir: Path | str = CONF, config_name: str = "train
     follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
 
     import torch
+    from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
+    from ddp.comm.setup import ABORT_S, WARN_S, _meeting_place
     from ddp.rendezvous import INTERFACE
 
     if world_size == local_workers:  # one host: nobody outside of it has to reach the ranks
         os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
     # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
-    store, _, _ = next(iter(rendezvous("env://")))
-    if rank == 0:
-        sent = _prepare_under_torchrun(config_dir, config_name, world_size=world_size, local_workers=local_workers)
-        store.set("ddp.launcher/start", json.dumps(sent))
-        if "error" in sent:
-            _wait_for_readers(store, num_readers=world_size - 1)
-    else:
-        store.wait(["ddp.launcher/start"], timedelta(hours=24))  # rank 0 may download; torchrun sees if it dies
-        sent = json.loads(store.get("ddp.launcher/start"))
-        store.add("ddp.launcher/readers", 1)
-    if "error" in sent:  # rank 0 has printed it
+    job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])  # outlives an attempt, where torchrun has it
+    try:
+        attempt = _meeting_place(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        if rank == 0:
+            earlier = json.loads(job.get("run")) if job.check(["run"]) else None
+            with _showing_life(attempt, "start"):
+                sent = _prepare_under_torchrun(
+                    config_dir, config_name, world_size=world_size, local_workers=local_workers, earlier=earlier
+                )
+            if "error" not in sent:
+                job.set("run", json.dumps(sent))
+            attempt.set("start", json.dumps(sent))
+        importlib.import_module("ddp.build")  # which takes a second, while rank 0 prepares
+        sent = json.loads(_awaited(attempt, "start", "rank 0 prepares the run"))
+        if "error" not in sent:
+            sent.update(_prepare_hosts(attempt, sent))
+    except (DistError, PeerLost) as error:
+        print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        leave(1)
+    if "error" in sent:  # who found it has printed it
+        if rank == 0:
+            _wait_for_readers(attempt, num_readers=world_size - 1)
+        else:
+            attempt.add("readers", 1)
         _tell_torchrun(sent["error"])
         sys.exit(2)
 
@@ -166,10 +185,77 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def _prepare_hosts(attempt: Any, sent: Mapping[str, Any]) -> dict[str, str]:
+    """Fetches the data on every host but rank 0's, where that is done, by one process each; all wait for all.
+
+    Hosts need not share a disk. Returns an `error`, if a host had one.
+    """
+    host, num_hosts = (
+        int(os.environ.get(key, default)) for key, default in (("GROUP_RANK", 0), ("GROUP_WORLD_SIZE", 1))
+    )
+    if host > 0 and os.environ.get("LOCAL_RANK") == "0":
+        found: dict[str, str] = {}
+
+        def refuse(message: str) -> None:
+            found["error"] = f"host {socket.gethostname()}: {message}"
+            _print_error(found["error"])
+
+        with _bad_input_to(refuse), _showing_life(attempt, f"data/{host}"):
+            from ddp.build import prepare_data
+
+            prepare_data(from_plain(sent["config"]))
+        attempt.set(f"data/{host}", json.dumps(found))
+    all_found = [json.loads(_awaited(attempt, f"data/{n}", f"host {n} fetches the data")) for n in range(1, num_hosts)]
+    return next((found for found in all_found if found), {})
+
+
+@contextlib.contextmanager
+def _showing_life(store: Any, key: str) -> Iterator[None]:
+    """Lets others wait for a long work of this process, whose result goes under `key`, for as long as it lives."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the job
+            while not done.wait(1.0):
+                store.add(f"{key}/alive", 1)
+
+    thread = threading.Thread(target=beat, name="ddp-showing-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()  # one connection serves both threads
+
+
+def _awaited(store: Any, key: str, what: str) -> bytes:
+    """The value of `key`, for which this waits as long as whoever works on it shows life."""
+    beats, patience = -1, Patience(_SILENCE_S)
+    while not store.check([key]):
+        if (now := store.add(f"{key}/alive", 0)) != beats:
+            beats, patience = now, Patience(_SILENCE_S)
+        if not patience.left_s:
+            raise PeerLost(
+                0, "unknown", 0, 0, "start-up", f"{what}, and has shown no sign of life for {_SILENCE_S:g} s"
+            )
+        time.sleep(0.05)
+    value: bytes = store.get(key)
+    return value
+
+
 def _prepare_under_torchrun(
-    config_dir: Path | str, config_name: str, *, world_size: int, local_workers: int
+    config_dir: Path | str,
+    config_name: str,
+    *,
+    world_size: int,
+    local_workers: int,
+    earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Rank 0's part. Returns what all ranks need, as JSON holds it: `config` and `run_dir`, or an `error`."""
+    """Rank 0's part. Returns what all ranks need, as JSON holds it: `config` and `run_dir`, or an `error`.
+
+    Args:
+        earlier: what this returned in the attempt that torchrun has restarted.
+    """
     sent: dict[str, Any] = {}
 
     def refuse(message: str) -> None:
@@ -177,18 +263,32 @@ def _prepare_under_torchrun(
         sent["error"] = message
 
     with _bad_input_to(refuse):
-        config, run_dir = _compose(config_dir, config_name, world_size=world_size, local_workers=local_workers)
+        if earlier is None:
+            config, run_dir = _compose(config_dir, config_name, world_size=world_size, local_workers=local_workers)
+        else:
+            config, run_dir = _restarted(earlier, world_size=world_size)
         until_end = contextlib.ExitStack()
         try:
             until_end.enter_context(_only_writer(run_dir))
             atexit.register(until_end.close)
-            prepare(config, run_dir, local_workers=local_workers)
+            prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
         except USER_ERRORS:
             until_end.close()
             _remove_if_empty(run_dir)
             raise
         sent.update(config=to_plain(config), run_dir=str(run_dir))
     return sent
+
+
+def _restarted(earlier: Mapping[str, Any], *, world_size: int) -> tuple[Config, Path]:
+    """The run of the earlier attempt: from its own last checkpoint, or, without one, as it was asked for at first."""
+    config, run_dir = from_plain(earlier["config"]), Path(earlier["run_dir"])
+    run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 may be on another host now
+    if any((run_dir / "checkpoints").glob("*step-*")):
+        config.resume = "auto"
+    if config.cluster.workers != world_size:
+        config.cluster.workers, config.batch.num_shards = world_size, None
+    return config, run_dir
 
 
 def _tell_torchrun(message: str) -> None:
@@ -321,13 +421,14 @@ def _continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Confi
     return from_plain(plain)
 
 
-def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) -> None:
+def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
     """Everything that can be refused before a worker starts; writes RUN_DIR/config.yaml when nothing was.
 
     Args:
         config: gets its run directory and every derived value.
         run_dir: exists.
         local_workers: workers on this host; None: all.
+        is_restart: the run in the folder is this one.
 
     Raises:
         ConfigError, CheckpointError, ReplicaMismatch: what cannot work, with the remedy.
@@ -335,7 +436,8 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None) 
     from ddp.build import check
 
     config.run.dir, config.run.name = str(run_dir), config.run.name or run_dir.name
-    _refuse_reuse(config, run_dir)
+    if not is_restart:
+        _refuse_reuse(config, run_dir)
     _try_writing(run_dir)
     config.resolve(local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
     check(config)
@@ -539,9 +641,9 @@ def _restore_terminal() -> None:
 
 
 def _wait_for_readers(store: Any, *, num_readers: int, limit_s: float = 10.0) -> None:
-    """Keeps rank 0, which may host the store, until the others have read from it."""
+    """Keeps rank 0, whose process may serve the store, until the others have read from it."""
     deadline_s = time.monotonic() + limit_s
-    while store.add("ddp.launcher/readers", 0) < num_readers and time.monotonic() < deadline_s:
+    while store.add("readers", 0) < num_readers and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 

@@ -407,6 +407,23 @@ def test_resume_at_another_world_size_from_the_checkpoint_before_the_corrupt_one
     assert torch.load(newest, weights_only=True).keys() == final_model(finished.run_dirs[1]).keys()
 
 
+def test_a_restart_by_torchrun_goes_on_with_its_own_run_to_the_same_bits(finished: Finished, tmp_path: Path) -> None:
+    restarting = [*TORCHRUN[:-1], "--max-restarts", "3", TORCHRUN[-1]]
+    process = start([*restarting, *JOB], tmp_path)  # neither run.name nor resume=auto
+    wait_for(lambda: any(steps_done(folder) >= 5 for folder in tmp_path.glob("runs/*")))
+    (victim,) = (pid for pid in children(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    ended = finish(process)
+    assert ended.status == 0, ended
+    assert "continuing after step" in ended.out
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert_same_bits(final_model(finished.run_dirs[2]), final_model(run_dir))
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
 # --------------------------------------------------------------------------------------------------- a worker fails
 
 

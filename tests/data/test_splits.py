@@ -1,15 +1,19 @@
 """What all data sets promise, for every one that needs no download; and the set in memory."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
+from ddp import build
+from ddp.config import Config
 from ddp.data import digits, standard_library, synthetic
 from ddp.data.splits import Splits, TensorSet
+from ddp.errors import ConfigError
 
 NOWHERE = "/nonexistent"
 MEMBERS: dict[str, Callable[[], Splits]] = {
@@ -80,3 +84,19 @@ def test_tensor_set_transforms_batches_as_it_does_samples() -> None:
 def test_tensor_set_refuses_unequal_lengths() -> None:
     with pytest.raises(ValueError, match="3 inputs beside 2 targets"):
         TensorSet(torch.zeros(3, 1), torch.zeros(2))
+
+
+def test_workers_that_load_different_data_are_told_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(num_samples: int) -> Splits:
+        samples = TensorSet(torch.zeros(num_samples, 2), torch.zeros(num_samples))
+        return Splits(train=samples, test=samples, kind="images", sample_shape=(2,), num_classes=3, name="mine")
+
+    told: list[Any] = []
+    monkeypatch.setattr(build, "all_gather_object", lambda _, mine: told.append(mine) or told)
+    for host in ("a", "a", "b"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        build._check_data(Config(), split(5), cast(Any, None))
+    monkeypatch.setattr(socket, "gethostname", lambda: "c")
+    words = r"\(on a, b: mine: 5 \+ 5 samples of \(2,\), 3 classes; on c: mine: 4 \+ 4 samples .*\); copy"
+    with pytest.raises(ConfigError, match=f"^data=digits is not the same on all hosts {words}"):
+        build._check_data(Config(), split(4), cast(Any, None))

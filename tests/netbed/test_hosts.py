@@ -184,6 +184,50 @@ def test_torchrun_on_every_host_with_a_scripted_kill_and_nothing_left_after_sigt
     assert bed("status").count(" 0 processes") == 2
 
 
+# Trains on a host whose disk is its own: what stands at the same path on the other one is not seen.
+TRAINING = """
+import os, socket, subprocess, sys
+base = sys.argv.pop(1)
+own, disk = os.path.join(base, socket.gethostname()), os.path.join(base, "disk")
+subprocess.run(["mount", "--bind", own, disk], check=True)
+os.chdir(disk)
+import ddp.build
+from ddp.launcher import main_under_torchrun
+
+def prepare_data(config):
+    open("prepared", "a").write("once ")
+
+def load_data(config, load=ddp.build.load_data):
+    assert os.path.exists("prepared"), "not on this host"
+    return load(config)
+
+ddp.build.prepare_data, ddp.build.load_data = prepare_data, load_data
+main_under_torchrun()
+"""
+
+
+def test_hosts_without_a_shared_disk_fetch_their_own_data_and_resume_what_rank_0_has(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    hosts = [tmp_path / f"{NAME}-h{host}" for host in range(2)]
+    for folder in (*hosts, tmp_path / "disk"):
+        folder.mkdir()
+    bed("up", 2)
+
+    def train(*settings: object) -> tuple[int, str]:
+        job = [script, tmp_path, "data=synthetic", "data.num_samples=64", "model=mlp", "run.name=mine", *settings]
+        words = command("run", "--timeout", 100, "--env", f"PYTHONPATH={ROOT}", *job)
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+        return done.returncode, done.stdout
+
+    status, said = train("max_steps=2")
+    assert status == 0, said
+    assert [(folder / "prepared").read_text() for folder in hosts] == ["once ", "once "]
+    assert [len(list(folder.glob("runs/mine/checkpoints/step-*"))) for folder in hosts] == [2, 0]
+    status, said = train("max_steps=3", "resume=auto")
+    assert status == 0 and "continuing after step 2" in said, said
+
+
 def test_an_interrupted_benchmark_takes_its_bed_down() -> None:
     script = ROOT / "scripts" / "bench_collectives"
     with subprocess.Popen([sys.executable, str(script), "--netbed", "2x1@1gbit"], stderr=subprocess.PIPE) as process:
