@@ -91,7 +91,8 @@ class Replica(nn.Module):
     def _after_forward(self, outputs: Any, *, synchronises: bool) -> Any:
         self._sync_buffers(When.POST_FORWARD, synchronises=synchronises)
         if synchronises or not self._is_joined:
-            self.require_forward_param_sync = synchronises
+            # looked up again, because Lightning's manual optimization switches it off inside the forward
+            self.require_forward_param_sync = synchronises and self.require_backward_grad_sync
         if synchronises:
             self._watch_outputs(outputs)
         return outputs

@@ -206,6 +206,50 @@ def programs_that_reach_into_the_reducer(comm: ddp.Communicator) -> None:
                 assert_same(comm, ours, theirs)
 
 
+class Manual(nn.Module):
+    """As Lightning's manual optimization: the forward itself runs backward and steps, and then ends synchronisation."""
+
+    wrapper: tuple[Any, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.rate = 0.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            result: Tensor = self.net(x)
+            return result
+        (replica,) = self.wrapper
+        for part in x.split(3):
+            replica.zero_grad()
+            loss: Tensor = self.net(part).square().sum()
+            replica.reducer._rebuild_buckets()
+            replica.reducer.prepare_for_backward([])
+            loss.backward()
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.sub_(p.grad, alpha=self.rate)
+        replica.require_backward_grad_sync = False
+        return loss.detach()
+
+
+def a_forward_that_steps_by_itself(comm: ddp.Communicator) -> None:
+    pair = [wrap(Manual()) for wrap in BOTH]
+    for number in range(3):
+        for replica in pair:
+            replica.module.wrapper = (replica,)
+            replica.train()
+            replica(torch.cat([batch(comm, number), batch(comm, number + 10)[:1]]))
+            replica.require_backward_grad_sync = True
+            replica.eval()
+            with torch.no_grad():
+                replica(batch(comm))
+        assert_same(comm, *pair)
+        for mine, other in zip(pair[0].buffers(), pair[1].buffers(), strict=True):
+            torch.testing.assert_close(mine, other)
+
+
 def assert_same(comm: ddp.Communicator, ours: Any, theirs: Any) -> None:
     for (name, p), q in zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
@@ -295,6 +339,7 @@ CASES = [
     an_instance_of_torch_s_class,
     attributes_of_torch_s_class,
     programs_that_reach_into_the_reducer,
+    a_forward_that_steps_by_itself,
     hooks_and_optimizers_by_private_names,
     contexts_of_distributed_autograd,
 ]
