@@ -550,6 +550,7 @@ class Communicator:
     def _meet(self, shared_memory: bool, crowded: bool) -> None:
         carrier = self._carrier
         hosts, group, reason = meet(self.rank, carrier.gather_bytes, timeout_s=self.abort_s, crowded=crowded)
+        pids = group.pids if group is not None else {}
         carrier.know_hosts(hosts)
         obstacles = [answer.decode() for answer in carrier.gather_bytes(reason.encode()) if answer]
         self._shares_memory = shared_memory
@@ -562,7 +563,7 @@ class Communicator:
         self.auto.check(self.auto.algorithm)
         names = [name.decode() for name in carrier.gather_bytes(socket.gethostname().encode())]
         if self._watchdog is not None:
-            self._watchdog.know_hosts(names)
+            self._watchdog.know_hosts(names, pids)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of some of the ranks, numbered in the order given; None on the others. Collective over all.

@@ -208,12 +208,22 @@ class HostGroup:
         ranks: the communicator's ranks on this host, ascending.
         index, size: this rank's place among them, and how many they are.
         kind: which memory they share.
+        pids: by rank of this host, its process, where that can be known here.
         num_processors: what the host's ranks may run on, all together.
         is_crowded: there are more ranks than that on the host.
     """
 
-    def __init__(self, memory: HostMemory, kind: Kind, *, num_processors: int, is_crowded: bool) -> None:
+    def __init__(
+        self,
+        memory: HostMemory,
+        kind: Kind,
+        *,
+        pids: Sequence[int | None],
+        num_processors: int,
+        is_crowded: bool,
+    ) -> None:
         self.ranks, self.index, self.size, self.kind = memory.ranks, memory.index, memory.size, kind
+        self.pids = dict(zip(self.ranks, pids, strict=True))
         self.num_processors, self.is_crowded = num_processors, is_crowded
         self._memory, self._out_of_use, self._closed = memory, "", False
         self._others = [other for other in range(self.size) if other != self.index]
@@ -581,7 +591,7 @@ def meet(
     barrier = Barrier(memory, 0, index=index, ranks=ranks, pids=pids, crowded=crowded)
     names = [told[other][0] for other in ranks]
     shared = HostMemory(memory, barrier, kind=kind, ranks=ranks, index=index, hosts=names)
-    group = HostGroup(shared, kind, num_processors=len(processors), is_crowded=crowded)
+    group = HostGroup(shared, kind, pids=pids, num_processors=len(processors), is_crowded=crowded)
     barrier.meet(timeout_s)
     return layout.hosts, group, ""
 

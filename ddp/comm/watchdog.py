@@ -4,9 +4,10 @@ Why not ask the transport? When a Gloo wait times out it closes pairs to healthy
 looks like many broken ones. Errors of the transport never tell who is guilty; the store does.
 
 Before each wait a rank notes (sequence, label, waiting for whom). Its watchdog thread publishes that note, a tick that
-grows, and where the main thread stands, every `INTERVAL_S`. So a reader can tell four cases apart:
+grows, and where the main thread stands, every `INTERVAL_S`. So a reader can tell five cases apart:
 
-    the tick stands still              the process died or is stopped        SIGKILL, SIGSTOP, power
+    the process has ended              known of ranks on this host           SIGKILL
+    the tick stands still              it died elsewhere, or is stopped      SIGSTOP, power
     it says "failed" or "left"         it raised an error, or finished       look at its log
     the tick runs, its number is lower it is alive, but somewhere else       its Python stack says where
     the tick runs, same number         it waits too: the link between is cut
@@ -26,7 +27,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from ddp.clock import PAUSED_S, now_s
 from ddp.comm.call import Call
 from ddp.errors import PeerLost
 from ddp.log import log
+from ddp.transport.shared_memory import Life
 
 INTERVAL_S = 0.5
 STALE_S = 3.0  # after a wait has failed, a tick that stands still for so long is a dead or stopped process
@@ -98,6 +100,7 @@ class Watchdog:
         self._world_size, self._generation = world_size, generation
         self._warn_s, self._abort_s, self._silence_s = warn_s, abort_s, min(abort_s, SILENCE_S)
         self._hosts = ["unknown"] * world_size
+        self._lives: dict[int, Life] = {}
         self.record = Record(rank, socket.gethostname(), os.getpid())
         self._note: Note | None = None
         self._last_note = Note(Call(0, "start-up"), rank, now_s())
@@ -124,9 +127,14 @@ class Watchdog:
             abort_s=self._abort_s,
         )
 
-    def know_hosts(self, names: Sequence[str]) -> None:
-        """Takes the ranks' host names, for the case that a rank is lost and the store with it."""
+    def know_hosts(self, names: Sequence[str], pids: Mapping[int, int | None] | None = None) -> None:
+        """Takes the ranks' host names, for the case that a rank is lost and the store with it.
+
+        Args:
+            pids: by rank of this host, its process: once that has ended, nobody waits for a sign of life.
+        """
         self._hosts = list(names)
+        self._lives = {rank: Life(pid) for rank, pid in (pids or {}).items() if rank != self.record.rank}
 
     def begin(self, call: Call, peer: int) -> Note | None:
         """Notes that a call begins, and whom it waits for first. Returns the note of the call around it, if any."""
@@ -152,6 +160,9 @@ class Watchdog:
         """Tells the others that this rank is done; ends the thread."""
         self._finish("left", "", None)
         self._end()
+        for life in self._lives.values():
+            life.close()
+        self._lives.clear()
 
     def stop(self) -> None:
         """Lets the thread end; what was published last stays."""
@@ -230,7 +241,8 @@ class Watchdog:
         try:
             while not self._store.check([key]):
                 rank_zero = self._observe()[0]
-                if rank_zero.state in ("failed", "left") or self._is_silent(0, max(self._silence_s, STALE_S)):
+                is_silent = self._is_silent(0, max(self._silence_s, STALE_S))
+                if is_silent or self._has_died(0) or rank_zero.state in ("failed", "left"):
                     raise self.find_culprit(0)
                 self._stopped.wait(POLL_S)
         except DistError as error:
@@ -250,6 +262,9 @@ class Watchdog:
         for rank, record in records.items():
             if record.blames is not None and record.blames != self.record.rank:
                 return record.blames, f"as rank {rank} found out first"
+        for rank, record in records.items():
+            if self._has_died(rank) and record.state not in ("failed", "left"):
+                return rank, "it shows no sign of life: its process has ended"
         return None
 
     def _absent(self, records: dict[int, Record], silence_s: float) -> tuple[int, str] | None:
@@ -265,6 +280,10 @@ class Watchdog:
                 silent_s = now_s() - self._last_change[rank][1]
                 return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
         return None
+
+    def _has_died(self, rank: int) -> bool:
+        """True if it is known that the process has ended; of another host it is not."""
+        return rank in self._lives and not self._lives[rank].goes_on()
 
     def _is_silent(self, rank: int, silence_s: float) -> bool:
         return now_s() - self._last_change[rank][1] >= silence_s

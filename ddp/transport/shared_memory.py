@@ -225,7 +225,7 @@ class _Semaphores:
 # --- the barrier -----------------------------------------------------------------------------------------------------
 
 
-class _Life:
+class Life:
     """Whether a process still runs. Says yes where nobody can know: no pidfds, or a PID of another namespace."""
 
     def __init__(self, pid: int | None) -> None:
@@ -293,7 +293,7 @@ class Barrier:
         self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
         self._incoming = [(address + LINE_BYTES * (index * size + other), other) for other in reversed(others)]
         self._states = start + LINE_BYTES * size * size
-        self._lives = {other: _Life(pids[other]) for other in others}
+        self._lives = {other: Life(pids[other]) for other in others}
 
     @staticmethod
     def num_bytes(size: int) -> int:

@@ -304,3 +304,21 @@ def test_a_rank_that_lives_is_waited_for_and_one_that_does_not_is_named_soon() -
         else:
             assert re.search("lost rank 1 .*it shows no sign of life for [0-9]+ s", message)
             assert took_s < 8
+
+
+def lose_rank_zero_while_it_writes(shared_memory: bool) -> tuple[str, float]:
+    """A checkpoint is waited for at the store, where no connection breaks."""
+    comm = ddp.init(shared_memory=shared_memory)
+    comm.barrier()
+    start_s = time.monotonic()
+    with pytest.raises(PeerLost) as lost:
+        on_rank_zero(comm, lambda: os.kill(os.getpid(), signal.SIGKILL), label="checkpoint of step 3")
+    return str(lost.value), time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_who_waits_for_rank_zero_s_disk_does_not_wait_for_a_dead_one(shared_memory: bool) -> None:
+    started = start_ranks(lose_rank_zero_while_it_writes, 2, shared_memory)
+    _, (message, took_s) = collect(started, timeout_s=30)
+    assert re.search(r"lost rank 0 .*\[checkpoint of step 3\]: it shows no sign of life: its process has ended", message)
+    assert took_s < 3
