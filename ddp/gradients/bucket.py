@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ddp.gradients.totals import NUM_LANES
+from ddp.gradients.totals import NUM_LANES, NUM_UNUSED
 from ddp.transport.shared_memory import copy_bytes
 
 ALIGNMENT_BYTES = 64
@@ -88,7 +88,7 @@ class Bucket:
         flat: [numel], all spans, the padding between them, and the tails; from `allocate` on, like the next three.
         gradients: `flat` without its tails.
         totals: [NUM_LANES], the first bucket's tail.
-        unused: [1], the last bucket's tail.
+        unused: [NUM_UNUSED], the last bucket's tail.
         arrivals: parameters that got a gradient since the last reduction, in that order.
         num_before: of these, those that came before this step's backward (in `no_sync`).
         expected, num_expected: ids of the parameters that every step's backward comes to; how many gradients they get.
@@ -130,12 +130,9 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         """What a reduction sends, tails and padding included."""
-        if not self.slots:
-            return 4 * (NUM_LANES * self.has_totals + self.has_unused)
-        item = self.slots[0].parameter.element_size()
-        return item * (
-            sum(_span(slot.parameter) for slot in self.slots) + NUM_LANES * self.has_totals + self.has_unused
-        )
+        item = self.slots[0].parameter.element_size() if self.slots else 4
+        tails = NUM_LANES * self.has_totals + NUM_UNUSED * self.has_unused
+        return item * (sum(_span(slot.parameter) for slot in self.slots) + tails)
 
     def allocate(self, allocate: Allocate, device: torch.device) -> None:
         """Makes the memory, zeros, and gives every slot its place in it.
@@ -146,9 +143,9 @@ class Bucket:
         """
         numel = sum(_span(slot.parameter) for slot in self.slots)
         like = self.slots[0].parameter if self.slots else torch.empty(0, dtype=torch.float32, device=device)
-        num_totals = NUM_LANES * self.has_totals
-        self.flat = allocate(numel + num_totals + self.has_unused, like.dtype, like.device)
-        self.gradients, self.totals, self.unused = self.flat.split([numel, num_totals, int(self.has_unused)])
+        num_totals, num_unused = NUM_LANES * self.has_totals, NUM_UNUSED * self.has_unused
+        self.flat = allocate(numel + num_totals + num_unused, like.dtype, like.device)
+        self.gradients, self.totals, self.unused = self.flat.split([numel, num_totals, num_unused])
         for slot, view in zip(self.slots, self.views_of(self.flat), strict=True):
             slot.view = view
 

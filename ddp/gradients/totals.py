@@ -1,11 +1,12 @@
 """What a step must agree on: it rides in the tails of the first and the last bucket, and so costs no message.
 
     tail of the first bucket   loss_sum   items ÷ 4096   items % 4096   ranks that want to stop
-    tail of the last bucket    ranks with unused parameters
+    tail of the last bucket    ranks with unused parameters   ranks with undefined gradients
 
 The gradients are sums over samples (or tokens); the mean is taken once, by the *global* count. The count travels first,
 so that every later bucket can be divided on its way. A float32 holds integers up to 2²⁴ exactly; the count takes two
-lanes, so that it is exact up to 2³⁶ per step. What is known only when backward has ended travels last.
+lanes, so that it is exact up to 2³⁶ per step. What is known only when backward has ended travels last; the last tail is
+divided like the gradients beside it, so all that it tells is which of its two numbers are above zero.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-NUM_LANES = 4
+NUM_LANES = 4  # of the first bucket's tail
+NUM_UNUSED = 2  # of the last bucket's
 BASE = 4096
 
 

@@ -55,7 +55,7 @@ from ddp.replica.mean import Mean
 from ddp.replica.sink import accumulates, call_at_end, check_engine, watch_backward, will_accumulate
 from ddp.replica.sparse import SparseGradients
 from ddp.replica.uncompiled import uncompiled
-from ddp.replica.unused import UNDEFINED, Unused
+from ddp.replica.unused import Unused
 
 
 class Phase(Enum):
@@ -281,7 +281,11 @@ class Reducer:
             self._fill(bucket)
         undefined = {slot for bucket in self.buckets for slot in bucket.undefined}.difference(missing)
         check_hooks(undefined)
-        self._arrangement.unused.fill_((bool(missing) + UNDEFINED * bool(undefined)) * had_backward)
+        tail = self._arrangement.unused.zero_()
+        if had_backward and missing:
+            tail[0] = 1
+        if had_backward and undefined:
+            tail[1] = 1
         for bucket in self.buckets[self._num_launched :]:
             if not bucket.is_full or not bucket.slots:
                 bucket.ready_s = self.ended_s
@@ -292,8 +296,9 @@ class Reducer:
         self.mean.settle(by_hook=self.hook is not None)
         if self.is_differentiable:
             hand_out_differentiable(self._arrangement.slots, self.begin, self.on_end or self.finish)
-        if (unused := self._arrangement.unused.item()) > 0:
-            self._unused.settle(missing, undefined, is_any_undefined=unused >= UNDEFINED, had_backward=had_backward)
+        is_any_missing, is_any_undefined = (number > 0 for number in tail.tolist())
+        if is_any_missing or is_any_undefined:
+            self._unused.settle(missing, undefined, is_any_undefined=is_any_undefined, had_backward=had_backward)
         self._sparse.reduce(divide_by=self.mean.divisor())
         self._make_ready()
 

@@ -2,8 +2,8 @@
 
     used on another rank     gets the mean, to which this rank has contributed zeros (or what it had accumulated)
     used on no rank          keeps the gradient that it had: None stays None
-    undefined                autograd comes to it without a gradient (a function's backward has returned None): like
-                             unused, and always allowed
+    undefined                autograd reaches the parameter with an undefined gradient (a function's backward has
+                             returned None): like unused, and always allowed
     not allowed              every rank raises UnusedParameters in the next forward, with names by rank
 
 The ranks compare who used what only in steps in which any rank has something to tell.
@@ -20,8 +20,6 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Slot
-
-UNDEFINED = 4096  # what a rank with undefined gradients adds to the tail, to which a rank with missing ones adds 1
 
 
 class Unused:

@@ -411,12 +411,20 @@ def undefined_gradients(comm: ddp.Communicator) -> None:
                 torch.manual_seed(0)
                 replica = compare(comm, pack(Pair), partial(loss_of, on=on), **kw)
                 assert (replica.module.right.weight.grad is None) == (0 in on)
-    net = TwoHeads(Pair)
-    replica = ddp.DistributedDataParallel(net)  # torch's class leaves zeros here
-    for step in range(4):
-        replica.zero_grad()
-        loss_of(replica, on=range(comm.world_size) if step % 2 else range(0)).backward()
-        assert (net.right.weight.grad is None) == (step % 2 == 1)
+    for kw in ({"static_graph": True}, {}):
+        net = TwoHeads(Pair)
+        if kw:
+            net.never = nn.Linear(2, 2)
+        replica = ddp.DistributedDataParallel(net, **kw, **TINY)  # torch's class leaves zeros here
+        for step in range(8):
+            replica.zero_grad()
+            if step > 3:  # divided by a count that is far larger than the number of ranks
+                replica.ride_along(StepTotals(1.0, 1 << 20))
+            if step > 5 and comm.rank == 1:
+                replica.reduce_without_backward()
+            else:
+                loss_of(replica, on=range(comm.world_size) if step % 2 else range(0)).backward()
+            assert (net.right.weight.grad is None) == (step % 2 == 1), step
     replica.zero_grad()
     Nothing.apply(replica(torch.randn(3, 4)).first).sum().backward()
     with pytest.raises(UnusedParameters, match=r"rank 0: right\.weight \(4\), right\.bias \(5\)\n"):
