@@ -24,9 +24,8 @@ class Patience:
         self.limit_s = limit_s
         self._start_s = self._last_s = time.monotonic()
 
-    @property
     def left_s(self) -> float:
-        """Seconds that are left; 0 once the deadline has passed. To be asked every second or so."""
+        """Looks at the clock; returns the seconds that are left, 0 once the deadline has passed."""
         now = time.monotonic()
         if now - self._last_s > PAUSED_S:
             self._start_s = now

@@ -51,11 +51,11 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from ddp.rendezvous import BACKEND, INTERFACE
+    from ddp.rendezvous import BACKEND, ON_LOOPBACK
 
     # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
     bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.worker"]
-    command = [*_environment(threads, INTERFACE), *bootstrap, "--parent", str(os.getpid()), *arguments]
+    command = [*_environment(threads, ON_LOOPBACK), *bootstrap, "--parent", str(os.getpid()), *arguments]
     command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
     signals = stop_signals()
     if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
@@ -84,7 +84,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
     return Ended(None, {})
 
 
-def _environment(threads: int, interface: str) -> list[str]:
+def _environment(threads: int, on_loopback: Mapping[str, str]) -> list[str]:
     """What must stand in a worker's environment before it starts, as NAME=VALUE.
 
     Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits
@@ -97,8 +97,10 @@ def _environment(threads: int, interface: str) -> list[str]:
         "MKL_CBWR": "AUTO",
         "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
         "PYTHONUNBUFFERED": 1,
-        **{f"{library}_SOCKET_IFNAME": interface for library in ("GLOO", "NCCL", "TP")},
+        **on_loopback,
     }
+    if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))
     memory = {name: value for name, value in MEMORY.items() if name not in os.environ}
     return [f"{name}={value}" for name, value in (variables | memory).items()]
 

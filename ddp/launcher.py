@@ -30,13 +30,13 @@ import atexit
 import contextlib
 import importlib
 import json
+import math
 import os
 import pickle
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -45,7 +45,6 @@ from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import yaml
 
-from ddp.clock import Patience
 from ddp.config import CHOICES, Config, available_cores, from_plain, to_plain, unknown_key, wrong_type
 from ddp.engine import CUBLAS_WORKSPACE, run_workers
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
@@ -56,7 +55,6 @@ from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
 
 CONF = Path(__file__).parent / "conf"
-_SILENCE_S = 60.0  # whoever prepares something for others shows life every second, unless it is lost
 
 # ------------------------------------------------------------------------------------------------ the three ways in
 
@@ -127,28 +125,35 @@ def main_under_torchrun(config_dir: Path | str = CONF, config_name: str = "train
     from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
-    from ddp.comm.setup import ABORT_S, WARN_S, _meeting_place
-    from ddp.rendezvous import INTERFACE
+    from ddp.comm.call import Call
+    from ddp.comm.setup import ABORT_S, WARN_S, meeting_place
+    from ddp.comm.watchdog import Watchdog
+    from ddp.rendezvous import ON_LOOPBACK
 
     if world_size == local_workers:  # one host: nobody outside of it has to reach the ranks
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
+        os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
     # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
     job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])  # outlives an attempt, where torchrun has it
     try:
-        attempt = _meeting_place(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        attempt = meeting_place(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
         if rank == 0:
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None
-            with _showing_life(attempt, "start"):
-                sent = _prepare_under_torchrun(
-                    config_dir, config_name, world_size=world_size, local_workers=local_workers, earlier=earlier
-                )
+            sent = _prepare_under_torchrun(
+                config_dir, config_name, world_size=world_size, local_workers=local_workers, earlier=earlier
+            )
             if "error" not in sent:
                 job.set("run", json.dumps(sent))
-            attempt.set("start", json.dumps(sent))
-        importlib.import_module("ddp.build")  # which takes a second, while rank 0 prepares
-        sent = json.loads(_awaited(attempt, "start", "rank 0 prepares the run"))
+            watchdog.say("start", json.dumps(sent))
+        else:
+            importlib.import_module("ddp.build")  # which takes a second, while rank 0 prepares
+            sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
-            sent.update(_prepare_hosts(attempt, sent))
+            watchdog.say(f"data/{rank}", json.dumps(_prepare_host(sent)))
+            for other in range(world_size):
+                fetches = Call(0, f"rank {other} fetches the data of its host")
+                sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))
+        watchdog.leave()
     except (DistError, PeerLost) as error:
         print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         leave(1)
@@ -185,62 +190,23 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _prepare_hosts(attempt: Any, sent: Mapping[str, Any]) -> dict[str, str]:
-    """Fetches the data on every host but rank 0's, where that is done, by one process each; all wait for all.
+def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
+    """Fetches the data for all ranks of this host, which need not share a disk with rank 0's.
 
-    Hosts need not share a disk. Returns an `error`, if a host had one.
+    One rank of each host does it; rank 0 has done so already. Returns an `error`, if there was one.
     """
-    host, num_hosts = (
-        int(os.environ.get(key, default)) for key, default in (("GROUP_RANK", 0), ("GROUP_WORLD_SIZE", 1))
-    )
-    if host > 0 and os.environ.get("LOCAL_RANK") == "0":
-        found: dict[str, str] = {}
+    found: dict[str, str] = {}
 
-        def refuse(message: str) -> None:
-            found["error"] = f"host {socket.gethostname()}: {message}"
-            _print_error(found["error"])
+    def refuse(message: str) -> None:
+        found["error"] = f"host {socket.gethostname()}: {message}"
+        _print_error(found["error"])
 
-        with _bad_input_to(refuse), _showing_life(attempt, f"data/{host}"):
+    if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
+        with _bad_input_to(refuse):
             from ddp.build import prepare_data
 
             prepare_data(from_plain(sent["config"]))
-        attempt.set(f"data/{host}", json.dumps(found))
-    all_found = [json.loads(_awaited(attempt, f"data/{n}", f"host {n} fetches the data")) for n in range(1, num_hosts)]
-    return next((found for found in all_found if found), {})
-
-
-@contextlib.contextmanager
-def _showing_life(store: Any, key: str) -> Iterator[None]:
-    """Lets others wait for a long work of this process, whose result goes under `key`, for as long as it lives."""
-    done = threading.Event()
-
-    def beat() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the job
-            while not done.wait(1.0):
-                store.add(f"{key}/alive", 1)
-
-    thread = threading.Thread(target=beat, name="ddp-showing-life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()  # one connection serves both threads
-
-
-def _awaited(store: Any, key: str, what: str) -> bytes:
-    """The value of `key`, for which this waits as long as whoever works on it shows life."""
-    beats, patience = -1, Patience(_SILENCE_S)
-    while not store.check([key]):
-        if (now := store.add(f"{key}/alive", 0)) != beats:
-            beats, patience = now, Patience(_SILENCE_S)
-        if not patience.left_s:
-            raise PeerLost(
-                0, "unknown", 0, 0, "start-up", f"{what}, and has shown no sign of life for {_SILENCE_S:g} s"
-            )
-        time.sleep(0.05)
-    value: bytes = store.get(key)
-    return value
+    return found
 
 
 def _prepare_under_torchrun(

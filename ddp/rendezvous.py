@@ -19,6 +19,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 ADDRESS, INTERFACE = "127.0.0.1", "lo0" if sys.platform == "darwin" else "lo"
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+"""An environment in which Gloo and NCCL listen where nobody outside of this host reaches them."""
 BACKEND = "ddp-one-host"
 
 

@@ -17,11 +17,13 @@ transport and shared memory. One larger class rather than functions over a small
 things (numbering, order, deadline, blame), and they are the class. How bytes move is the other class.
 
 All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, since two
-threads would take turns in another order on every rank: a second one is refused (`subgroup` gives it a communicator of
-its own). A call is numbered when it is made; the number, its
-label and whom it waits for are what the watchdog publishes, and what a `PeerLost` carries. After an error the
-communicator refuses further calls: the ranks no longer agree on what came last. With `debug=True` the ranks compare
-what they call before every collective, so that a wrong operation, shape or dtype is reported instead of undefined.
+threads would take turns in another order on every rank. A second one that comes while a collective runs in the first is
+refused (`subgroup` gives it a communicator of its own); calls with `async_op=True` are queued as they come.
+
+A call is numbered when it is made; the number, its label and whom it waits for are what the watchdog publishes, and
+what a `PeerLost` carries. After an error the communicator refuses further calls: the ranks no longer agree on what came
+last. With `debug=True` the ranks compare what they call before every collective, so that a wrong operation, shape or
+dtype is reported instead of undefined.
 """
 
 from __future__ import annotations
@@ -417,7 +419,10 @@ class Communicator:
         call = self._call("wait_for_rank_zero", label=label)
         if self._watchdog is not None:
             try:
-                self._watchdog.wait_for_rank_zero(call)
+                if self.rank == 0:
+                    self._watchdog.say(f"passed/{call.sequence}", "")
+                else:
+                    self._watchdog.wait_for_word(f"passed/{call.sequence}", 0, call)
             except PeerLost as lost:
                 self._broken = lost
                 raise
@@ -435,8 +440,8 @@ class Communicator:
 
         def until_there() -> None:
             patience = Patience(self.abort_s)
-            while not wait(min(patience.left_s, SLICE_S)):
-                if self._in_vain or not patience.left_s:
+            while not wait(min(patience.left_s(), SLICE_S)):
+                if self._in_vain or not patience.left_s():
                     why = self._in_vain or f"nothing came for {self.abort_s:g} s"
                     raise TransportError(self._neighbour, why, timed_out=True)
 

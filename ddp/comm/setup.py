@@ -52,6 +52,7 @@ class _Session:
     owns_torch_distributed = False
     generation = -1  # of the last communicator
     stores: ClassVar[dict[tuple[str, ...], Store]] = {}  # by address; each connects once, or is served once
+    pid = os.getpid()  # a forked child ends for itself
 
 
 def init(
@@ -90,6 +91,7 @@ def init(
     if _Session.world is not None:
         return _Session.world.comm
     _Session.generation += 1
+    _Session.pid = os.getpid()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     chosen_device, chosen_backend = choose_device(device, backend, local_rank, local_world_size)
@@ -276,6 +278,8 @@ def shutdown(*, failed: str = "") -> None:
 @atexit.register
 def _let_go() -> None:
     """The program ends without a `shutdown`."""
+    if os.getpid() != _Session.pid:
+        return
     error = getattr(sys, "last_value", None)  # what the interpreter has just printed
     for of in (*_Session.groups.values(), *filter(None, [_Session.world])):
         of.comm.let_go(f"{type(error).__name__}: {error}" if error is not None else "")
@@ -338,17 +342,17 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
             reason = f"the store that it keeps is out of reach ({str(error).splitlines()[0]})"
             raise PeerLost(0, "unknown", _Session.generation, 0, "start-up", reason) from error
         rank, world_size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _Session.stores[address]
-    store = _meeting_place(PrefixStore("ddp", store), rank, world_size, warn_s=warn_s, abort_s=abort_s)
+    store = meeting_place(PrefixStore("ddp", store), rank, world_size, warn_s=warn_s, abort_s=abort_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return PrefixStore("ddp", store)
 
 
 def _meeting_place_of(group: dist.ProcessGroup, *, warn_s: float, abort_s: float) -> Store:
     store = PrefixStore(f"ddp/{group.group_name}", dist.distributed_c10d._get_default_store())
-    return _meeting_place(store, dist.get_rank(group), dist.get_world_size(group), warn_s=warn_s, abort_s=abort_s)
+    return meeting_place(store, dist.get_rank(group), dist.get_world_size(group), warn_s=warn_s, abort_s=abort_s)
 
 
-def _meeting_place(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
+def meeting_place(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
     """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
 
     A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
@@ -379,20 +383,20 @@ def _meeting_place(store: Store, rank: int, world_size: int, *, warn_s: float, a
             elif store.check(["roster"]):
                 roster = store.get("roster").decode()
                 tokens = json.loads(roster)
-            name, missing = hashlib.sha256(roster.encode()).hexdigest()[:16], [0]
+            name, seen = hashlib.sha256(roster.encode()).hexdigest()[:16], list[str]()
             if tokens[rank:][:1] == [token]:
-                store.set(f"seen/{name}/{rank}", "")
-                missing = [other for other in everyone if not store.check([f"seen/{name}/{other}"])]
-            if not missing:
-                return PrefixStore(name, store)
-            left_s = patience.left_s
-            if not left_s:
-                reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s. Was each worker started?"
-                raise PeerLost(missing[0], "unknown", _Session.generation, 0, "start-up", reason)
-            if abort_s - left_s > warn_s and not has_warned:
+                seen = [f"seen/{name}/{other}" for other in everyone]
+                store.set(seen[rank], "")
+                if store.check(seen):
+                    return PrefixStore(name, store)
+            left_s = patience.left_s()
+            if not left_s or (abort_s - left_s > warn_s and not has_warned):
+                missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
+                if not left_s:
+                    reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s. Was each started?"
+                    raise PeerLost(missing[0], "unknown", _Session.generation, 0, "start-up", reason)
                 has_warned = True
-                waited_s = abort_s - left_s
-                log.warning("start-up has waited %.0f s for rank(s) %s of %d", waited_s, missing, world_size)
+                log.warning("start-up has waited %.0f s for rank(s) %s of %d", warn_s, missing, world_size)
             time.sleep(min(left_s, pause_s))
             pause_s = min(2 * pause_s, MEET_EVERY_S)
     except DistError as error:

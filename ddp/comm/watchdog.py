@@ -227,27 +227,34 @@ class Watchdog:
         self.fail(f"lost rank {verdict[0]}", blames=verdict[0])
         return verdict
 
-    def wait_for_rank_zero(self, call: Call) -> None:
-        """Waits at the store, not in the transport: no deadline runs while rank 0's tick does.
+    def wait_for_word(self, key: str, rank: int, call: Call) -> bytes:
+        """Waits at the store, not in the transport, for what `rank` puts there; for as long as that rank lives.
+
+        Args:
+            key: of the session's store.
+            call: what the rank does meanwhile.
 
         Raises:
-            PeerLost: rank 0 failed or left, or its tick has stood still for too long.
+            PeerLost: the rank failed or left, or its tick has stood still for too long.
         """
-        key = f"{self._key(0)}/passed/{call.sequence}"
-        if self.record.rank == 0:
-            self._store.set(key, "")
-            return
-        self.begin(call, 0)
+        outer = self.begin(call, rank)
         try:
             while not self._store.check([key]):
-                rank_zero = self._observe()[0]
-                is_silent = self._is_silent(0, max(self._silence_s, STALE_S))
-                if is_silent or self._has_died(0) or rank_zero.state in ("failed", "left"):
-                    raise self.find_culprit(0)
+                record = self._observe()[rank]
+                is_gone = self._has_died(rank) or record.state in ("failed", "left")
+                is_silent = self._is_silent(rank, max(self._silence_s, STALE_S))
+                if (is_gone or is_silent) and not self._store.check([key]):  # the word may have come just before
+                    raise self.find_culprit(rank)
                 self._stopped.wait(POLL_S)
+            word: bytes = self._store.get(key)
         except DistError as error:
-            raise self.find_culprit(0) from error
-        self.end()
+            raise self.find_culprit(rank) from error
+        self.end(outer)
+        return word
+
+    def say(self, key: str, word: str) -> None:
+        """Puts a word into the session's store, for those that wait for it."""
+        self._store.set(key, word)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

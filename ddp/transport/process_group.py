@@ -73,7 +73,7 @@ def _end_overdue_waits(connections: weakref.ref[GlooConnections]) -> None:
             return
         waits = here.waits.copy()
         patience = {each: patience.get(each) or Patience(limit_s) for each, limit_s in waits.items()}
-        overdue = [each.limit_s for each in patience.values() if not each.left_s]
+        overdue = [each.limit_s for each in patience.values() if not each.left_s()]
         if overdue:
             here.interrupt(f"nothing came for {overdue[0]:g} s")
         del here
@@ -210,7 +210,7 @@ class _NcclRound:
     def wait(self, timeout_s: float) -> None:
         patience = Patience(timeout_s)
         while not all(work.is_completed() for work in self._works):
-            overdue = "" if patience.left_s else f"NCCL did not finish within {timeout_s:g} s"
+            overdue = "" if patience.left_s() else f"NCCL did not finish within {timeout_s:g} s"
             if why := self._transport.interrupted or overdue:
                 raise TransportError(self._peer, why, timed_out=True)
             time.sleep(POLL_S)

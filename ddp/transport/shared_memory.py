@@ -311,7 +311,7 @@ class Barrier:
         """Returns once every process has come.
 
         Args:
-            timeout_s: longest wait for one of them, in seconds.
+            timeout_s: longest wait for all of them, in seconds.
 
         Raises:
             TransportError: one did not come. The barrier is of no use afterwards, to any process.
@@ -343,8 +343,8 @@ class Barrier:
                 life.close()
 
     def _wait(self, semaphore: int, other: int, patience: Patience) -> None:
-        while not self._semaphores.sleep(semaphore, until_s=time.monotonic() + min(patience.left_s, SLICE_S)):
-            lost = self._lost(other, late=not patience.left_s)
+        while not self._semaphores.sleep(semaphore, until_s=time.monotonic() + min(patience.left_s(), SLICE_S)):
+            lost = self._lost(other, late=not patience.left_s())
             if lost is not None and self._try_wait(semaphore) != 0:  # the post may have come just now, before the end
                 self.give_up(self._ranks.index(lost.peer))
                 raise lost

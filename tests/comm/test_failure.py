@@ -262,7 +262,7 @@ def test_patience_begins_anew_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> 
     moments = iter([100.0, 101.0, 103.5, 500.0, 502.0, 504.0, 504.9, 505.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
     patience = Patience(5.0)
-    left = [patience.left_s for _ in range(7)]
+    left = [patience.left_s() for _ in range(7)]
     assert left == pytest.approx([4.0, 1.5, 5.0, 3.0, 1.0, 0.1, 0.0])
 
 
@@ -320,5 +320,7 @@ def lose_rank_zero_while_it_writes(shared_memory: bool) -> tuple[str, float]:
 def test_who_waits_for_rank_zero_s_disk_does_not_wait_for_a_dead_one(shared_memory: bool) -> None:
     started = start_ranks(lose_rank_zero_while_it_writes, 2, shared_memory)
     _, (message, took_s) = collect(started, timeout_s=30)
-    assert re.search(r"lost rank 0 .*\[checkpoint of step 3\]: it shows no sign of life: its process has ended", message)
+    assert re.search(
+        r"lost rank 0 .*\[checkpoint of step 3\]: it shows no sign of life: its process has ended", message
+    )
     assert took_s < 3

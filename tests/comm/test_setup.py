@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import setup
-from ddp.comm.setup import _meeting_place
+from ddp.comm.setup import meeting_place
 from ddp.errors import PeerLost
 
 
@@ -28,7 +28,7 @@ def meet(store: Store, world_size: int, *, late: float = 0.0) -> list[int]:
 
     def one(rank: int) -> int:
         time.sleep(late * (rank == world_size - 1))
-        return _meeting_place(store, rank, world_size, warn_s=10, abort_s=20).add("visits", 1)
+        return meeting_place(store, rank, world_size, warn_s=10, abort_s=20).add("visits", 1)
 
     with ThreadPoolExecutor(world_size) as threads:
         return sorted(threads.map(one, range(world_size)))
@@ -47,7 +47,7 @@ def test_a_rank_of_an_earlier_session_does_not_stand_in_for_one_that_never_comes
     store = HashStore()
     meet(store, 3)
     with ThreadPoolExecutor(2) as threads:
-        ranks = [threads.submit(_meeting_place, store, rank, 3, warn_s=9, abort_s=0.5) for rank in (0, 2)]
+        ranks = [threads.submit(meeting_place, store, rank, 3, warn_s=9, abort_s=0.5) for rank in (0, 2)]
         for rank in ranks:
             with pytest.raises(PeerLost, match=r"lost rank 1.*of 3 ranks, \[1\] did not come within 0.5 s"):
                 rank.result()
