@@ -13,7 +13,7 @@ one is all the same, its parameter is stepped with zeros before the error about 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,16 +76,34 @@ def check_own_optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def check_hooks(undefined: Iterable[Slot]) -> None:
-    """Raises ConfigError if a gradient is gone, and another hook on its parameter than ours may have taken it."""
-    slots = sorted(undefined, key=lambda slot: slot.index)
-    check_own_optimizers((slot.name, slot.parameter) for slot in slots)
-    hooks = {slot.name: getattr(slot.parameter, "_post_accumulate_grad_hooks", None) or () for slot in slots}
-    if hooked := [name for name, found in hooks.items() if len(found) > 1]:
-        raise ConfigError(
-            f"{', '.join(hooked)}: a hook of yours on these parameters has taken the gradients before there is a mean. "
-            "If it steps them, replicas differ from now on: call step_in_backward of the replica instead"
-        )
+class StepsOfOthers:
+    """Finds parameters that someone else has stepped in backward, by this rank's gradient, before there is a mean.
+
+    A gradient that is gone when backward has ended proves nothing, because autograd also reaches parameters with
+    undefined gradients. But whoever steps a parameter writes to it, and torch counts that. The counts are noted in the
+    first step, and in each that follows one with undefined gradients: no other step pays for it.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots, self._is_suspicious = slots, True
+        self._sparse = [slot for slot in slots if slot.is_sparse]
+        self._versions: dict[Slot, int] = {}
+
+    def begin(self) -> None:
+        """Notes how often each parameter was written to, if this step is to be checked."""
+        self._versions = {slot: slot.parameter._version for slot in self._slots} if self._is_suspicious else {}
+
+    def check(self, undefined: Set[Slot]) -> None:
+        """Raises ConfigError if a gradient is gone, and its parameter was written to since `begin`."""
+        gone = undefined | {slot for slot in self._sparse if slot.parameter.grad is None}
+        self._is_suspicious = bool(gone)
+        written = (slot for slot, version in self._versions.items() if slot.parameter._version != version)
+        if found := [slot.name for slot in written if slot in gone]:
+            raise ConfigError(
+                f"{', '.join(found)}: a hook (yours, or that of _apply_optimizer_in_backward) has stepped these "
+                "parameters by this rank's gradient, before there is a mean, and replicas differ now. Leave it out, "
+                "and call step_in_backward(lambda parameters: SGD(parameters, lr=0.1)), say, of the replica"
+            )
 
 
 def refusal(of: str) -> ConfigError:

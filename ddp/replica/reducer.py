@@ -50,7 +50,7 @@ from ddp.gradients.hook import CommHook
 from ddp.gradients.totals import StepTotals
 from ddp.replica.arrangement import Arrangement
 from ddp.replica.higher_order import hand_out_differentiable
-from ddp.replica.in_backward import check_hooks, refusal
+from ddp.replica.in_backward import StepsOfOthers, refusal
 from ddp.replica.mean import Mean
 from ddp.replica.sink import accumulates, call_at_end, check_engine, watch_backward, will_accumulate
 from ddp.replica.sparse import SparseGradients
@@ -109,6 +109,7 @@ class Reducer:
         self.slots = [Slot(i, name, p, is_sparse=name in names) for i, (name, p) in enumerate(named_parameters)]
         tolerated = find_unused_parameters or static_graph
         self._unused = Unused(comm, self.slots, tolerated=tolerated, fixed=static_graph)
+        self._steps_of_others = StepsOfOthers(self.slots)
         self.hook: CommHook | None = None
         self.is_expected = False
         self.on_begin: Callable[[Reducer], bool] | None = None
@@ -176,6 +177,7 @@ class Reducer:
             if self._finds_unused and in_backward:
                 coming = frozenset(id(self._parameters[place]) for place in will_accumulate(self._parameters))
         self._arrangement.mend_views()
+        self._steps_of_others.begin()
         for bucket in self.buckets:
             bucket.begin(coming)
             if len(bucket.awaited) < len(bucket.slots):
@@ -280,7 +282,8 @@ class Reducer:
         for bucket in self.buckets[self._num_launched :]:
             self._fill(bucket)
         undefined = {slot for bucket in self.buckets for slot in bucket.undefined}.difference(missing)
-        check_hooks(undefined)
+        if self.on_mean is None:
+            self._steps_of_others.check(undefined)
         tail = self._arrangement.unused.zero_()
         if had_backward and missing:
             tail[0] = 1

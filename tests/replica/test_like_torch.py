@@ -411,6 +411,21 @@ def undefined_gradients(comm: ddp.Communicator) -> None:
                 torch.manual_seed(0)
                 replica = compare(comm, pack(Pair), partial(loss_of, on=on), **kw)
                 assert (replica.module.right.weight.grad is None) == (0 in on)
+    pair = both(TwoHeads(Pair), find_unused_parameters=True)
+    another = ddp.DistributedDataParallel(pair[0].module, find_unused_parameters=True)
+    seen: tuple[list[bool], list[bool]] = [], []
+    for replica, looks in zip(pair, seen, strict=True):
+        if comm.rank == 0:  # this hook and those of the other replica harm nothing, since they only look
+            weight = replica.module.right.weight
+            weight.register_post_accumulate_grad_hook(lambda p, looks=looks: looks.append(p.grad is None))
+    for step in range(4):
+        for replica in pair:
+            replica.zero_grad()
+            torch.manual_seed(step)
+            loss_of(replica, on=range(comm.world_size) if step % 3 else range(0)).backward()
+        assert_same_gradients(comm, *pair)
+    assert seen[0] == seen[1] == ([False, True, True, False] if comm.rank == 0 else [])
+    del another
     for kw in ({"static_graph": True}, {}):
         net = TwoHeads(Pair)
         if kw:

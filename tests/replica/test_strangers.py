@@ -296,7 +296,7 @@ def optimizers_in_backward_that_are_not_ours(comm: ddp.Communicator) -> None:
 
     replica = ddp.DistributedDataParallel(Net())
     _apply_optimizer_in_backward(torch.optim.SGD, replica.module.spare.parameters(), {"lr": 0.1})
-    with pytest.raises(ConfigError, match=r"^spare\.weight, spare\.bias: _apply_optimizer.*step_in_backward"):
+    with pytest.raises(ConfigError, match=r"^spare\.weight, spare\.bias: .*_apply_optimizer.*step_in_backward"):
         replica(batch(comm)).sum().backward()
 
     def step(parameter: Tensor) -> None:  # torch's tutorial on fusing the optimizer into backward does this
@@ -304,16 +304,28 @@ def optimizers_in_backward_that_are_not_ours(comm: ddp.Communicator) -> None:
             parameter.sub_(parameter.grad, alpha=0.1)
         parameter.grad = None
 
-    for width in (2, 200):  # a large gradient is moved into its bucket as soon as it is there
+    rows = torch.zeros(1, dtype=torch.int64)
+    cases: list[tuple[Callable[[], nn.Module], Tensor]] = [
+        (lambda: nn.Linear(2, 2), torch.ones(1, 2)),
+        (lambda: nn.Linear(200, 200), torch.ones(1, 200)),  # is moved into its bucket as soon as it is there
+        (lambda: nn.Embedding(3, 2, sparse=True), rows),
+    ]
+    for make, x in cases:
         for is_first in (True, False):
-            layer = nn.Linear(width, width)
+            layer = make()
             if is_first:
                 layer.weight.register_post_accumulate_grad_hook(step)
             replica = ddp.DistributedDataParallel(layer, find_unused_parameters=True)
             if not is_first:
                 layer.weight.register_post_accumulate_grad_hook(step)
-            with pytest.raises(ConfigError, match=r"^weight: a hook of yours.*step_in_backward"):
-                replica(torch.ones(1, width)).sum().backward()
+            with pytest.raises(ConfigError, match=r"^weight: a hook \(yours.*step_in_backward"):
+                replica(x).sum().backward()
+    replica = ddp.DistributedDataParallel(nn.Linear(2, 2))
+    replica(torch.ones(1, 2)).sum().backward()
+    replica.module.bias.register_post_accumulate_grad_hook(step)  # late, so the second step with it is the one
+    replica(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ConfigError, match=r"^bias: a hook"):
+        replica(torch.ones(1, 2)).sum().backward()
 
 
 def contexts_of_distributed_autograd(comm: ddp.Communicator) -> None:
