@@ -76,7 +76,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The object that `text` holds.
+    """Returns the object that `text` holds.
 
     Raises:
         ValueError: it holds none; however it is damaged.

@@ -486,7 +486,7 @@ def _earlier_num_shards(config: Config, run_dir: Path) -> int | None:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """What the config.yaml of an earlier run holds.
+    """Returns what the config.yaml of an earlier run holds.
 
     Raises:
         ConfigError: it is damaged.

@@ -72,9 +72,9 @@ class DistributedSampler(Sampler[int]):
 
     Note "finished": a pass that was broken off does not count, and of several passes at once over one epoch only one
     does; so a rank may look at a batch, and still reads the same epoch as the others. A pass is finished once its last
-    index has been handed out. The worker processes of a DataLoader make it read num_workers * prefetch_factor batches
-    ahead: if a pass has no more than these, a look at the first one finishes it, because the sampler cannot see who
-    reads; call `set_epoch` then.
+    index has been handed out, because the sampler cannot see who reads. So a look at the first batch finishes a pass that
+    has no more batches than a DataLoader reads for it: 1, or num_workers * prefetch_factor; call `set_epoch` then, or
+    after epochs that never read their last batch.
 
     Args:
         dataset: anything with a length.
@@ -101,7 +101,7 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Of the running or last pass; of the next one, if none has begun."""
+        """Returns the epoch of the running or last pass, or of the next one if none has begun."""
         return self._pass.epoch
 
     @property

@@ -147,7 +147,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, 
 
 
 def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    """The identity of a run with what the state knows of it: a data set may grow where its settings stay."""
+    """Returns a run's identity with the size of its data, because a data set may grow where its settings stay."""
     return {**identity, "training_samples": state.sampler.length}
 
 

@@ -417,6 +417,6 @@ def _load_part(path: Path) -> Any:
 
 
 def cause_of(error: Exception) -> str:
-    """The cause in an error of torch.load, in one line: without torch's advice to load with less care."""
+    """Returns the cause of an error of torch.load in one line, without torch's advice to load with less care."""
     text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
     return text.splitlines()[0].partition(". ")[0]

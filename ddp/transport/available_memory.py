@@ -27,7 +27,7 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
 
 
 def _left_in(root: Path, path: str, limit: str, usage: str, files: str) -> list[int]:
-    """What the group at `path` and those around it have left. A container often sees its own group as the root."""
+    """Returns what each group has left, from the one at `path` outwards. A container may see its own as the root."""
     inner = root / path.lstrip("/")
     groups = [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
     left = []

@@ -226,7 +226,7 @@ class _Semaphores:
 
 
 class Life:
-    """Whether a process still runs. Says yes where nobody can know: no pidfds, or a PID of another namespace."""
+    """Knows whether a process still runs. Says yes where nobody can: no pidfds, or a PID of another namespace."""
 
     def __init__(self, pid: int | None) -> None:
         self._descriptor: int | None = None
