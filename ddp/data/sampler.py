@@ -72,9 +72,9 @@ class DistributedSampler(Sampler[int]):
 
     Note "finished": a pass that was broken off does not count, and of several passes at once over one epoch only one
     does; so a rank may look at a batch, and still reads the same epoch as the others. A pass is finished once its last
-    index has been handed out, because the sampler cannot see who reads. So a look at the first batch finishes a pass that
-    has no more batches than a DataLoader reads for it: 1, or num_workers * prefetch_factor; call `set_epoch` then, or
-    after epochs that never read their last batch.
+    index has been handed out, because the sampler cannot see who reads. So a look at the first batch finishes a pass
+    that has no more batches than a DataLoader reads for it: 1, or num_workers * prefetch_factor; call `set_epoch` then,
+    or after epochs that never read their last batch.
 
     Args:
         dataset: anything with a length.
