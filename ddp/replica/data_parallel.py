@@ -165,9 +165,8 @@ class DistributedDataParallel(ModuleNames, Joinable):
         return synchronises
 
     def prepare(self) -> None:
-        for reducer in self._reducers.values():
+        for reducer in {self.reducer, *self._reducers.values()}:
             reducer.raise_pending()
-        self.reducer.raise_pending()
         while (change := self._watch.look()) is Change.MODULES:
             self._buffer_sync.look_again()
         self._is_borrowed = change is Change.BORROWED

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp.errors import ConfigError
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
+_END = object()  # after the last value, so that lists of different lengths differ
+_HAS_DEVICES = torch.accelerator.is_available()  # else there is nowhere for a parameter to move to
 
 
 def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -65,21 +68,17 @@ class ParameterWatch:
 
     def _remember(self) -> None:
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
-        self._tables: list[dict[str, Any]] = [
-            table for each in self._module.modules() for table in (each._parameters, each._modules)
-        ]
-        self._values = list(chain.from_iterable(map(dict.values, self._tables)))  # held: nothing else gets their ids
-        self._ids = self._present_ids()
+        modules = self._module.modules()
+        self._tables = [table.values() for each in modules for table in (each._parameters, each._modules)]
+        self._values = [*chain.from_iterable(self._tables), _END]
         self._parameters = list(self._named.values())
-
-    def _present_ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _presently_needed(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD, self._parameters))
 
     def _present_kinds(self) -> list[Any]:
-        return [*map(_DTYPE, self._parameters), *map(Tensor.get_device, self._parameters)]
+        kinds: list[Any] = list(map(_DTYPE, self._parameters))
+        return kinds + list(map(Tensor.get_device, self._parameters)) if _HAS_DEVICES else kinds
 
     @property
     def needed(self) -> tuple[bool, ...]:
@@ -92,7 +91,7 @@ class ParameterWatch:
         Raises:
             ConfigError: parameters were added, removed or replaced; names them.
         """
-        if self._present_ids() != self._ids:
+        if any(map(is_not, chain(chain.from_iterable(self._tables), [_END]), self._values)):
             return self._compare()
         before = self._needed, self._kinds
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()

@@ -686,6 +686,12 @@ def changed_parameters_are_an_error_with_a_name(comm: ddp.Communicator) -> None:
     def extend(net: nn.Sequential) -> None:
         net.append(nn.Linear(2, 2))
 
+    def add_at_the_end(net: nn.Sequential) -> None:
+        net[2].register_parameter("scale", nn.Parameter(torch.ones(2)))
+
+    def remove_at_the_end(net: nn.Sequential) -> None:
+        del net[2].bias
+
     def replace(net: nn.Sequential) -> None:
         net[0].weight = nn.Parameter(net[0].weight.detach().clone())
 
@@ -694,6 +700,8 @@ def changed_parameters_are_an_error_with_a_name(comm: ddp.Communicator) -> None:
 
     for change, message in (
         (extend, "added after the replica was made: 3.bias, 3.weight"),
+        (add_at_the_end, "added after the replica was made: 2.scale"),
+        (remove_at_the_end, "removed after the replica was made: 2.bias"),
         (replace, "replaced after the replica was made: 0.weight"),
         (remove, "removed after the replica was made: 0.bias"),
     ):
