@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.gradients.bucket import Bucket, Slot, make_buckets, plan_buckets
@@ -117,7 +117,7 @@ class Arrangement:
         self.unhook()
         for bucket in self.buckets:
             for slot, hook in zip(bucket.slots, self._hooks_of(bucket), strict=True):
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+                self._handles.append(register_hook(slot.parameter, hook))
 
     def unhook(self) -> None:
         """Autograd tells nothing any more."""
@@ -164,6 +164,18 @@ class Arrangement:
             return torch.zeros(numel, dtype=dtype, device=device)
         self._allocated.append(self._comm.allocate(numel, dtype))
         return self._allocated[-1]
+
+
+def register_hook(parameter: nn.Parameter, hook: Hook) -> Any:
+    """Lets autograd call the hook after it has accumulated the parameter's gradient. Returns the handle.
+
+    torch refuses a parameter that is frozen at the moment. But a backward may belong to a forward in which it was not.
+    """
+    needs_gradient = parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(needs_gradient)
 
 
 def _release(comm: Communicator, handles: list[Any], allocated: list[Tensor]) -> None:

@@ -194,9 +194,8 @@ class Reducer:
 
     @uncompiled
     def _on_sparse_gradient(self, parameter: Tensor) -> None:
-        if self._phase is IDLE:
-            self._begins_here()
-        self._sparse.arrivals.append(parameter)
+        if self._phase is not IDLE or self._begins_here() or parameter.requires_grad:
+            self._sparse.arrivals.append(parameter)
 
     def _begins_here(self) -> bool:
         """Whether this gradient belongs to a step that no output has announced (note "begin")."""
@@ -208,6 +207,8 @@ class Reducer:
     def _on_last(self, bucket: Bucket, parameter: Tensor) -> None:
         """A gradient has come with which its bucket may be full; or one that comes too late."""
         if bucket.index < self._num_launched:
+            if not parameter.requires_grad:
+                return  # it was frozen after its forward, and has got nothing
             name = next(slot.name for slot in bucket.slots if slot.parameter is parameter)
             raise RuntimeError(
                 f"{name} got a gradient in step {self.num_steps} after {bucket.label} had been sent. "
@@ -475,7 +476,8 @@ def _hooks_of(of_reducer: weakref.ref[Reducer], bucket: Bucket) -> Iterator[Call
         if self is None or bucket is None:
             return
         if self._phase is IDLE and not self._begins_here():
-            arrivals.append(parameter)
+            if parameter.requires_grad:  # else it was frozen after its forward, and has got nothing
+                arrivals.append(parameter)
             return
         arrivals.append(parameter)
         if self._came is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.gradients.bucket import Slot
+from ddp.replica.arrangement import register_hook
 
 
 def produces_sparse_gradient(module: nn.Module) -> bool:
@@ -41,7 +42,7 @@ class SparseGradients:
     def hook(self) -> None:
         """Lets autograd tell who has come."""
         self.unhook()
-        self._handles = [slot.parameter.register_post_accumulate_grad_hook(self._on_gradient) for slot in self._slots]
+        self._handles = [register_hook(slot.parameter, self._on_gradient) for slot in self._slots]
 
     def unhook(self) -> None:
         """Autograd tells nothing any more."""

@@ -514,6 +514,27 @@ def frozen_between_forward_and_backward(comm: ddp.Communicator) -> None:
         verify_replicas(comm, [(n, p.grad) for n, p in net.named_parameters() if p.grad is not None])
 
 
+def frozen_while_the_backward_of_an_earlier_forward_runs(comm: ddp.Communicator) -> None:
+    """What is frozen when backward reaches it gets no gradient, as in one process; the rest is averaged."""
+    for kw in ({}, {"find_unused_parameters": True, **TINY}):
+        torch.manual_seed(0)
+        alone = mlp(2, 3, 1)
+        replica = ddp.DistributedDataParallel(copy.deepcopy(alone), **kw)
+        for _ in range(3):
+            for net, body in ((replica, replica.module), (alone, alone)):
+                torch.manual_seed(comm.rank)
+                net.zero_grad()
+                first = net(torch.randn(3, 2)).sum()
+                body[2].requires_grad_(False)
+                second = net(torch.randn(3, 2)).square().sum()
+                first.backward()
+                body[2].requires_grad_(True)
+                second.backward()
+            assert replica.module[2].weight.grad is alone[2].weight.grad is None
+            for p, q in zip(replica.module[0].parameters(), alone[0].parameters(), strict=True):
+                torch.testing.assert_close(p.grad, comm.all_reduce(q.grad, "mean"))
+
+
 def all_forwards_then_all_backwards(comm: ddp.Communicator) -> None:
     """Parameters are frozen in between, as in a GAN: a backward is averaged like its forward's parameters."""
 
@@ -617,6 +638,17 @@ def gradients_of_no_sync_are_not_forgotten(comm: ddp.Communicator) -> None:
         each(x).sum().backward()
     for p, q in zip(replica.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+    layers = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+    replica, words = ddp.DistributedDataParallel(layers), torch.arange(2) + comm.rank
+    for frozen in layers:
+        replica.zero_grad()
+        with replica.no_sync():
+            loss = replica(words).sum()
+            frozen.requires_grad_(False)
+            loss.backward()  # gives the frozen layer nothing that could be sent
+        replica(words).sum().backward()
+        assert frozen.weight.grad is None
+        frozen.requires_grad_(True)
 
 
 def a_hook_outlives_freezing(comm: ddp.Communicator) -> None:
@@ -1128,6 +1160,7 @@ CASES = [
     frozen_and_unfrozen,
     frozen_wholly_and_back,
     frozen_between_forward_and_backward,
+    frozen_while_the_backward_of_an_earlier_forward_runs,
     gradients_of_no_sync_are_not_forgotten,
     a_hook_outlives_freezing,
     replicas_that_are_gone_leave_nothing_behind,
