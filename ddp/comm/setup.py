@@ -52,6 +52,7 @@ class _Session:
     owns_torch_distributed = False
     generation = -1  # of the last communicator
     stores: ClassVar[dict[tuple[str, ...], Store]] = {}  # by address; each connects once, or is served once
+    handled: BaseException | None = None  # the exception in whose handler the session began
     pid = os.getpid()  # a forked child ends for itself
 
 
@@ -91,7 +92,7 @@ def init(
     if _Session.world is not None:
         return _Session.world.comm
     _Session.generation += 1
-    _Session.pid = os.getpid()
+    _Session.handled, _Session.pid = sys.exception(), os.getpid()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     chosen_device, chosen_backend = choose_device(device, backend, local_rank, local_world_size)
@@ -265,6 +266,7 @@ def shutdown(*, failed: str = "") -> None:
     for of in _Session.groups.values():
         _end(of.comm, failed)
     _Session.groups.clear()
+    _Session.handled = None
     if world is None:
         return
     if not failed and not world.comm.is_broken:
@@ -286,10 +288,14 @@ def _let_go() -> None:
 
 
 def _in_flight() -> str:
-    """The exception that the caller is being left by, in words; "" if there is none, or a plain `sys.exit()`."""
+    """Returns the exception that the session is being left by, in words; "" if there is none, or a plain `sys.exit()`.
+
+    One that was being handled when the session began (`except: main()`) does not leave it.
+    """
     error = sys.exception()
-    ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
-    return "" if ends_well else f"{type(error).__name__}: {error}"
+    if error is _Session.handled or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    return f"{type(error).__name__}: {error}"
 
 
 def choose_device(

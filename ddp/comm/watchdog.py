@@ -46,6 +46,7 @@ JUDGE_S = 1.5  # longest search for a culprit after a deadline
 STORE_S = 0.3  # and for one more answer of the store
 POLL_S = 0.05
 STACK_FRAMES = 6
+LEFT = "it has left already; every rank must call the same collectives equally often"
 
 
 class Note(NamedTuple):
@@ -260,7 +261,7 @@ class Watchdog:
 
     def _judge(self, records: dict[int, Record], silence_s: float = STALE_S) -> tuple[int, str] | None:
         """What is certain: ranks that said they failed or left, and ranks whose tick stands still."""
-        return self._failed(records) or self._absent(records, silence_s)
+        return self._failed(records) or self._gone(records) or self._absent(records, silence_s)
 
     def _failed(self, records: dict[int, Record]) -> tuple[int, str] | None:
         for rank, record in records.items():
@@ -269,21 +270,23 @@ class Watchdog:
         for rank, record in records.items():
             if record.blames is not None and record.blames != self.record.rank:
                 return record.blames, f"as rank {rank} found out first"
+        return None
+
+    def _gone(self, records: dict[int, Record]) -> tuple[int, str] | None:
         for rank, record in records.items():
-            if self._has_died(rank) and record.state not in ("failed", "left"):
+            if record.state == "left" and record.sequence < self._last_note.call.sequence:
+                return rank, LEFT
+            if record.state != "left" and self._has_died(rank):
                 return rank, "it shows no sign of life: its process has ended"
         return None
 
     def _absent(self, records: dict[int, Record], silence_s: float) -> tuple[int, str] | None:
         call = self._last_note.call
         for rank, record in records.items():
-            if record.state == "left":
-                return rank, "it has left already; every rank must call the same collectives equally often"
-        for rank, record in records.items():
             if record.sequence == call.sequence and record.label != call.label:
                 return rank, f"it is in another collective of that number: [{record.label}]; all must call the same"
-        for rank in records:
-            if self._is_silent(rank, silence_s):
+        for rank, record in records.items():
+            if record.state != "left" and self._is_silent(rank, silence_s):
                 silent_s = now_s() - self._last_change[rank][1]
                 return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
         return None
@@ -297,7 +300,9 @@ class Watchdog:
 
     def _judge_living(self, records: dict[int, Record], suspect: int, observed: str) -> tuple[int, str]:
         """Nobody is surely dead: someone is silent, or somewhere else, or a link is cut."""
-        for rank in records:
+        for rank, record in records.items():
+            if record.state == "left":
+                return rank, LEFT
             if self._is_silent(rank, 3 * INTERVAL_S):
                 return rank, "it shows no sign of life: killed, stopped, or its host is down"
         behind = [r for r in records.values() if r.sequence < self._last_note.call.sequence]
@@ -326,9 +331,9 @@ class Watchdog:
         with self._lock:
             record, note = self.record, self._note
             record.tick += 1
+            record.sequence, record.label = self._last_note.call.sequence, self._last_note.call.label
             if record.state in ("running", "waiting"):
                 record.state = "waiting" if note else "running"
-                record.sequence, record.label = self._last_note.call.sequence, self._last_note.call.label
                 record.waiting_for = note.peer if note else None
                 record.stack = self._stack()
             self._store.set(self._key(record.rank), json.dumps(asdict(record)))
@@ -366,13 +371,18 @@ class Watchdog:
         )
 
     def _interrupt_if_in_vain(self, records: dict[int, Record]) -> None:
-        """Ends a wait before its deadline, if what it waits for cannot come any more."""
+        """Ends a wait before its deadline, if what it waits for cannot come any more.
+
+        A rank that has come to this collective may have done its part and gone, while another one still computes: it is
+        missed only by the rank that waits for it, which tells the others.
+        """
         note = self._note
         if note is None or note is self._interrupted or (waited_s := now_s() - note.since_s) < STALE_S:
             return  # what a rank sent before it failed may still be on its way
-        verdict = self._failed(records)
+        missed = {rank: r for rank, r in records.items() if r.sequence < note.call.sequence or rank == note.peer}
+        verdict = self._failed(records) or self._gone(missed)
         if verdict is None and waited_s >= self._silence_s:
-            verdict = self._absent(records, self._silence_s)
+            verdict = self._absent(missed, self._silence_s)
         if verdict is not None and note is self._note:
             self._interrupted = note
             self.interrupt(*verdict)

@@ -167,6 +167,24 @@ def test_a_rank_that_left_is_named() -> None:
     assert run_ranks(leave_early, 2) == ["named", ""]
 
 
+def leave_after_its_part(how: str) -> float:
+    """The last collective is a gather to rank 0: rank 2 has done its part and goes while rank 1 still computes."""
+    watchdog_module.SILENCE_S = 1.0
+    comm = ddp.init(abort_s=30)
+    if comm.rank == 1:
+        time.sleep(5)
+    total = sum(float(each.sum()) for each in comm.gather(torch.ones(3)))
+    if comm.rank == 2 and how == "leaves":
+        comm.close()
+    return total
+
+
+def test_a_rank_that_left_after_its_part_is_not_missed() -> None:
+    jobs = {how: start_ranks(leave_after_its_part, 3, how) for how in ("leaves", "ends")}  # the latter by os._exit
+    for how, job in jobs.items():
+        assert collect(job, timeout_s=30) == [9.0, 0.0, 0.0], how
+
+
 def late_but_not_lost() -> tuple[float, str]:
     """Rank 1 comes after the warning and before the deadline: one warning, no error."""
     import logging

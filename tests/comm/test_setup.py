@@ -147,6 +147,31 @@ def test_a_program_may_end_without_shutdown(how: str, tmp_path: Path) -> None:
         assert "it failed: OSError: bad pixel" in told
 
 
+def begin_and_end_while_an_error_is_handled() -> tuple[float, float]:
+    """As a program that tries again, or has another way of doing it, on one rank or on all."""
+    totals = []
+    for _ in range(2):
+        try:
+            if os.environ["RANK"] == "0":
+                raise OSError("no cache")
+            raise MemoryError("too much")
+        except OSError:
+            totals.append(one_session())
+        except MemoryError:
+            totals.append(one_session())
+    return totals[0], totals[1]
+
+
+def one_session() -> float:
+    total = ddp.init(abort_s=20).all_reduce(torch.ones(1)).item()
+    ddp.shutdown()
+    return total
+
+
+def test_a_session_inside_an_except_block_ends_well() -> None:
+    assert run_ranks(begin_and_end_while_an_error_is_handled, 2) == [(2.0, 2.0)] * 2
+
+
 def test_an_interpreter_that_ends_well_is_no_error() -> None:
     for code, says in ((None, ""), (0, ""), (3, "SystemExit: 3")):
         try:
