@@ -31,6 +31,8 @@ class Arrangement:
         slots: its dense parameters, in the order of registration.
         limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
         hooks_of: what autograd is to call for each of a bucket's gradients.
+        strangers: parameters without a place in a bucket, because they are frozen.
+        on_stranger: what autograd is to call if one of them has got a gradient all the same.
 
     Attributes:
         buckets: in the order of reduction.
@@ -46,7 +48,10 @@ class Arrangement:
         *,
         limits: Sequence[int],
         hooks_of: Callable[[Bucket], Iterable[Hook]],
+        strangers: Iterable[nn.Parameter],
+        on_stranger: Hook,
     ) -> None:
+        self._strangers, self._on_stranger = [each for each in strangers if _can_need_gradient(each)], on_stranger
         self._comm, self._limits, self._hooks_of = comm, limits, hooks_of
         self._order = list(reversed(slots))
         self._times: Counter[int] | None = None
@@ -118,6 +123,8 @@ class Arrangement:
         for bucket in self.buckets:
             for slot, hook in zip(bucket.slots, self._hooks_of(bucket), strict=True):
                 self._handles.append(register_hook(slot.parameter, hook))
+        for parameter in self._strangers:
+            self._handles.append(register_hook(parameter, self._on_stranger))
 
     def unhook(self) -> None:
         """Autograd tells nothing any more."""
@@ -176,6 +183,10 @@ def register_hook(parameter: nn.Parameter, hook: Hook) -> Any:
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     finally:
         parameter.requires_grad_(needs_gradient)
+
+
+def _can_need_gradient(parameter: nn.Parameter) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
 
 
 def _release(comm: Communicator, handles: list[Any], allocated: list[Tensor]) -> None:

@@ -44,7 +44,7 @@ from ddp.replica.join import Joining, TorchJoinHook
 from ddp.replica.parameters import Change, ParameterWatch, managed, trainable
 from ddp.replica.reducer import Reducer
 from ddp.replica.replica import Replica
-from ddp.replica.sink import check_engine, watch_backward
+from ddp.replica.sink import call_at_end, check_engine, watch_backward
 from ddp.replica.sparse import produces_sparse_gradient
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.replica.torch_names import ModuleNames
@@ -185,9 +185,31 @@ class DistributedDataParallel(ModuleNames, Joinable):
             self.joining.meet(has_inputs=True)
 
     def _watch_outputs(self, outputs: Any) -> None:
+        self._look_inside()
         self._is_in_forward = False
         is_seen = watch_backward(outputs, partial(self.reducer.begin, if_reached=self._is_borrowed), self._finish)
         self.reducer.is_expected = (self.training or not is_seen) and not self._is_borrowed
+
+    def _look_inside(self) -> Reducer:
+        """Returns the reducer for a backward in or through this forward: another one if it has unfrozen parameters."""
+        if self._is_in_forward and self._watch.look_inside():
+            self._change_reducer()
+        return self.reducer
+
+    @uncompiled
+    def _on_stranger(self, parameter: Tensor) -> None:
+        """A parameter that was frozen when the forward began may have got a gradient.
+
+        Raises:
+            RuntimeError: it has, and buckets of this backward have been sent without it.
+        """
+        is_in_step = self.reducer.is_in_backward or (self._is_in_forward and self.require_backward_grad_sync)
+        if is_in_step and parameter.requires_grad:
+            self._watch.look_inside()
+            self._reducer_of_forwards = self._find_reducer()
+            if self._reducer_of_forwards.begin():
+                call_at_end(self._finish)
+            self._reducer_of_forwards.note(parameter)
 
     def _may_begin(self, reducer: Reducer) -> bool:
         """A backward has come to what `reducer` was made for: makes it the one that hears of gradients.
@@ -205,8 +227,9 @@ class DistributedDataParallel(ModuleNames, Joinable):
                 return False
             if not reducer.covers(current) or not current.give_up():
                 raise RuntimeError(
-                    "one backward goes through two forwards, between which other parameters were frozen or unfrozen: "
-                    "run a backward for each of them, or freeze after the backward"
+                    "one backward goes through two forwards, between which other parameters were frozen or unfrozen, "
+                    "or through one that unfreezes: run a backward for each of them, or freeze after the backward and "
+                    "unfreeze before the forward"
                 )
         self._switch_to(reducer)
         return True
@@ -373,7 +396,9 @@ class DistributedDataParallel(ModuleNames, Joinable):
             raise refusal("freezing, unfreezing or converting parameters")
         former, needed = self._reducer_of_forwards, self._watch.needed
         if needed not in self._reducers:
-            reducer = _reducer(self.comm, self.module, self.parameters_to_ignore, self._settings)
+            reducer = _reducer(
+                self.comm, self.module, self.parameters_to_ignore, self._settings, needed=self._watch.needed_ids
+            )
             try:
                 check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in reducer.slots])
             except CollectiveMismatch as mismatch:
@@ -400,6 +425,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
     def _connected(self, reducer: Reducer) -> Reducer:
         """The reducer, which lets this replica know when a backward begins and ends."""
         reducer.on_begin, reducer.on_end = self._may_begin, self._finish
+        reducer.on_stranger, reducer.on_prepare = self._on_stranger, self._look_inside
         return reducer
 
     def _watch_parameters(self) -> None:
@@ -448,11 +474,27 @@ OF_THIS_PROCESS = frozenset(
 )
 
 
-def _reducer(comm: Communicator, module: nn.Module, ignored: Collection[str], settings: dict[str, Any]) -> Reducer:
-    """Of a module's parameters as they are now."""
-    named = [(name, parameter) for name, parameter in managed(module, ignored, Replica) if parameter.requires_grad]
+def _reducer(
+    comm: Communicator,
+    module: nn.Module,
+    ignored: Collection[str],
+    settings: dict[str, Any],
+    needed: Collection[int] | None = None,
+) -> Reducer:
+    """Returns a reducer of a module's parameters.
+
+    Args:
+        needed: ids of those that need a gradient; None: as they are now.
+    """
     sparse = {id(child.weight) for child in module.modules() if produces_sparse_gradient(child)}
-    return Reducer(comm, named, sparse=[name for name, parameter in named if id(parameter) in sparse], **settings)
+    named, strangers = [], []
+    for name, parameter in managed(module, ignored, Replica):
+        if parameter.requires_grad if needed is None else id(parameter) in needed:
+            named.append((name, parameter))
+        else:
+            strangers.append(parameter)
+    names = [name for name, parameter in named if id(parameter) in sparse]
+    return Reducer(comm, named, strangers=strangers, sparse=names, **settings)
 
 
 def _has_inner(module: nn.Module) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import Enum, auto
-from itertools import chain
-from operator import attrgetter, is_not
+from itertools import chain, compress
+from operator import attrgetter, is_not, or_
 from typing import Any
 
 import torch
@@ -98,6 +98,21 @@ class ParameterWatch:
         if self._kinds != before[1]:
             return Change.KINDS
         return Change.REQUIRES_GRAD if self._needed != before[0] else Change.NONE
+
+    def look_inside(self) -> bool:
+        """Looks again after, or in, a forward. Returns True if parameters were unfrozen since `look`.
+
+        They count as needed then, and so do those that were frozen meanwhile: the forward may have used both.
+        """
+        before = self._needed
+        if False in before:
+            self._needed = list(map(or_, before, self._presently_needed()))
+        return self._needed != before
+
+    @property
+    def needed_ids(self) -> frozenset[int]:
+        """The same parameters, by their ids."""
+        return frozenset(map(id, compress(self._parameters, self._needed)))
 
     def _compare(self) -> Change:
         now = dict(self._module.named_parameters(remove_duplicate=False))

@@ -73,6 +73,7 @@ class Reducer:
 
     Args:
         named_parameters: those that need a gradient, in registration order, the same on every rank.
+        strangers: the others, which are frozen.
         sparse: names of those whose gradient is sparse.
         limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
         find_unused_parameters: parameters may go without a gradient.
@@ -85,6 +86,8 @@ class Reducer:
         is_expected: a forward that synchronises waits for its backward.
         on_begin: asked before a step begins; False: it does not.
         on_end: what to call when a backward has ended that no output has announced.
+        on_stranger: told of a frozen parameter that has got a gradient: it was unfrozen inside a forward.
+        on_prepare: gives the reducer for a backward that a program announces (`prepare_for_backward`).
         is_differentiable: this step's gradients stay out of place, and can be differentiated (create_graph).
         on_mean: told of every bucket that has its mean, in backward's thread.
         waited: time that backward's thread spent on reductions, or waiting for them.
@@ -97,6 +100,7 @@ class Reducer:
         comm: Communicator,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
+        strangers: Iterable[nn.Parameter] = (),
         sparse: Iterable[str] = (),
         limits: Sequence[int] = (1 << 20, 25 << 20),
         find_unused_parameters: bool = False,
@@ -114,6 +118,8 @@ class Reducer:
         self.is_expected = False
         self.on_begin: Callable[[Reducer], bool] | None = None
         self.on_end: Callable[[], None] | None = None
+        self.on_stranger: Callable[[Tensor], None] | None = None
+        self.on_prepare: Callable[[], Reducer] | None = None
         self.on_mean: Callable[[Bucket], None] | None = None
         self.waited, self.num_steps = Stopwatch(), 0
         self.began_s = self.ended_s = 0.0
@@ -125,7 +131,14 @@ class Reducer:
         self._came: list[Tensor] | None = []  # in the order of their gradients; None once the order is known
         self._knows_graph = not static_graph
         dense = [slot for slot in self.slots if not slot.is_sparse]
-        self._arrangement = Arrangement(comm, dense, limits=limits, hooks_of=partial(_hooks_of, weakref.ref(self)))
+        self._arrangement = Arrangement(
+            comm,
+            dense,
+            limits=limits,
+            hooks_of=partial(_hooks_of, weakref.ref(self)),
+            strangers=strangers,
+            on_stranger=_weakly(self._on_stranger_gradient),
+        )
         self.mean = Mean(comm, self._arrangement)
         scattered = [slot for slot in self.slots if slot.is_sparse]
         self._sparse = SparseGradients(comm, scattered, on_gradient=_weakly(self._on_sparse_gradient))
@@ -196,6 +209,14 @@ class Reducer:
     def _on_sparse_gradient(self, parameter: Tensor) -> None:
         if self._phase is not IDLE or self._begins_here() or parameter.requires_grad:
             self._sparse.arrivals.append(parameter)
+
+    def _on_stranger_gradient(self, parameter: Tensor) -> None:
+        if self.on_stranger is not None:
+            self.on_stranger(parameter)
+
+    def note(self, parameter: Tensor) -> None:
+        """Notes a gradient that another reducer was told of."""
+        self._sparse.take_over(self._arrangement.take_over([parameter]))
 
     def _begins_here(self) -> bool:
         """Whether this gradient belongs to a step that no output has announced (note "begin")."""
@@ -438,8 +459,9 @@ class Reducer:
             outputs: tensors that this backward goes through. If there are none, it is seen at the first gradient of a
                 parameter, which must not be one inside a re-entrant checkpoint.
         """
-        self.is_expected = True
-        watch_backward(list(outputs), self.begin, self.on_end or self.finish)
+        reducer = self if self.on_prepare is None else self.on_prepare()
+        reducer.is_expected = True
+        watch_backward(list(outputs), reducer.begin, reducer.on_end or reducer.finish)
 
     def _rebuild_buckets(self) -> bool:
         """Returns False: buckets change at the end of the first backward, and never before a forward."""

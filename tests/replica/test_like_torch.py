@@ -535,6 +535,60 @@ def frozen_while_the_backward_of_an_earlier_forward_runs(comm: ddp.Communicator)
                 torch.testing.assert_close(p.grad, comm.all_reduce(q.grad, "mean"))
 
 
+class Toggling(nn.Module):
+    """Freezes and unfreezes inside its forward, where it may also run backward, as Lightning's manual optimization."""
+
+    def __init__(self, *, is_manual: bool, leaves_frozen: bool) -> None:
+        super().__init__()
+        self.first, self.second = mlp(2, 3, 2), mlp(2, 3, 1)
+        self.is_manual, self.leaves_frozen = is_manual, leaves_frozen
+
+    def forward(self, x: Tensor, announce: Callable[[Tensor], None]) -> Tensor | None:
+        self.first.requires_grad_(not self.is_manual), self.second.requires_grad_(True)
+        loss = self.second(self.first(x)).square().sum()
+        if not self.is_manual:
+            return loss
+        announce(loss)
+        loss.backward()
+        self.first.requires_grad_(True), self.second.requires_grad_(False)
+        loss = self.second(self.first(x)).sin().sum()
+        announce(loss)
+        loss.backward()
+        self.second.requires_grad_(not self.leaves_frozen)
+        return None
+
+
+def unfrozen_inside_a_forward(comm: ddp.Communicator) -> None:
+    for is_manual, announces, leaves_frozen in itertools.product((False, True), repeat=3):
+        torch.manual_seed(0)
+        alone = Toggling(is_manual=is_manual, leaves_frozen=leaves_frozen)
+        replica = ddp.DistributedDataParallel(copy.deepcopy(alone), find_unused_parameters=is_manual, **TINY)
+        for step in range(4):
+            for net, body in ((replica, replica.module), (alone, alone)):
+                body.second.requires_grad_(not (leaves_frozen and step > 0))
+                net.zero_grad()
+                x = torch.randn(3, 2, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                is_told = announces and net is replica
+                loss = net(x, lambda loss: replica.reducer.prepare_for_backward([loss]) if is_told else None)  # noqa: B023
+                if loss is not None:
+                    loss.backward()
+            for (name, p), q in zip(replica.module.named_parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, comm.all_reduce(q.grad, "mean"), msg=lambda m, n=name: f"{n}: {m}")
+
+
+def unfrozen_too_late_to_be_averaged(comm: ddp.Communicator) -> None:
+    """Buckets have been sent when the gradient comes; every rank is told."""
+    net = mlp(2, 3, 1)
+    net.register_forward_hook(lambda _module, _x, out: out.sum().backward())
+    replica = ddp.DistributedDataParallel(net, **TINY)
+    for _ in range(2):
+        net[0].requires_grad_(False)
+        replica(torch.randn(3, 2))
+    net.register_forward_pre_hook(lambda module, x: (module.requires_grad_(True), x)[1])
+    with pytest.raises(RuntimeError, match="or through one that unfreezes"):
+        replica(torch.randn(3, 2))
+
+
 def all_forwards_then_all_backwards(comm: ddp.Communicator) -> None:
     """Parameters are frozen in between, as in a GAN: a backward is averaged like its forward's parameters."""
 
@@ -1186,6 +1240,8 @@ CASES = [
     a_forward_that_runs_backward_itself,
     undefined_gradients,
     all_forwards_then_all_backwards,
+    unfrozen_inside_a_forward,
+    unfrozen_too_late_to_be_averaged,
     an_unannounced_sparse_gradient_is_an_error_with_a_name,
     a_sparse_layer_that_is_also_a_dense_one,
 ]
