@@ -54,7 +54,7 @@ class Slot:
 
     @property
     def is_large(self) -> bool:
-        """Whether the gradient is worth a copy of its own."""
+        """True if the gradient is worth a copy of its own."""
         return self.parameter.nbytes >= LARGE_BYTES
 
     def move_in(self, *, keep: bool = False) -> None:
@@ -95,8 +95,8 @@ class Bucket:
         awaited: ids of those that this step's will come to.
         full_at: length of `arrivals` from which on all may be here.
         is_full: all are here.
-        undefined: slots that had no gradient when the bucket was filled: autograd has come to the parameter without
-            one, or not at all.
+        undefined: slots that had no gradient when the bucket was filled: autograd has reached the parameter with an
+            undefined one, or not at all.
         ready_s, launched_s, done_s: when the last step had all of its gradients, sent it off, and had its mean.
     """
 
@@ -129,7 +129,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """What a reduction sends, tails and padding included."""
+        """Returns the number of bytes that a reduction sends, tails and padding included."""
         item = self.slots[0].parameter.element_size() if self.slots else 4
         tails = NUM_LANES * self.has_totals + NUM_UNUSED * self.has_unused
         return item * (sum(_span(slot.parameter) for slot in self.slots) + tails)
@@ -179,7 +179,7 @@ class Bucket:
         self.num_expected = sum(by_id.values())
 
     def look(self, *, at_s: float) -> bool:
-        """Whether all are here; if not, the next one to come may be the last."""
+        """Returns True if all gradients are ready; if not, the next one may be the last."""
         self.is_full = self.awaited <= set(map(id, self.arrivals[self.num_before :]))
         if self.is_full:
             self.ready_s = at_s
@@ -306,7 +306,7 @@ def make_buckets(groups: Sequence[list[Slot]], *, device: torch.device, tails_ap
 
 
 def _is_wide(group: list[Slot], device: torch.device) -> bool:
-    """Whether a bucket of these could carry a tail; one without gradients can."""
+    """Returns True if a bucket of these could carry a tail; one without gradients can."""
     return not group or (
         group[0].parameter.dtype in (torch.float32, torch.float64) and group[0].parameter.device == device
     )

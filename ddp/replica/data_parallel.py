@@ -27,12 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
-from ddp.errors import CollectiveMismatch, ReplicaMismatch
+from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
 from ddp.gradients.hook import CommHook, Hook, check_hook
 from ddp.gradients.totals import StepTotals
 from ddp.replica import timeline
@@ -47,13 +49,17 @@ from ddp.replica.replica import Replica
 from ddp.replica.sink import call_at_end, check_engine, watch_backward
 from ddp.replica.sparse import produces_sparse_gradient
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.replica.torch_names import ModuleNames
+from ddp.replica.torch_names import TorchNames
 from ddp.replica.uncompiled import uncompiled
 
+BUILTIN_HOOKS = {
+    BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 
 
-class DistributedDataParallel(ModuleNames, Joinable):
+class DistributedDataParallel(TorchNames, Joinable):
     """Averages gradients over all ranks in buckets, while backward runs. Drop-in for torch's class of this name.
 
     Args:
@@ -74,6 +80,23 @@ class DistributedDataParallel(ModuleNames, Joinable):
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
         others: further keywords of torch's class (`arguments.py`).
 
+    Which reducer a gradient belongs to is decided at its forward, and programs freeze and unfreeze parameters:
+
+        name                 meaning                                                changed by
+        reducer              autograd's hooks report to this one                    `prepare` of a forward, for the
+                                                                                    parameters that need a gradient;
+                                                                                    `_may_begin`, for a backward through
+                                                                                    an earlier forward
+        _reducers            those of the last forwards, by which parameters needed `_find_reducer`
+                             a gradient
+        reducer.is_expected  the next gradient begins a step, if no output does     the two ends of a forward, `_finish`
+        _is_in_forward       a forward is running, and may run backward itself      the two ends of a forward
+        _is_borrowed         torch.func.functional_call has put other tensors in    `prepare`
+                             the parameters' places for this forward
+
+    A reducer calls back: `on_begin` is `_may_begin`, which makes the reducer that is to begin the present one, or says
+    no; `on_end` is `_finish`; `on_stranger` and `on_prepare` notice parameters that were unfrozen inside a forward.
+
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
         ConfigError: no parameter needs a gradient; the ranks are given twice.
@@ -82,7 +105,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
     """
 
     reducer: Reducer
-    _reducers: dict[tuple[bool, ...], Reducer]  # by which parameters need a gradient
+    _reducers: dict[tuple[bool, ...], Reducer]
 
     def __init__(
         self,
@@ -172,10 +195,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
         self._is_borrowed = change is Change.BORROWED
         if change is Change.KINDS:
             self._reducers.clear()  # their buckets are of other types
-        if change in (Change.KINDS, Change.REQUIRES_GRAD):
-            self._change_reducer()
-        elif self.reducer is not self._reducer_of_forwards:  # a backward of an earlier forward has switched
-            self._switch_to(self._reducer_of_forwards)
+        self._choose_reducer()
 
     def _meet(self) -> None:
         if self._join_config.enable:  # torch's Join
@@ -193,7 +213,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
     def _look_inside(self) -> Reducer:
         """Returns the reducer for a backward in or through this forward: another one if it has unfrozen parameters."""
         if self._is_in_forward and self._watch.look_inside():
-            self._change_reducer()
+            self._choose_reducer()
         return self.reducer
 
     @uncompiled
@@ -206,13 +226,16 @@ class DistributedDataParallel(ModuleNames, Joinable):
         is_in_step = self.reducer.is_in_backward or (self._is_in_forward and self.require_backward_grad_sync)
         if is_in_step and parameter.requires_grad:
             self._watch.look_inside()
-            self._reducer_of_forwards = self._find_reducer()
-            if self._reducer_of_forwards.begin():
+            reducer = self._find_reducer()
+            if reducer.begin():
                 call_at_end(self._finish)
-            self._reducer_of_forwards.note(parameter)
+            reducer.note(parameter)
 
     def _may_begin(self, reducer: Reducer) -> bool:
-        """A backward has come to what `reducer` was made for: makes it the one that hears of gradients.
+        """Makes `reducer` the present one, because a backward has reached outputs of its forward.
+
+        Returns:
+            False if it must not begin: in `no_sync`, or the present one is in the same backward and does its work.
 
         Raises:
             RuntimeError: another one is in the midst of this backward, and neither could do the other's work.
@@ -278,7 +301,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> TorchJoinHook:
-        """What torch's `Join` context calls; takes divide_by_initial_world_size."""
+        """Returns the hook for torch's `Join` context, which calls this with divide_by_initial_world_size."""
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         self._joining_of_torch = Joining(self, divide_by_initial_world_size=divides_by_all)
         return TorchJoinHook(self._joining_of_torch)
@@ -336,6 +359,10 @@ class DistributedDataParallel(ModuleNames, Joinable):
         """torch's name for it."""
         self.register_buffer_hook(state, hook, when=comm_hook_location)
 
+    def _register_builtin_comm_hook(self, kind: Any) -> None:
+        """Registers the hook of torch that does the same as one of its hooks in C++, and is written in Python."""
+        self.register_comm_hook(self.process_group, BUILTIN_HOOKS[kind])
+
     def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
         """Steps every bucket's parameters as soon as its mean is there (`in_backward.py`); gradients are gone then.
 
@@ -357,7 +384,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether `step_in_backward` was called."""
+        """True once `step_in_backward` was called."""
         return self._stepper is not None
 
     @property
@@ -376,25 +403,35 @@ class DistributedDataParallel(ModuleNames, Joinable):
     # --- looking at it -----------------------------------------------------------------------------------------------
 
     def logging_data(self) -> dict[str, Any]:
-        """What the last step's reductions took, bucket by bucket (`timeline.py`)."""
+        """Returns how long the last step's reductions took, bucket by bucket (`timeline.py`)."""
         return timeline.describe(self.reducer)
 
-    @property
-    def process_group(self) -> Any:
-        """torch's process group of the ranks that take part."""
-        return self._process_group if self._process_group is not None else dist.group.WORLD
+    # --- which reducer -----------------------------------------------------------------------------------------------
 
-    # --- copies ------------------------------------------------------------------------------------------------------
+    def _set_static_graph(self) -> None:
+        """As `static_graph=True`. Before the first step, on every rank.
+
+        Raises:
+            ConfigError: there was a step, or the optimizer steps in backward.
+        """
+        if self.static_graph:
+            return
+        if self.reducer.num_steps or self.steps_in_backward:
+            what = "after the first step" if self.reducer.num_steps else "beside step_in_backward"
+            raise ConfigError(f"_set_static_graph {what}: pass static_graph=True when you make the replica")
+        self.static_graph = self._settings["static_graph"] = True
+        self._reducers.clear()
+        self._choose_reducer()
 
     def _find_reducer(self) -> Reducer:
-        """Returns the one for the parameters that need a gradient now.
+        """Returns the reducer for the parameters that need a gradient now.
 
         Makes it, and that is collective, unless the same parameters were trained before (as in a GAN). One that is
         forgotten here lives on as long as the outputs of a forward that it was made for.
         """
         if self._stepper is not None:
             raise refusal("freezing, unfreezing or converting parameters")
-        former, needed = self._reducer_of_forwards, self._watch.needed
+        former, needed = self.reducer, self._watch.needed
         if needed not in self._reducers:
             reducer = _reducer(
                 self.comm, self.module, self.parameters_to_ignore, self._settings, needed=self._watch.needed_ids
@@ -414,28 +451,30 @@ class DistributedDataParallel(ModuleNames, Joinable):
         found = self._reducers[needed] = self._reducers.pop(needed)  # the latest ones are kept
         return found
 
-    def _change_reducer(self) -> None:
-        self._reducer_of_forwards = self._find_reducer()
-        self._switch_to(self._reducer_of_forwards)
+    def _choose_reducer(self) -> None:
+        """Makes the reducer for the parameters that need a gradient now the present one."""
+        if self._reducers.get(self._watch.needed) is not self.reducer:
+            self._switch_to(self._find_reducer())
 
     def _switch_to(self, reducer: Reducer) -> None:
         former, self.reducer = self.reducer, reducer
         reducer.resume(former)
 
     def _connected(self, reducer: Reducer) -> Reducer:
-        """The reducer, which lets this replica know when a backward begins and ends."""
+        """Returns the reducer, which lets this replica know when a backward begins and ends."""
         reducer.on_begin, reducer.on_end = self._may_begin, self._finish
         reducer.on_stranger, reducer.on_prepare = self._on_stranger, self._look_inside
         return reducer
 
     def _watch_parameters(self) -> None:
         self._watch = ParameterWatch(self.module)
-        self._reducer_of_forwards = self._connected(self.reducer)
-        self._reducers = {self._watch.needed: self.reducer}
+        self._reducers = {self._watch.needed: self._connected(self.reducer)}
         self._is_in_forward = self._is_borrowed = False
 
+    # --- copies ------------------------------------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
-        """What can go to another process."""
+        """Returns the state that can go to another process."""
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("a replica over a process group of its own cannot be pickled; pickle its .module")
         return self._state()
@@ -470,7 +509,7 @@ class DistributedDataParallel(ModuleNames, Joinable):
 KEPT_REDUCERS = 2  # for as many choices of trained parameters at a time, buckets are kept
 OF_THIS_PROCESS = frozenset(
     {"comm", "reducer", "_reducers", "joining", "device_mesh", "_buffer_sync", "_joining_of_torch", "_process_group"}
-    | {"_stepper", "_verifies", "_watch", "_reducer_of_forwards"}
+    | {"_stepper", "_verifies", "_watch"}
 )
 
 
@@ -502,5 +541,5 @@ def _has_inner(module: nn.Module) -> bool:
 
 
 def _communicates(module: nn.Module) -> bool:
-    """Whether a layer makes collectives of its own in backward."""
+    """Returns True if a layer makes collectives of its own in backward."""
     return any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in module.modules())

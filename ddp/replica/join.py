@@ -9,8 +9,9 @@ Before each synchronised forward the ranks tell each other who still has inputs:
 Whoever has none shadows the others' steps, buffers and buckets, contributing zeros, until nobody has. Then everyone
 gets the model of a rank that went on to the end.
 
-The rank's own gradients are put away meanwhile, and are back at the end: `p.grad` is then what its own last backward
-left. (Beside other joinables of torch's `Join` the means are there until then, for an optimizer that steps with them.)
+The context keeps a copy of the rank's own gradients and gives it back at the end: `p.grad` is then what the rank's own
+last backward left. (Beside other joinables of torch's `Join`, `p.grad` is the mean of the others until then, because an
+optimizer among them steps with it.)
 
 Gradients are divided by the number of all ranks, or (divide_by_initial_world_size=False) of those that still had
 inputs. With throw_on_early_termination every rank raises as soon as one has run out.
@@ -65,7 +66,7 @@ class Joining:
             self.end()
 
     def end(self) -> None:
-        """Everything is as it was before."""
+        """Gives back the rank's own gradients, and leaves the context."""
         for parameter, gradient in self._own_gradients:
             parameter.grad = gradient
         self._own_gradients.clear()
@@ -113,7 +114,7 @@ class Joining:
 
 
 class TorchJoinHook(JoinHook):
-    """What torch's `Join` context calls on a rank that has run out of inputs."""
+    """The hook that torch's `Join` context calls on a rank that has run out of inputs."""
 
     def __init__(self, joining: Joining) -> None:
         self._joining = joining

@@ -63,7 +63,7 @@ class Mean:
                 bucket.gradients.div_(self.divisor())
 
     def divisor(self) -> int:
-        """Of sums over ranks: their number, or the global count, which is known once the first bucket is through."""
+        """Returns what sums over ranks are divided by: the world size, or the global count after bucket 0."""
         if self._mine is None:
             return self.divide_by
         return max(1, StepTotals.read(self._arrangement.totals).num_items)

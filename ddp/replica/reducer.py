@@ -219,7 +219,7 @@ class Reducer:
         self._sparse.take_over(self._arrangement.take_over([parameter]))
 
     def _begins_here(self) -> bool:
-        """Whether this gradient belongs to a step that no output has announced (note "begin")."""
+        """Returns True if this gradient begins a step that no output has announced (note "begin")."""
         if self.is_expected and self.begin():
             call_at_end(self.on_end or self.finish)
             return True

@@ -135,7 +135,7 @@ class Replica(nn.Module):
             self.verify_replicas(also=self._verifies.also)
 
     def _all_make_steps(self) -> bool:
-        """Whether the optimizer has stepped on every rank as often."""
+        """Returns True if every rank has made the same number of optimizer steps."""
         return True
 
     @contextmanager

@@ -35,7 +35,7 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
         end: called once per `begin` that returned True.
 
     Returns:
-        Whether there is any output that a backward could begin at.
+        True if there is any output that a backward could begin at.
     """
 
     @uncompiled
@@ -57,7 +57,7 @@ def call_at_end(end: Callable[[], None]) -> None:
 
 
 def accumulates(parameters: Sequence[Tensor]) -> bool:
-    """Whether the backward that is running adds to gradients of these: `backward()` does, `autograd.grad` does not."""
+    """Returns True if the running backward adds to gradients of these: `backward()` does, `autograd.grad` does not."""
     if torch.autograd._is_checkpoint_valid():  # no `inputs=`, and not `autograd.grad`
         return True
     try:

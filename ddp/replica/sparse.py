@@ -18,7 +18,7 @@ from ddp.replica.arrangement import register_hook
 
 
 def produces_sparse_gradient(module: nn.Module) -> bool:
-    """Whether the gradient of the module's weight comes as a sparse tensor."""
+    """Returns True if the gradient of the module's weight is a sparse tensor."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 

@@ -17,11 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BuiltinCommHookType
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp.errors import ConfigError
-from ddp.gradients.hook import Hook
 from ddp.replica.arguments import moved
 from ddp.replica.broadcast import broadcast_tensors
 from ddp.replica.replica import Replica
@@ -29,39 +25,36 @@ from ddp.replica.replica import Replica
 if TYPE_CHECKING:
     from ddp.replica.reducer import Reducer
 
-THEIRS: Any = nn.parallel.DistributedDataParallel
-BUILTIN_HOOKS = {
-    BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
+TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
 
-@THEIRS.register
-class ModuleNames(Replica):
-    """Names of the module."""
+@TORCH_CLASS.register
+class TorchNames(Replica):
+    """A replica with the names that programs use of torch's class.
+
+    Attributes:
+        reducer: averages gradients.
+        dim, find_unused_parameters, static_graph: the keywords of these names.
+    """
 
     reducer: Reducer
+    dim: int
+    find_unused_parameters: bool
+    static_graph: bool
     _device: torch.device | None
     _settings: dict[str, Any]
-
-    if TYPE_CHECKING:
-        dim: int
-        find_unused_parameters: bool
-        static_graph: bool
-        _reducers: dict[tuple[bool, ...], Reducer]
-
-        @property
-        def steps_in_backward(self) -> bool: ...
-        @property
-        def process_group(self) -> Any: ...
-        def register_comm_hook(self, state: Any, hook: Hook) -> None: ...
-        def _change_reducer(self) -> None: ...
+    _process_group: dist.ProcessGroup | None
 
     # these use nothing but what they are given, `self.dim` and `register_comm_hook`
-    scatter, gather = THEIRS.scatter, THEIRS.gather
-    _register_fused_optim = THEIRS._register_fused_optim
-    _get_data_parallel_params = staticmethod(THEIRS._get_data_parallel_params)
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(THEIRS._set_params_and_buffers_to_ignore_for_model)
+    scatter, gather = TORCH_CLASS.scatter, TORCH_CLASS.gather
+    _register_fused_optim = TORCH_CLASS._register_fused_optim
+    _get_data_parallel_params = staticmethod(TORCH_CLASS._get_data_parallel_params)
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(TORCH_CLASS._set_params_and_buffers_to_ignore_for_model)
+
+    @property
+    def process_group(self) -> Any:
+        """torch's process group of the ranks that take part."""
+        return self._process_group if self._process_group is not None else dist.group.WORLD
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +63,7 @@ class ModuleNames(Replica):
 
     @property
     def device_type(self) -> str:
-        """Its type."""
+        """The type of that device, "cpu" or "cuda"."""
         return self.device.type
 
     @property
@@ -80,12 +73,12 @@ class ModuleNames(Replica):
 
     @property
     def output_device(self) -> int | None:
-        """The same device; outputs are not moved."""
+        """The index of that device; outputs are not moved."""
         return None if self.device_ids is None else self.device_ids[0]
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Bytes at which a bucket is closed."""
+        """Returns the number of bytes at which a bucket is closed."""
         return int(self._settings["limits"][-1])
 
     @property
@@ -97,7 +90,7 @@ class ModuleNames(Replica):
         """Returns None: torch.compile need not split its graphs at the edges of our buckets."""
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """What torch's class would call the same things; `logging_data` has times."""
+        """Describes the replica in the words of torch's class; `logging_data` has times."""
         slots, buckets = self.reducer.slots, [bucket for bucket in self.reducer.buckets if bucket.slots]
         return {
             "module_name": type(self.module).__name__,
@@ -119,7 +112,7 @@ class ModuleNames(Replica):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers are kept equal; programs also change it after the replica was made."""
+        """True if buffers are kept equal. Programs also change it after the replica was made."""
         return self._buffer_sync.mode != "none"
 
     @broadcast_buffers.setter
@@ -130,36 +123,17 @@ class ModuleNames(Replica):
     forward_sync_buffers = broadcast_buffers
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward makes buffers equal first."""
+        """Returns True if the next forward makes buffers equal first."""
         return self.require_forward_param_sync and self._buffer_sync.is_active
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Inputs on a device, as `scatter` gives them for several."""
+        """Returns the inputs on a device, in the form in which `scatter` gives them for several."""
         device = torch.device(self.device_type, device_id)
         return (moved(inputs, device),), (moved(kwargs, device),)
 
     def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward alone; mmcv calls it between steps that it takes itself."""
         return self.module(*args, **kwargs)
-
-    def _register_builtin_comm_hook(self, kind: Any) -> None:
-        """Registers the hook of torch that does the same, written in Python."""
-        self.register_comm_hook(self.process_group, BUILTIN_HOOKS[kind])
-
-    def _set_static_graph(self) -> None:
-        """As `static_graph=True`. Before the first step, on every rank.
-
-        Raises:
-            ConfigError: there was a step, or the optimizer steps in backward.
-        """
-        if self.static_graph:
-            return
-        if self.reducer.num_steps or self.steps_in_backward:
-            what = "after the first step" if self.reducer.num_steps else "beside step_in_backward"
-            raise ConfigError(f"_set_static_graph {what}: pass static_graph=True when you make the replica")
-        self.static_graph = self._settings["static_graph"] = True
-        self._reducers.clear()
-        self._change_reducer()
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0

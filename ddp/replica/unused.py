@@ -33,7 +33,7 @@ class Unused:
     def __init__(self, comm: Communicator, slots: Sequence[Slot], *, tolerated: bool, fixed: bool) -> None:
         self._comm, self._slots, self._tolerated, self._fixed = comm, slots, tolerated, fixed
         self._kept: dict[Slot, Tensor | None] = {}
-        self._never: list[Slot] | None = None  # no rank's autograd has come to them
+        self._never: list[Slot] | None = None  # no rank's autograd reaches them
         self._error: UnusedParameters | None = None
 
     def raise_pending(self) -> None:
@@ -52,9 +52,9 @@ class Unused:
         """Some rank has unused parameters: gives those that no rank used what they had. Collective.
 
         Args:
-            missing: this rank's that autograd has not come to, in the order of registration.
-            undefined: this rank's that autograd has come to without a gradient.
-            is_any_undefined: some rank has such ones.
+            missing: parameters that this rank's autograd has not reached, in the order of registration.
+            undefined: those that it has reached with an undefined gradient.
+            is_any_undefined: a rank has undefined gradients.
         """
         if self._never is None or is_any_undefined:
             use = torch.full((len(self._slots),), 2, dtype=torch.uint8, device=self._comm.device)
