@@ -34,7 +34,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -229,17 +229,16 @@ class Communicator:
 
         def reduce(flat: Tensor) -> None:
             divisor = divide_by if isinstance(divide_by, int) else divide_by()
-            if divisor != 1 and sum_overflows(flat.dtype, wire_dtype):
-                flat.div_(divisor)
-                divisor = 1
-            self._carrier.all_reduce(
-                flat,
-                "sum" if op == "mean" else op,
-                self.auto.way(flat, algorithm),
-                sequence=call.sequence,
-                divide_by=divisor,
-                wire_dtype=wire_dtype,
-            )
+            narrow = divisor != 1 and sum_overflows(flat.dtype, wire_dtype)
+            with self._scaled(flat, divide_by=divisor) if narrow else nullcontext():
+                self._carrier.all_reduce(
+                    flat,
+                    "sum" if op == "mean" else op,
+                    self.auto.way(flat, algorithm),
+                    sequence=call.sequence,
+                    divide_by=1 if narrow else divisor,
+                    wire_dtype=wire_dtype,
+                )
 
         if isinstance(tensor, Tensor):
             return self._start(call, partial(in_place, reduce, tensor), async_op)
@@ -804,13 +803,22 @@ class Communicator:
 
     @contextmanager
     def _divided(self, op: str, *, of: Tensor, sums: Tensor) -> Iterator[None]:
-        """Makes a mean of what is added up inside, by dividing the sums; or the terms, if their sum may overflow."""
-        first = op == "mean" and sum_overflows(of.dtype)
-        if first:
-            of.div_(self.world_size)
+        """Makes a mean of what is added up inside."""
+        if op == "mean" and sum_overflows(of.dtype):
+            with self._scaled(of, sums, divide_by=self.world_size):
+                yield
+        else:
+            yield
+            if op == "mean":
+                sums.div_(self.world_size)
+
+    @contextmanager
+    def _scaled(self, of: Tensor, sums: Tensor | None = None, *, divide_by: int) -> Iterator[None]:
+        """Divides sums that may overflow: by a power of two before they are added up, by the rest of it afterwards."""
+        enough = 1 << (self.world_size - 1).bit_length()
+        of.mul_(1 / enough)
         yield
-        if op == "mean" and not first:
-            sums.div_(self.world_size)
+        (of if sums is None else sums).mul_(enough / divide_by)
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.world_size:

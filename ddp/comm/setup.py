@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import ClassVar, NamedTuple
@@ -50,6 +51,7 @@ class _Session:
     world: _Of | None = None
     groups: ClassVar[dict[str, _Of]] = {}  # by the group's name
     owns_torch_distributed = False
+    abandoned: ClassVar[list[Communicator]] = []  # a collective of theirs may be in flight until the program ends
     generation = -1  # of the last communicator
     stores: ClassVar[dict[tuple[str, ...], Store]] = {}  # by address; each connects once, or is served once
     handled: BaseException | None = None  # the exception in whose handler the session began
@@ -246,6 +248,7 @@ def _forget_what_ended() -> None:
 def _end(comm: Communicator, failed: str = "") -> None:
     if failed or comm.is_broken:
         comm.abandon(failed or "a collective of its own failed")
+        _Session.abandoned.append(comm)
     else:
         comm.close()
 
@@ -253,7 +256,8 @@ def _end(comm: Communicator, failed: str = "") -> None:
 def shutdown(*, failed: str = "") -> None:
     """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, and after an error.
 
-    While an exception is on its way (`finally: ddp.shutdown()`), this rank stops early.
+    While an exception is on its way (`finally: ddp.shutdown()`), this rank stops early. So it does inside an `except`
+    block, which looks the same from here.
 
     Args:
         failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
@@ -270,9 +274,13 @@ def shutdown(*, failed: str = "") -> None:
     if world is None:
         return
     if not failed and not world.comm.is_broken:
-        world.comm.barrier()  # nobody takes the store away while others still need it
+        try:
+            world.comm.barrier()  # nobody takes the store away while others still need it
+        except PeerLost as lost:
+            log.warning("at the end: %s", lost)  # this rank has all that it wanted
+    ends_well = not failed and not world.comm.is_broken
     _end(world.comm, failed)
-    if _Session.owns_torch_distributed and not failed and not world.comm.is_broken:
+    if _Session.owns_torch_distributed and ends_well:
         dist.destroy_process_group()
         _Session.owns_torch_distributed = False
 
@@ -283,8 +291,9 @@ def _let_go() -> None:
     if os.getpid() != _Session.pid:
         return
     error = getattr(sys, "last_value", None)  # what the interpreter has just printed
-    for of in (*_Session.groups.values(), *filter(None, [_Session.world])):
-        of.comm.let_go(f"{type(error).__name__}: {error}" if error is not None else "")
+    failed = f"{type(error).__name__}: {error}" if error is not None else ""
+    for comm in (*(of.comm for of in (*_Session.groups.values(), _Session.world) if of), *_Session.abandoned):
+        comm.let_go(failed)
 
 
 def _in_flight() -> str:
@@ -293,7 +302,9 @@ def _in_flight() -> str:
     One that was being handled when the session began (`except: main()`) does not leave it.
     """
     error = sys.exception()
-    if error is _Session.handled or (isinstance(error, SystemExit) and not error.code):
+    if error is None and not threading.main_thread().is_alive():  # called by atexit
+        error = getattr(sys, "last_value", None)
+    if error is None or error is _Session.handled or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {error}"
 

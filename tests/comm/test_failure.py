@@ -222,6 +222,7 @@ def five_sessions() -> list[float]:
         totals.append(comm.all_reduce(torch.ones(1)).item())
         ddp.shutdown()
         ddp.shutdown()
+        assert not dist.is_initialized()
     return totals
 
 

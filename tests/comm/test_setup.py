@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -105,15 +104,20 @@ def test_a_shutdown_on_the_way_out_of_an_error_does_not_hide_it(shared_memory: b
 
 
 ENDS = """
-import sys, torch, ddp
+import atexit, sys, torch, ddp
 comm = ddp.init(shared_memory=False)
 comm.barrier()
-if sys.argv[1] == "raises" and comm.rank == 0:
-    comm.all_reduce(torch.ones(3), async_op=True)  # nobody else takes part
-    raise OSError("bad pixel")
 if sys.argv[1] == "ends" or comm.rank == 0:
-    comm.all_reduce(torch.ones(3), async_op=True)
-else:
+    comm.all_reduce(torch.ones(3), async_op=True)  # unless all end, nobody else takes part
+if sys.argv[1] == "raises" and comm.rank == 0:
+    atexit.register(ddp.shutdown)
+    raise OSError("bad pixel")
+if sys.argv[1] == "shuts down" and comm.rank == 0:
+    try:
+        raise OSError("bad pixel")
+    finally:
+        ddp.shutdown()
+if sys.argv[1] != "ends":
     try:
         comm.all_reduce(torch.ones(4), label="gradients")
     except ddp.PeerLost as lost:
@@ -121,30 +125,32 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "raises"])
-def test_a_program_may_end_without_shutdown(how: str, tmp_path: Path) -> None:
-    """Also with a collective in flight: a thread inside Gloo would end the process by SIGABRT."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    command = [sys.executable, "-c", ENDS, how]
-    world = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **variables, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    (_, errors), (told, _) = (each.communicate(timeout=60) for each in world)
-    if how == "ends":
-        assert [each.returncode for each in world] == [0, 0], errors
-    else:
-        assert world[0].returncode == 1, errors
-        assert errors.rstrip().endswith("OSError: bad pixel")
-        assert "lost rank 0" in told
-        assert "it failed: OSError: bad pixel" in told
+def test_a_program_may_end_without_shutdown_and_with_a_collective_in_flight() -> None:
+    """A thread inside Gloo would end the process by SIGABRT, and hide the error that ends the program."""
+    stores, worlds = [], {}
+    for how in ("ends", "raises", "shuts down"):
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        stores.append(store)
+        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        worlds[how] = [
+            subprocess.Popen(
+                [sys.executable, "-c", ENDS, how],
+                env={**os.environ, **variables, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+    for how, world in worlds.items():
+        (_, errors), (told, _) = (each.communicate(timeout=60) for each in world)
+        if how == "ends":
+            assert [each.returncode for each in world] == [0, 0], errors
+        else:
+            assert world[0].returncode == 1, errors
+            assert errors.rstrip().endswith("OSError: bad pixel")
+            assert "lost rank 0" in told
+            assert "it failed: OSError: bad pixel" in told
 
 
 def begin_and_end_while_an_error_is_handled() -> tuple[float, float]:
@@ -159,6 +165,13 @@ def begin_and_end_while_an_error_is_handled() -> tuple[float, float]:
             totals.append(one_session())
         except MemoryError:
             totals.append(one_session())
+    try:
+        ddp.init(abort_s=20)
+        if os.environ["RANK"] == "0":
+            raise StopIteration
+        ddp.shutdown()  # says that rank 0 stopped early, and that is all
+    except StopIteration:
+        ddp.shutdown()
     return totals[0], totals[1]
 
 
