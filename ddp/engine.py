@@ -18,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddp.failures import Failure
 from ddp.train.stopping import stop_signals
@@ -60,7 +60,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
     signals = stop_signals()
     if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
         signals.append(signal.SIGQUIT)  # it ends the workers, too, but nothing is saved
-    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process(signals):
+    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process(signals), _paused_together():
         engine = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -121,6 +121,41 @@ def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
             signal.signal(number, handler)
         if variable is None:
             os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+
+
+@contextlib.contextmanager
+def _paused_together() -> Iterator[None]:
+    """Lets Ctrl-Z pause the workers, too, and `fg` continue them.
+
+    The engine gives every worker a session of its own, which the terminal does not reach. Without this they would go
+    on, until they needed the store of the launcher that is paused.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
+        yield
+        return
+
+    def pause(*_: Any) -> None:
+        workers = [child for child in _children() if os.getsid(child) == child]
+        _signal_sessions(workers, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns when this process is continued
+        _signal_sessions(workers, signal.SIGCONT)
+
+    signal.signal(signal.SIGTSTP, pause)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+
+def _signal_sessions(leaders: Sequence[int], number: signal.Signals) -> None:
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, number)
+
+
+def _children() -> list[int]:
+    """Returns this process's children; none where the kernel does not tell."""
+    return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
 
 
 _SILENCE = logging.NullHandler()

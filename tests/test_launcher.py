@@ -435,3 +435,39 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
     again = from_plain({"resume": str(tmp_path / "checkpoints")})
     prepare(again, tmp_path)
     assert from_plain(yaml.safe_load(path.read_text())) == again
+
+
+# ------------------------------------------------------------------------------------------------------ Ctrl-Z and fg
+
+
+PAUSED = """
+import os, sys, ddp
+def f():
+    comm = ddp.init(abort_s=1.5, warn_s=1)
+    open(f"pid-{comm.rank}", "w").write(str(os.getpid()))
+    while not (comm.agree_any(os.path.exists("resumed"))):
+        pass
+    ddp.shutdown()
+    return comm.rank
+print(ddp.launch(f, workers=2))
+"""
+
+
+def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_with_them(tmp_path: Path) -> None:
+    """The terminal's signal reaches the launcher alone, because each worker has a session of its own."""
+    pipe, variables = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PAUSED]
+    launched = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=pipe, stderr=pipe, text=True)
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    processes = [launched.pid, *(int(file.read_text()) for file in files)]
+
+    def states() -> set[str]:
+        return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in processes}
+
+    launched.send_signal(signal.SIGTSTP)
+    wait_for(lambda: states() == {"T"})
+    time.sleep(3.5)  # longer than the deadline
+    (tmp_path / "resumed").touch()
+    launched.send_signal(signal.SIGCONT)
+    assert finish(launched) == (0, "[0, 1]\n", "")
