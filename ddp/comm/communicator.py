@@ -34,7 +34,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -42,7 +42,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 
 from ddp.clock import Patience
 from ddp.collectives.chunks import offsets
@@ -157,7 +157,8 @@ class Communicator:
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
         self._freed: deque[Tensor] = deque()
         self._turn = threading.Lock()  # held while a collective runs, or memory is given back
-        self._in_collective = False
+        self._gives_back = False
+        self._enough = 1 << (self.world_size - 1).bit_length()  # sums that may overflow are first divided by this
         self._in_vain = ""  # why no wait can succeed any more, if the watchdog knows
         self._closed = False
         self._broken: BaseException | None = None
@@ -230,15 +231,18 @@ class Communicator:
         def reduce(flat: Tensor) -> None:
             divisor = divide_by if isinstance(divide_by, int) else divide_by()
             narrow = divisor != 1 and sum_overflows(flat.dtype, wire_dtype)
-            with self._scaled(flat, divide_by=divisor) if narrow else nullcontext():
-                self._carrier.all_reduce(
-                    flat,
-                    "sum" if op == "mean" else op,
-                    self.auto.way(flat, algorithm),
-                    sequence=call.sequence,
-                    divide_by=1 if narrow else divisor,
-                    wire_dtype=wire_dtype,
-                )
+            if narrow:
+                flat.mul_(1 / self._enough)
+            self._carrier.all_reduce(
+                flat,
+                "sum" if op == "mean" else op,
+                self.auto.way(flat, algorithm),
+                sequence=call.sequence,
+                divide_by=1 if narrow else divisor,
+                wire_dtype=wire_dtype,
+            )
+            if narrow:
+                flat.mul_(self._enough / divisor)
 
         if isinstance(tensor, Tensor):
             return self._start(call, partial(in_place, reduce, tensor), async_op)
@@ -530,11 +534,13 @@ class Communicator:
             self._unshared.discard(tensor.data_ptr())
         elif self._carrier.group is not None and self.device.type == "cpu":
             self._freed.append(tensor)
+            self._gives_back = True
             if self._turn.acquire(blocking=False):
                 try:
                     self._give_back()
                 finally:
                     self._turn.release()
+            self._gives_back = False
 
     def _give_back(self) -> None:
         while self._freed:
@@ -693,7 +699,11 @@ class Communicator:
         tensor = self._nothing
         check_all_reduce(tensor, "sum", None)
         Call(0, "all_reduce", "sum", tensor.shape, tensor.dtype, how=("auto", None))  # that, too, takes its time
-        self._watched(self._running, partial(in_place, self._find_way_of, tensor))
+        self._turn.release()  # this runs inside a collective
+        try:
+            self._perform(self._running, partial(in_place, self._find_way_of, tensor))
+        finally:
+            self._turn.acquire()
 
     def _find_way_of(self, flat: Tensor) -> None:
         self.auto.way(flat, "ring")
@@ -710,20 +720,38 @@ class Communicator:
         return work if async_op else work.wait()
 
     def _perform(self, call: Call, collective: Callable[[], Any]) -> Any:
-        """Runs one collective, alone."""
+        """Runs one collective, alone; a failure becomes a PeerLost with the culprit's name."""
+        self._refuse_if_broken()  # what was in flight may have failed since the call was made
         turn = self._turn
-        if not turn.acquire(blocking=False) and (self._in_collective or not turn.acquire(timeout=1)):
-            self._refuse_second_thread(call)  # else a finalizer was giving memory back
-        self._in_collective = True
+        if not turn.acquire(False):
+            came = self._gives_back and turn.acquire(timeout=1)  # a finalizer gives memory back, or has just done so
+            if not came and not turn.acquire(False):
+                self._refuse_second_thread(call)
+        self._running = call
+        watchdog = self._watchdog
+        outer = watchdog.begin(call, self._neighbour) if watchdog is not None else None
         try:
             if self._freed:
                 self._give_back()
-            if call.name:  # a bucket, say; a range costs 5 µs
-                with record_function(call.range):
-                    return self._watched(call, collective)
-            return self._watched(call, collective)
+            if self.debug:
+                self._compare(call)
+            if profiler._is_profiler_enabled:  # on any thread
+                with profiler.record_function(call.range):
+                    return collective()
+            return collective()
+        except TransportError as error:
+            self._broken = lost = self._lost(call, error)
+            raise lost from error
+        except (ConfigError, NoSharedMemory):
+            raise  # said by every rank alike, before anything was sent
+        except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
+            self._broken = error
+            if watchdog is not None and not isinstance(error, CollectiveMismatch):
+                watchdog.fail(f"{type(error).__name__}: {error}")
+            raise
         finally:
-            self._in_collective = False
+            if watchdog is not None:
+                watchdog.end(outer)
             turn.release()
 
     def _refuse_second_thread(self, call: Call) -> None:
@@ -742,30 +770,6 @@ class Communicator:
         """The watchdog has found out that the wait in progress cannot succeed."""
         self._in_vain = f"rank {culprit}: {reason}"
         self._carrier.interrupt(culprit, self._in_vain)
-
-    def _watched(self, call: Call, collective: Callable[[], Any]) -> Any:
-        """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
-        self._refuse_if_broken()  # what was in flight may have failed since the call was made
-        self._running = call
-        watchdog = self._watchdog
-        outer = watchdog.begin(call, self._neighbour) if watchdog is not None else None
-        try:
-            if self.debug:
-                self._compare(call)
-            return collective()
-        except TransportError as error:
-            self._broken = lost = self._lost(call, error)
-            raise lost from error
-        except (ConfigError, NoSharedMemory):
-            raise  # said by every rank alike, before anything was sent
-        except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
-            self._broken = error
-            if watchdog is not None and not isinstance(error, CollectiveMismatch):
-                watchdog.fail(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            if watchdog is not None:
-                watchdog.end(outer)
 
     def _lost(self, call: Call, error: TransportError) -> PeerLost:
         """Who is to blame, by what the ranks say of themselves; without a watchdog, by what the transport saw."""
@@ -804,21 +808,14 @@ class Communicator:
     @contextmanager
     def _divided(self, op: str, *, of: Tensor, sums: Tensor) -> Iterator[None]:
         """Makes a mean of what is added up inside."""
-        if op == "mean" and sum_overflows(of.dtype):
-            with self._scaled(of, sums, divide_by=self.world_size):
-                yield
-        else:
-            yield
-            if op == "mean":
-                sums.div_(self.world_size)
-
-    @contextmanager
-    def _scaled(self, of: Tensor, sums: Tensor | None = None, *, divide_by: int) -> Iterator[None]:
-        """Divides sums that may overflow: by a power of two before they are added up, by the rest of it afterwards."""
-        enough = 1 << (self.world_size - 1).bit_length()
-        of.mul_(1 / enough)
+        narrow = op == "mean" and sum_overflows(of.dtype)
+        if narrow:
+            of.mul_(1 / self._enough)
         yield
-        (of if sums is None else sums).mul_(enough / divide_by)
+        if narrow:
+            sums.mul_(self._enough / self.world_size)
+        elif op == "mean":
+            sums.div_(self.world_size)
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.world_size:
