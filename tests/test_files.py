@@ -86,11 +86,10 @@ HOLDER = """
 import os, pathlib, sys, time
 from ddp.files import hold
 held = hold(pathlib.Path(sys.argv[1]))
-child = os.fork()
-if child == 0:
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)
-print(child, flush=True)
 sys.stdin.read()
 """
 
