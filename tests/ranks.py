@@ -9,6 +9,7 @@ traceback; a rank that does not end in time fails the test.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -102,6 +103,7 @@ def run_cases(cases: Sequence[Callable[[Any], None]], comm: Any, names: Sequence
 
 def _run(payload: bytes, variables: dict[str, str], sender: Connection) -> None:
     os.environ.update(variables)
+    faulthandler.enable()  # a rank that dies of a signal says where
     import torch
 
     torch.set_num_threads(1)
