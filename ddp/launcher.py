@@ -126,7 +126,8 @@ def main_under_torchrun(config_dir: Path | str = CONF, config_name: str = "train
     from torch.distributed.rendezvous import rendezvous
 
     from ddp.comm.call import Call
-    from ddp.comm.setup import ABORT_S, WARN_S, meeting_place
+    from ddp.comm.meeting import meeting_place
+    from ddp.comm.setup import ABORT_S, WARN_S
     from ddp.comm.watchdog import Watchdog
     from ddp.rendezvous import ON_LOOPBACK
 

@@ -546,7 +546,7 @@ class _Memory:
         self._group.all_gather(flat, self._slices(flat), sequence=0, timeout_s=self._timeout_s)
 
     def _slices(self, flat: Tensor) -> list[int]:
-        """As `carrier.py` cuts them: the smallest host says how many."""
+        """Cuts slices as `carrier.py` does: the smallest host says how many."""
         return offsets(flat.numel(), self._num_slices) + [flat.numel()] * (self._group.size - self._num_slices)
 
 

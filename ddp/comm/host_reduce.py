@@ -526,7 +526,7 @@ def _blocks(slices: Tensor, block_numel: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _cuts(numel: int, size: int, itemsize: int) -> list[int]:
-    """Where the slices of an all-reduce begin: on cache lines, and of one length but for the last ones."""
+    """Returns where the slices of an all-reduce begin: on cache lines, of one length but for the last ones."""
     unit = max(1, LINE_BYTES // itemsize)
     step = -(-numel // (size * unit)) * unit
     return [min(index * step, numel) for index in range(size + 1)]

@@ -11,13 +11,9 @@ ones that read the environment.
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
 import os
-import secrets
 import sys
 import threading
-import time
 from datetime import timedelta
 from typing import ClassVar, NamedTuple
 
@@ -26,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from ddp.clock import Patience
 from ddp.comm.communicator import SEGMENT_BYTES, Communicator
+from ddp.comm.meeting import meeting_place, out_of_reach
 from ddp.comm.select import Order
 from ddp.comm.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost
@@ -35,7 +31,6 @@ from ddp.log import follow_rank, log
 from ddp.transport.process_group import process_group_transport
 
 WARN_S, ABORT_S = 10.0, 600.0
-MEET_EVERY_S = 0.05
 
 
 class _Of(NamedTuple):
@@ -356,8 +351,7 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
             if address not in _Session.stores:
                 _Session.stores[address] = next(iter(rendezvous("env://", timeout=timeout)))[0]
         except DistError as error:
-            reason = f"the store that it keeps is out of reach ({str(error).splitlines()[0]})"
-            raise PeerLost(0, "unknown", _Session.generation, 0, "start-up", reason) from error
+            raise out_of_reach(error) from error
         rank, world_size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _Session.stores[address]
     store = meeting_place(PrefixStore("ddp", store), rank, world_size, warn_s=warn_s, abort_s=abort_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -367,55 +361,3 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
 def _meeting_place_of(group: dist.ProcessGroup, *, warn_s: float, abort_s: float) -> Store:
     store = PrefixStore(f"ddp/{group.group_name}", dist.distributed_c10d._get_default_store())
     return meeting_place(store, dist.get_rank(group), dist.get_world_size(group), warn_s=warn_s, abort_s=abort_s)
-
-
-def meeting_place(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
-    """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
-
-    A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
-    begin a second session. Who read what an earlier session left there would connect to processes that have gone. So
-    each rank draws a token, and a session is named by all of its ranks' tokens:
-
-        here/RANK            the rank's token, drawn anew for each session
-        roster               the tokens that rank 0 has found, as a list
-        seen/NAME/RANK       the rank has found its own token in the roster of that name
-
-    A rank that has gone does not answer a new roster, so all have come once all answers to one roster are there.
-
-    Raises:
-        PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
-    """
-    token, tokens = secrets.token_hex(8), [""] * world_size
-    patience, has_warned, roster, pause_s = Patience(abort_s), False, "", 0.001
-    everyone = range(world_size)
-    try:
-        store.set(f"here/{rank}", token)
-        while True:
-            if rank == 0:
-                here = [other for other in everyone if store.check([f"here/{other}"])]
-                tokens = [store.get(f"here/{other}").decode() if other in here else "" for other in everyone]
-                if roster != json.dumps(tokens):
-                    roster = json.dumps(tokens)
-                    store.set("roster", roster)
-            elif store.check(["roster"]):
-                roster = store.get("roster").decode()
-                tokens = json.loads(roster)
-            name, seen = hashlib.sha256(roster.encode()).hexdigest()[:16], list[str]()
-            if tokens[rank:][:1] == [token]:
-                seen = [f"seen/{name}/{other}" for other in everyone]
-                store.set(seen[rank], "")
-                if store.check(seen):
-                    return PrefixStore(name, store)
-            left_s = patience.left_s()
-            if not left_s or (abort_s - left_s > warn_s and not has_warned):
-                missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
-                if not left_s:
-                    reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s. Was each started?"
-                    raise PeerLost(missing[0], "unknown", _Session.generation, 0, "start-up", reason)
-                has_warned = True
-                log.warning("start-up has waited %.0f s for rank(s) %s of %d", warn_s, missing, world_size)
-            time.sleep(min(left_s, pause_s))
-            pause_s = min(2 * pause_s, MEET_EVERY_S)
-    except DistError as error:
-        reason = f"the store that it keeps is out of reach ({str(error).splitlines()[0]})"
-        raise PeerLost(0, "unknown", _Session.generation, 0, "start-up", reason) from error

@@ -259,9 +259,9 @@ class Watchdog:
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, records: dict[int, Record], silence_s: float = STALE_S) -> tuple[int, str] | None:
-        """What is certain: ranks that said they failed or left, and ranks whose tick stands still."""
-        return self._failed(records) or self._gone(records) or self._absent(records, silence_s)
+    def _judge(self, records: dict[int, Record]) -> tuple[int, str] | None:
+        """Returns what is certain: ranks that said they failed or left, and ranks whose tick stands still."""
+        return self._failed(records) or self._gone(records) or self._absent(records, STALE_S)
 
     def _failed(self, records: dict[int, Record]) -> tuple[int, str] | None:
         for rank, record in records.items():

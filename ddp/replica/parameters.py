@@ -49,7 +49,7 @@ def trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False)
 
 
 class Change(Enum):
-    """What a look at the parameters found."""
+    """Tells what a look at the parameters has found."""
 
     NONE = auto()
     BORROWED = auto()  # torch.func.functional_call has put other tensors in their places for one forward

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import setup
-from ddp.comm.setup import meeting_place
+from ddp.comm.meeting import meeting_place
 from ddp.errors import PeerLost
 
 
