@@ -42,6 +42,7 @@ from typing import Any, NoReturn, TextIO
 from ddp.config import Config, from_plain
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost, ReplicaMismatch
 from ddp.log import add_handler, follow_rank
+from ddp.stack import stack_of
 from ddp.terminal import keep_writing
 
 ORPHAN_GRACE_S = 30.0
@@ -139,7 +140,7 @@ def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
     assert main_thread is not None
 
     def give_up() -> None:
-        where = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
+        where = "".join(traceback.format_list(stack_of(main_thread)))
         message = f"still running after timeout_s={timeout_s:g}"
         report = Report.now(
             rank=rank, type="TimeoutError", message=message, traceback=f"{where}TimeoutError: {message}"

@@ -3,8 +3,9 @@
 Why not ask the transport? When a Gloo wait times out it closes pairs to healthy ranks too, so that one silent rank
 looks like many broken ones. Errors of the transport never tell who is guilty; the store does.
 
-Before each wait a rank notes (sequence, label, waiting for whom). Its watchdog thread publishes that note, a tick that
-grows, and where the main thread stands, every `INTERVAL_S`. So a reader can tell five cases apart:
+Before each wait a rank notes (sequence, label, waiting for whom). Every `INTERVAL_S` its watchdog thread publishes that
+note, a tick that grows, and where the main thread stands, if it is no further than last time. So a reader can tell five
+cases apart:
 
     the process has ended              known of ranks on this host           SIGKILL
     the tick stands still              it died elsewhere, or is stopped      SIGSTOP, power
@@ -23,9 +24,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +36,7 @@ from ddp.clock import PAUSED_S, now_s
 from ddp.comm.call import Call
 from ddp.errors import PeerLost
 from ddp.log import log
+from ddp.stack import stack_of
 from ddp.transport.shared_memory import Life
 
 INTERVAL_S = 0.5
@@ -329,13 +329,14 @@ class Watchdog:
 
     def _publish(self) -> None:
         with self._lock:
-            record, note = self.record, self._note
+            record, note, call = self.record, self._note, self._last_note.call
             record.tick += 1
-            record.sequence, record.label = self._last_note.call.sequence, self._last_note.call.label
+            stands_still = record.sequence == call.sequence
+            record.sequence, record.label = call.sequence, call.label
             if record.state in ("running", "waiting"):
                 record.state = "waiting" if note else "running"
                 record.waiting_for = note.peer if note else None
-                record.stack = self._stack()
+                record.stack = self._stack() if stands_still else []
             self._store.set(self._key(record.rank), json.dumps(asdict(record)))
 
     def _finish(self, state: str, reason: str, blames: int | None) -> None:
@@ -388,10 +389,7 @@ class Watchdog:
             self.interrupt(*verdict)
 
     def _stack(self) -> list[str]:
-        frame = sys._current_frames().get(self._main_thread or 0)
-        if frame is None:
-            return []
-        frames = traceback.extract_stack(frame, limit=STACK_FRAMES)
+        frames = stack_of(self._main_thread or 0)[-STACK_FRAMES:]
         return [f"{entry.name} ({os.path.basename(entry.filename)}:{entry.lineno})" for entry in frames]  # noqa: PTH119
 
     # --- the store ---------------------------------------------------------------------------------------------------

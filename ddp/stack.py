@@ -1,0 +1,52 @@
+"""Where another thread of this process stands.
+
+`sys._current_frames` would answer with frame objects, and each `f_back` of them makes one for the caller. In
+CPython 3.11 that may start the garbage collector; a finalizer then lets the other thread run, which returns from the
+very frame in question, and memory is written to that has become something else: a crash, much later, somewhere else.
+Frame objects also keep alive what their frames refer to. So here `faulthandler` writes down what it reads: it makes no
+objects, and holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import tempfile
+from traceback import FrameSummary
+from typing import IO
+
+_THREAD = re.compile(rb"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(rb'^  File "(.*)", line (\d+) in (.*)$')
+
+
+def stack_of(thread: int) -> list[FrameSummary]:
+    """Returns the Python calls that a thread is in, the innermost last.
+
+    Args:
+        thread: its `ident`.
+
+    Returns:
+        Nothing for a thread that is not there, or that is in no Python code.
+    """
+    try:
+        with _file() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            lines = file.read().splitlines()
+    except OSError:  # no descriptor is left, say
+        return []
+    frames: list[FrameSummary] = []
+    is_wanted = False
+    for line in lines:
+        if start := _THREAD.match(line):
+            is_wanted = int(start[1], 16) == thread
+        elif is_wanted and (found := _FRAME.match(line)):
+            path, number, name = found.groups()
+            frames.append(FrameSummary(os.fsdecode(path), int(number), name.decode(), lookup_line=False))
+    return frames[::-1]
+
+
+def _file() -> IO[bytes]:
+    """A file without a name, in memory if the platform can."""
+    return os.fdopen(os.memfd_create("stack"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
