@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    ["errors", "clock", "files", "log", "terminal", "vision"],
+    ["errors", "clock", "files", "log", "stack", "terminal", "vision"],
     ["transport", "collectives", "data", "optim", "models", "tasks"],
     ["comm"],
     ["gradients", "precision", "monitor"],
