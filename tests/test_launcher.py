@@ -443,7 +443,7 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
 PAUSED = """
 import os, sys, ddp
 def f():
-    comm = ddp.init(abort_s=1.5, warn_s=1)
+    comm = ddp.init(abort_s=1.5, warn_s=3)
     open(f"pid-{comm.rank}", "w").write(str(os.getpid()))
     while not (comm.agree_any(os.path.exists("resumed"))):
         pass
@@ -467,7 +467,7 @@ def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_
 
     launched.send_signal(signal.SIGTSTP)
     wait_for(lambda: states() == {"T"})
-    time.sleep(3.5)  # longer than the deadline
+    time.sleep(3.5)  # longer than the deadline, and than the wait that is worth a warning
     (tmp_path / "resumed").touch()
     launched.send_signal(signal.SIGCONT)
     assert finish(launched) == (0, "[0, 1]\n", "")

@@ -56,7 +56,8 @@ def test_command(
         return
     monkeypatch.chdir(folder)  # in this process: three seconds of imports less for each
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
-    monkeypatch.setattr(sys, "argv", [*shlex.split(command)[1:], *SHORT])
+    few_images = ["data.num_samples=256"] if "data=synthetic" in command else []
+    monkeypatch.setattr(sys, "argv", [*shlex.split(command)[1:], *few_images, *SHORT])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0, capfd.readouterr()

@@ -108,7 +108,7 @@ class Watchdog:
         self._warned = -1
         self._interrupted: Note | None = None
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
-        self._observed_s = now_s()
+        self._observed_s = self._awake_since_s = now_s()
         self._main_thread = threading.main_thread().ident
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -353,6 +353,7 @@ class Watchdog:
         """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
         if now_s() - self._observed_s > PAUSED_S:  # this process was paused, or alone with itself: begin anew
             self._last_change.clear()
+            self._awake_since_s = now_s()
         self._observed_s = now_s()
         records = self._read_all()
         for rank, record in records.items():
@@ -362,14 +363,18 @@ class Watchdog:
 
     def _warn_if_late(self, records: dict[int, Record]) -> None:
         note = self._note
-        if note is None or note.call.sequence == self._warned or now_s() - note.since_s < self._warn_s:
+        if note is None or note.call.sequence == self._warned or (waited_s := self._waited_s(note)) < self._warn_s:
             return
         self._warned = note.call.sequence
         lines = [record.describe() for record in records.values()]
         log.warning(
             "collective #%d [%s] has waited %.0f s for rank %d. The others:\n  %s",
-            *(note.call.sequence, note.call.label, now_s() - note.since_s, note.peer, "\n  ".join(lines)),
+            *(note.call.sequence, note.call.label, waited_s, note.peer, "\n  ".join(lines)),
         )
+
+    def _waited_s(self, note: Note) -> float:
+        """How long this process has waited, since it was last paused."""
+        return now_s() - max(note.since_s, self._awake_since_s)
 
     def _interrupt_if_in_vain(self, records: dict[int, Record]) -> None:
         """Ends a wait before its deadline, if what it waits for cannot come any more.
@@ -378,7 +383,7 @@ class Watchdog:
         missed only by the rank that waits for it, which tells the others.
         """
         note = self._note
-        if note is None or note is self._interrupted or (waited_s := now_s() - note.since_s) < STALE_S:
+        if note is None or note is self._interrupted or (waited_s := self._waited_s(note)) < STALE_S:
             return  # what a rank sent before it failed may still be on its way
         missed = {rank: r for rank, r in records.items() if r.sequence < note.call.sequence or rank == note.peer}
         verdict = self._failed(records) or self._gone(missed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ import ddp
 from ddp.comm import setup
 from ddp.comm.meeting import meeting_place
 from ddp.errors import PeerLost
+
+ROOT = Path(__file__).parents[2]
 
 
 def meet(store: Store, world_size: int, *, late: float = 0.0) -> list[int]:
@@ -103,21 +107,41 @@ def test_a_shutdown_on_the_way_out_of_an_error_does_not_hide_it(shared_memory: b
     assert "it failed: OSError: bad pixel" in str(survivor)
 
 
+# Imports once; each child then is a program of its own, down to the end of its interpreter.
 ENDS = """
-import atexit, sys, torch, ddp
+import atexit, json, os, sys, torch, ddp
+children = {}
+for how, port in zip(("ends", "raises", "shuts down"), sys.argv[1:]):
+    for rank in range(2):
+        os.environ.update(MASTER_PORT=port, RANK=str(rank))
+        if not (child := os.fork()):
+            break
+        children[child] = f"{how} {rank}"
+    else:
+        continue
+    break
+else:
+    said = {}
+    for _ in children:
+        child, status = os.wait()
+        said[children[child]] = os.waitstatus_to_exitcode(status)
+    sys.exit(json.dumps(said))
+for stream, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{how} {rank} {name}", os.O_WRONLY | os.O_CREAT), stream)
+
 comm = ddp.init(shared_memory=False)
 comm.barrier()
-if sys.argv[1] == "ends" or comm.rank == 0:
+if how == "ends" or rank == 0:
     comm.all_reduce(torch.ones(3), async_op=True)  # unless all end, nobody else takes part
-if sys.argv[1] == "raises" and comm.rank == 0:
+if how == "raises" and rank == 0:
     atexit.register(ddp.shutdown)
     raise OSError("bad pixel")
-if sys.argv[1] == "shuts down" and comm.rank == 0:
+if how == "shuts down" and rank == 0:
     try:
         raise OSError("bad pixel")
     finally:
         ddp.shutdown()
-if sys.argv[1] != "ends":
+if how != "ends":
     try:
         comm.all_reduce(torch.ones(4), label="gradients")
     except ddp.PeerLost as lost:
@@ -125,32 +149,26 @@ if sys.argv[1] != "ends":
 """
 
 
-def test_a_program_may_end_without_shutdown_and_with_a_collective_in_flight() -> None:
+def test_a_program_may_end_without_shutdown_and_with_a_collective_in_flight(tmp_path: Path) -> None:
     """A thread inside Gloo would end the process by SIGABRT, and hide the error that ends the program."""
-    stores, worlds = [], {}
-    for how in ("ends", "raises", "shuts down"):
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        stores.append(store)
-        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        worlds[how] = [
-            subprocess.Popen(
-                [sys.executable, "-c", ENDS, how],
-                env={**os.environ, **variables, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-    for how, world in worlds.items():
-        (_, errors), (told, _) = (each.communicate(timeout=60) for each in world)
-        if how == "ends":
-            assert [each.returncode for each in world] == [0, 0], errors
-        else:
-            assert world[0].returncode == 1, errors
-            assert errors.rstrip().endswith("OSError: bad pixel")
-            assert "lost rank 0" in told
-            assert "it failed: OSError: bad pixel" in told
+    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
+    variables = {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, *(str(store.port) for store in stores)],
+        cwd=tmp_path,
+        env={**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    statuses = json.loads(done.stderr)
+    assert (statuses["ends 0"], statuses["ends 1"]) == (0, 0)
+    for how in ("raises", "shuts down"):
+        assert statuses[f"{how} 0"] == 1
+        assert (tmp_path / f"{how} 0 err").read_text().rstrip().endswith("OSError: bad pixel")
+        told = (tmp_path / f"{how} 1 out").read_text()
+        assert "lost rank 0" in told
+        assert "it failed: OSError: bad pixel" in told
 
 
 def begin_and_end_while_an_error_is_handled() -> tuple[float, float]:
