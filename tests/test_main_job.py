@@ -446,8 +446,9 @@ def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) 
 
 def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = command.folder / "runs" / "mine"
-    # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default.
-    monkeypatch.setattr(PContext.close, "__defaults__", (None, 4))
+    # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default. Within
+    # 10 s of the first failure, a death by SIGKILL counts as a cause.
+    monkeypatch.setattr(PContext.close, "__defaults__", (None, 11))
 
     def stop_one_worker() -> None:
         wait_for_step(5, run_dir, command)
