@@ -39,7 +39,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_type_hints
 
@@ -372,7 +371,7 @@ def _continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Confi
     """With resume=auto: the settings that the run in this folder began with, and this command line's on top."""
     path = run_dir / "config.yaml"
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    if config.resume != "auto" or not path.is_file() or "recipe" in keys:
+    if config.resume != "auto" or not path.exists() or "recipe" in keys:
         return config
     plain, now = _read_settings(path), to_plain(config)
     derived = {"cluster": ["local_workers"], "batch": ["num_shards"]}
@@ -494,8 +493,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         plain: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        from_plain(plain)
-        if missing := [item.name for item in fields(Config) if item.name not in plain]:
+        whole = to_plain(from_plain(plain))
+        last = list(whole)[-1]
+        missing = [name for name in whole if name not in plain]
+        if missing := missing or [f"{last}.{name}" for name in whole[last] if name not in plain[last]]:
             raise ConfigError(f"it ends before {missing[0]}")
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(

@@ -418,7 +418,7 @@ def _refuse(_: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, "[" * 100_000, "- a", "\0", "seed: x", "optim: {name: []}"]
+    "share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0, "[" * 100_000, "- a", "\0", "seed: x", "optim: {name: []}"]
 )
 def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
     share: float | str, checked: list[Config], tmp_path: Path
@@ -426,7 +426,7 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
     prepare(Config(), tmp_path)
     path = tmp_path / "config.yaml"
     whole = path.read_text()
-    path.write_text(share if isinstance(share, str) else whole[: int(share * len(whole))])
+    path.write_text(share if isinstance(share, str) else whole[: int(share * whole.rindex("\n", 0, -1)) + 1])
     with pytest.raises(
         ConfigError, match=rf"^{path} is damaged: .*resume={tmp_path}/checkpoints run.name=NEW"
     ) as error:
