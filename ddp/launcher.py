@@ -492,12 +492,15 @@ def _read_settings(path: Path) -> dict[str, Any]:
         ConfigError: it is damaged.
     """
     try:
-        plain: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        plain: dict[str, Any] = yaml.safe_load(text)
         whole = to_plain(from_plain(plain))
         last = list(whole)[-1]
         missing = [name for name in whole if name not in plain]
         if missing := missing or [f"{last}.{name}" for name in whole[last] if name not in plain[last]]:
             raise ConfigError(f"it ends before {missing[0]}")
+        if not text.endswith("\n"):
+            raise ConfigError("it ends in the middle of a line")
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{path} is damaged: {' '.join(str(error).split())}. The checkpoints do not need it: start a run "

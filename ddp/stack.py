@@ -4,7 +4,7 @@
 CPython 3.11 that may start the garbage collector; a finalizer then lets the other thread run, which returns from the
 very frame in question, and memory is written to that has become something else: a crash, much later, somewhere else.
 Frame objects also keep alive what their frames refer to. So here `faulthandler` writes down what it reads: it makes no
-objects, and holds the interpreter lock.
+objects, and no Python code runs meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import IO
 
 _THREAD = re.compile(rb"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(rb'^  File "(.*)", line (\d+) in (.*)$')
+_ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")
 
 
 def stack_of(thread: int) -> list[FrameSummary]:
@@ -27,7 +28,8 @@ def stack_of(thread: int) -> list[FrameSummary]:
         thread: its `ident`.
 
     Returns:
-        Nothing for a thread that is not there, or that is in no Python code.
+        The innermost 100 calls at most, and names of 500 characters. Nothing for a thread that is not there or in no
+        Python code, and where a hundred others are younger.
     """
     try:
         with _file() as file:
@@ -43,8 +45,13 @@ def stack_of(thread: int) -> list[FrameSummary]:
             is_wanted = int(start[1], 16) == thread
         elif is_wanted and (found := _FRAME.match(line)):
             path, number, name = found.groups()
-            frames.append(FrameSummary(os.fsdecode(path), int(number), name.decode(), lookup_line=False))
+            frames.append(FrameSummary(_unescaped(path), int(number), _unescaped(name), lookup_line=False))
     return frames[::-1]
+
+
+def _unescaped(text: bytes) -> str:
+    """What faulthandler has written in ASCII."""
+    return _ESCAPED.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text.decode("ascii"))
 
 
 def _file() -> IO[bytes]:

@@ -418,7 +418,7 @@ def _refuse(_: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0, "[" * 100_000, "- a", "\0", "seed: x", "optim: {name: []}"]
+    "share", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0, "", "[" * 100_000, "- a", "\0", "seed: x", "optim: {name: []}"]
 )
 def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
     share: float | str, checked: list[Config], tmp_path: Path
@@ -435,6 +435,14 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
     again = from_plain({"resume": str(tmp_path / "checkpoints")})
     prepare(again, tmp_path)
     assert from_plain(yaml.safe_load(path.read_text())) == again
+
+    path.write_text(whole[:-3])  # a value that is cut can be another one
+    with pytest.raises(ConfigError, match="damaged: it ends in the middle of a line"):
+        _continued(from_plain({"resume": "auto"}), [], tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"damaged: .*Is a directory"):
+        _continued(from_plain({"resume": "auto"}), [], tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ Ctrl-Z and fg

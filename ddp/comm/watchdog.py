@@ -42,7 +42,7 @@ from ddp.transport.shared_memory import Life
 INTERVAL_S = 0.5
 STALE_S = 3.0  # after a wait has failed, a tick that stands still for so long is a dead or stopped process
 SILENCE_S = 60.0  # and before that, for so long: a library that keeps the interpreter lock looks the same
-JUDGE_S = 1.5  # longest search for a culprit after a deadline
+JUDGE_S = 1.25  # longest search for a culprit after a deadline
 STORE_S = 0.3  # and for one more answer of the store
 POLL_S = 0.05
 STACK_FRAMES = 6
@@ -322,6 +322,8 @@ class Watchdog:
                     self._last_change.clear()
                 else:
                     records = self._observe()
+                    if now_s() - self._observed_s > PAUSED_S:
+                        continue  # paused while it read: the next look begins anew
                     self._warn_if_late(records)
                     self._interrupt_if_in_vain(records)
             except Exception as error:  # the store goes away when the run ends or its host dies: waits find out

@@ -43,7 +43,7 @@ def load(root: str | Path) -> Splits:
 
 
 def _file() -> Path:
-    """Without an import of scikit-learn, which would take each process a second: it brings the statistics of scipy."""
+    """Finds it without importing scikit-learn, which imports scipy.stats and so costs each process a second."""
     package = find_spec("sklearn")
     assert package is not None and package.origin is not None  # it is one of our dependencies
     return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"

@@ -114,6 +114,24 @@ def test_a_silent_store_does_not_hold_up_the_verdict() -> None:
     watchdog.stop()
 
 
+def test_a_pause_is_no_wait_that_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told, now = HashStore(), list[str](), 1000.0
+    watchdog, _ = pair = [Watchdog(store, rank, 2, generation=0, warn_s=10, abort_s=600) for rank in range(2)]
+    for each in pair:
+        each.stop()
+        each._thread.join()
+    monkeypatch.setattr(watchdog_module, "now_s", lambda: now)
+    monkeypatch.setattr(watchdog_module.log, "warning", lambda text, *values: told.append(text % values))
+    watchdog.begin(Call(7, "barrier"), 1)
+    for pause_s in (0, 2, 100, 2, 2, 2, 2, 1):
+        assert not told
+        now += pause_s
+        watchdog._warn_if_late(watchdog._observe())
+    now += 1
+    watchdog._warn_if_late(watchdog._observe())
+    assert ["has waited 10 s for rank 1" in text for text in told] == [True]
+
+
 def never_comes() -> str:
     if os.environ["RANK"] == "1":
         return ""
