@@ -50,10 +50,10 @@ def stack_of(thread: int) -> list[FrameSummary]:
 
 
 def _unescaped(text: bytes) -> str:
-    """What faulthandler has written in ASCII."""
+    """Returns the text that faulthandler has written in ASCII."""
     return _ESCAPED.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text.decode("ascii"))
 
 
 def _file() -> IO[bytes]:
-    """A file without a name, in memory if the platform can."""
+    """Opens a file without a name, in memory if the platform can."""
     return os.fdopen(os.memfd_create("stack"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()

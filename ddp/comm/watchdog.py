@@ -322,8 +322,6 @@ class Watchdog:
                     self._last_change.clear()
                 else:
                     records = self._observe()
-                    if now_s() - self._observed_s > PAUSED_S:
-                        continue  # paused while it read: the next look begins anew
                     self._warn_if_late(records)
                     self._interrupt_if_in_vain(records)
             except Exception as error:  # the store goes away when the run ends or its host dies: waits find out
@@ -353,15 +351,21 @@ class Watchdog:
 
     def _observe(self) -> dict[int, Record]:
         """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
-        if now_s() - self._observed_s > PAUSED_S:  # this process was paused, or alone with itself: begin anew
-            self._last_change.clear()
-            self._awake_since_s = now_s()
-        self._observed_s = now_s()
+        self._begin_anew_if_paused()
         records = self._read_all()
+        self._begin_anew_if_paused()
         for rank, record in records.items():
             if rank not in self._last_change or self._last_change[rank][0] != record.tick:
                 self._last_change[rank] = record.tick, now_s()
         return records
+
+    def _begin_anew_if_paused(self) -> None:
+        """Forgets what was seen before this process was paused, or had nobody to wait for."""
+        now = now_s()
+        if now - self._observed_s > PAUSED_S:
+            self._last_change.clear()
+            self._awake_since_s = now
+        self._observed_s = now
 
     def _warn_if_late(self, records: dict[int, Record]) -> None:
         note = self._note
@@ -375,7 +379,7 @@ class Watchdog:
         )
 
     def _waited_s(self, note: Note) -> float:
-        """How long this process has waited, since it was last paused."""
+        """Returns how long this process has waited since it was last paused."""
         return now_s() - max(note.since_s, self._awake_since_s)
 
     def _interrupt_if_in_vain(self, records: dict[int, Record]) -> None:

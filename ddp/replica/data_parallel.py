@@ -409,7 +409,7 @@ class DistributedDataParallel(TorchNames, Joinable):
     # --- which reducer -----------------------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """As `static_graph=True`. Before the first step, on every rank.
+        """Does what `static_graph=True` does; before the first step, on every rank.
 
         Raises:
             ConfigError: there was a step, or the optimizer steps in backward.

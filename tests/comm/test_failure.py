@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,15 @@ def test_a_pause_is_no_wait_that_is_worth_a_warning(monkeypatch: pytest.MonkeyPa
     now += 1
     watchdog._warn_if_late(watchdog._observe())
     assert ["has waited 10 s for rank 1" in text for text in told] == [True]
+
+    def read_and_be_paused(read: Callable[[], Any] = watchdog._read_all) -> Any:
+        nonlocal now
+        now += 100
+        return read()
+
+    monkeypatch.setattr(watchdog, "_read_all", read_and_be_paused)
+    watchdog._observe()
+    assert not watchdog._is_silent(1, 60)
 
 
 def never_comes() -> str:
