@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from ddp.data.sampler import DistributedSampler as DistributedSampler
     from ddp.data.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.sampler import TrainSampler as TrainSampler
+    from ddp.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.errors import PeerLost as PeerLost
     from ddp.launcher import launch as launch
-    from ddp.replica.data_parallel import DistributedDataParallel as DistributedDataParallel
+    from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.train.evaluate import evaluate as evaluate
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from ddp.train.fit import fit as fit
 
 _HOMES = {
+    "BucketedDataParallel": "ddp.replica.bucketed",
     "Communicator": "ddp.comm.communicator",
-    "DistributedDataParallel": "ddp.replica.data_parallel",
+    "DistributedDataParallel": "ddp.drop_in.data_parallel",
     "DistributedSampler": "ddp.data.sampler",
     "EvaluationSampler": "ddp.data.sampler",
     "NaiveDataParallel": "ddp.replica.naive",

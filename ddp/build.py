@@ -37,7 +37,7 @@ from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
 from ddp.models.resnet import resnet
 from ddp.optim import schedules
-from ddp.replica.data_parallel import DistributedDataParallel
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.tasks import ngram
@@ -366,7 +366,7 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
     if config.replica.kind is settings.ReplicaKind.naive:
         replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
     else:
-        replica = DistributedDataParallel(
+        replica = BucketedDataParallel(
             module,
             comm=comm,
             broadcast_buffers=False,

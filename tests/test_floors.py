@@ -12,6 +12,7 @@ FLOORS = [
     ["comm"],
     ["gradients", "precision", "monitor"],
     ["replica"],
+    ["drop_in"],
     ["strategies", "elastic"],
     ["train"],
     ["bench"],

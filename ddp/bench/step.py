@@ -57,8 +57,8 @@ from ddp.bench.workloads import WORKLOADS, Batch
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
+from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.errors import ConfigError
-from ddp.replica.data_parallel import DistributedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 
 USUAL = ("ours", "torch", "naive", "alone")

@@ -38,7 +38,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, SupportsInt, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ from ddp.transport.edge import Transport, TransportError
 from ddp.transport.shared_memory import SLICE_S
 
 Op = Literal["sum", "mean", "product", "min", "max"]
-Divisor = int | Callable[[], int]
+Divisor = SupportsInt
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 SEGMENT_BYTES = 4 << 20
 LET_GO_S = 2.0  # what is still in flight when the program ends may take so long
@@ -207,8 +207,8 @@ class Communicator:
             tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
             op: "sum", "mean" (floating point only), "product", "min" or "max". Of bools, sum means any, product all.
             algorithm: a way from `ways()`, or "auto".
-            divide_by: a number that the result is divided by on its way, for nearly nothing; or a function that gives
-                it when this collective's turn has come, and all before it are done. The same on every rank.
+            divide_by: a number that the result is divided by on its way, for nearly nothing; or a value that `int()`
+                reads when this collective's turn has come, and all before it are done. The same on every rank.
             wire_dtype: torch.bfloat16 or torch.float16: what travels between hosts is cast to it, sums are kept in the
                 tensor's own type. What goes through a host's memory is not cast.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
@@ -229,7 +229,7 @@ class Communicator:
             divide_by = self.world_size
 
         def reduce(flat: Tensor) -> None:
-            divisor = divide_by if isinstance(divide_by, int) else divide_by()
+            divisor = int(divide_by)
             narrow = divisor != 1 and sum_overflows(flat.dtype, wire_dtype)
             if narrow:
                 flat.mul_(1 / self._enough)

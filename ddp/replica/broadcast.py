@@ -4,6 +4,8 @@ Shapes are compared first. A broadcast into a tensor of another size is at best 
 comparison names the first tensor that differs, and the ranks.
 
 Tensors travel packed by dtype, one message per `PACK_BYTES` or so rather than one per tensor.
+
+Read before: `sink.py`. Read next: `buffers.py`.
 """
 
 from __future__ import annotations

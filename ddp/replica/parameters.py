@@ -2,6 +2,8 @@
 
 A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
 So every forward looks whether modules and parameters are still those of the beginning: one comparison of two lists.
+
+Read before: `naive.py`. Read next: `unused.py`.
 """
 
 from __future__ import annotations
@@ -52,17 +54,21 @@ class Change(Enum):
     """Tells what a look at the parameters has found."""
 
     NONE = auto()
-    BORROWED = auto()  # torch.func.functional_call has put other tensors in their places for one forward
     MODULES = auto()  # some without parameters came or went
     REQUIRES_GRAD = auto()  # some were frozen or unfrozen
     KINDS = auto()  # some have another type, or are on another device
 
 
 class ParameterWatch:
-    """Remembers a module's parameters."""
+    """Remembers a module's parameters.
+
+    Attributes:
+        is_borrowed: at the last look, torch.func.functional_call had put other tensors in the parameters' places for
+            one forward.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self.is_borrowed = module, False
         self._remember()
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()
 
@@ -91,6 +97,7 @@ class ParameterWatch:
         Raises:
             ConfigError: parameters were added, removed or replaced; names them.
         """
+        self.is_borrowed = False
         if any(map(is_not, chain(chain.from_iterable(self._tables), [_END]), self._values)):
             return self._compare()
         before = self._needed, self._kinds
@@ -119,7 +126,8 @@ class ParameterWatch:
         added, removed = now.keys() - self._named.keys(), self._named.keys() - now.keys()
         replaced = [name for name in now if name in self._named and now[name] is not self._named[name]]
         if not (added or removed) and replaced and not any(isinstance(now[name], nn.Parameter) for name in replaced):
-            return Change.BORROWED
+            self.is_borrowed = True
+            return Change.NONE
         for names, what in ((added, "added"), (removed, "removed"), (replaced, "replaced")):
             if names:
                 raise ConfigError(

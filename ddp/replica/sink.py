@@ -8,6 +8,8 @@ outermost backward; a callback queued there runs when the whole of it has ended.
 A hook on an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
 gradient penalty): `accumulates` tells. And `will_accumulate` asks the graph that is being run which parameters it will
 come to, before it has come to any.
+
+Read before: `gradients/layout.py`. Read next: `broadcast.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ddp.log import log
 from ddp.replica.uncompiled import uncompiled
 
 
@@ -54,6 +54,11 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
 def call_at_end(end: Callable[[], None]) -> None:
     """Lets the backward that is running, the innermost one, call this when it has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def is_in_backward() -> bool:
+    """Returns True if the calling thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def accumulates(parameters: Sequence[Tensor]) -> bool:
@@ -101,30 +106,3 @@ def _slots(kind: type) -> Iterable[str]:
     """Names of the attributes that a class itself has added to its `__slots__`."""
     names = vars(kind).get("__slots__", ())
     return (names,) if isinstance(names, str) else names
-
-
-@uncompiled
-def check_engine(*, in_backward: bool = False) -> None:
-    """Raises RuntimeError in a context of torch.distributed.autograd, whose gradients never come to the parameters.
-
-    Args:
-        in_backward: this is the engine's thread, which knows no context: any open one counts.
-    """
-    if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
-        return
-    autograd = torch._C._distributed_autograd
-    try:
-        if not in_backward:
-            autograd._current_context()
-        elif int(autograd._get_debug_info()["num_current_dist_autograd_contexts"]) == 0:
-            return
-    except RuntimeError:  # there is none
-        return
-    message = (
-        "torch.distributed.autograd keeps gradients in its context, where a replica cannot average them. Run forward "
-        "and loss.backward() outside of the context, or keep torch's DistributedDataParallel for a model that spans "
-        "hosts by RPC"
-    )
-    if in_backward:
-        log.error(message)  # that engine passes on that there was an error, and not which
-    raise RuntimeError(message)

@@ -37,7 +37,9 @@ what counts is latency. They run in a group of their own, which the first forwar
 that of gradient buckets have nothing to do with each other.
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
-for computing the sample variance: analysis and recommendations" (1983). Read before: `data_parallel.py`.
+for computing the sample variance: analysis and recommendations" (1983).
+
+Read before: `bucketed.py`. Read next: `drop_in/backward.py`.
 """
 
 from __future__ import annotations

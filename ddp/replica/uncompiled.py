@@ -3,6 +3,8 @@
 Hooks and collectives act on this process, not on tensors alone, so no graph can hold them. A marked function is called
 as it is, and so is all that it calls; the graph of the code around it ends there. The marks are those of
 `torch.compiler.disable`, which would import the compiler, seconds of it, also where nobody compiles.
+
+Read before: `verify.py`. Read next: `replica.py`.
 """
 
 from __future__ import annotations

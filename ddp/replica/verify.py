@@ -1,4 +1,7 @@
-"""Are the replicas still equal? Compares a hash of every tensor on every rank, and names the first that differs."""
+"""Are the replicas still equal? Compares a hash of every tensor on every rank, and names the first that differs.
+
+Read before: `buffers.py`. Read next: `uncompiled.py`.
+"""
 
 from __future__ import annotations
 

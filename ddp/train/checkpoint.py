@@ -56,7 +56,7 @@ def save_checkpoint(
         "slot_rules": SLOT_RULES,
         "optimizer": type(state.optimizer).__name__,
         "all_reduce_choices": {str(nbytes): way for nbytes, way in state.comm.auto.choices.items()},
-        "gradient_order": state.model.reducer.order,
+        "gradient_order": state.model.gradient_order,
     }
 
     def write() -> None:
@@ -106,7 +106,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     if set(choices.values()) <= set(state.comm.ways()):
         state.comm.auto.pin(choices)  # what "auto" took then; on another layout it chooses anew
     if (order := checkpoint.meta.get("gradient_order")) is not None:
-        state.model.reducer.adopt_order(order)  # the same buckets as then: a ring's bits depend on them
+        state.model.adopt_gradient_order(order)  # the same buckets as then: a ring's bits depend on them
     random_states = parts["slots"]["random"]
     if len(random_states) == state.comm.world_size:
         _load_random_states(random_states[state.comm.rank], state.comm)

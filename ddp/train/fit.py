@@ -15,11 +15,13 @@ from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current
 from ddp.data.loader import TrainLoader
 from ddp.data.sampler import TrainSampler
+from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.drop_in.in_backward import refusal
+from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
 from ddp.optim.schedules import Schedule, constant
 from ddp.precision.autocast import Precision
-from ddp.replica.data_parallel import DistributedDataParallel
-from ddp.replica.in_backward import refusal
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.task import Task
@@ -45,7 +47,7 @@ def fit(
     """Trains a model from its beginning. Collective.
 
     Args:
-        model: a `Replica` (`DistributedDataParallel`), or a module, which is wrapped in one.
+        model: a `Replica`, or a module, which is wrapped in a `BucketedDataParallel`.
         optimizer: of the module's parameters.
         global_batch: samples per step of all ranks together; any number from the world size up.
         num_shards, micro_size: parts that a batch is cut into, and most samples per forward (`TrainSampler`).
@@ -68,7 +70,7 @@ def fit(
         micro_size=micro_size,
         seed=seed,
     )
-    replica = model if isinstance(model, Replica) else DistributedDataParallel(model, comm=comm)
+    replica = model if isinstance(model, Replica) else _wrapped(model, comm)
     return continue_fit(TrainState(comm, replica, optimizer, sampler), task, train_data, **how)
 
 
@@ -152,6 +154,12 @@ def continue_fit(
     finally:
         loader.close()
     return state
+
+
+def _wrapped(module: nn.Module, comm: Communicator) -> Replica:
+    """Returns a replica of the module; of the drop-in class where gradients are sparse."""
+    is_sparse = any(map(produces_sparse_gradient, module.modules()))
+    return DistributedDataParallel(module, comm=comm) if is_sparse else BucketedDataParallel(module, comm=comm)
 
 
 def _check_replica(state: TrainState) -> None:

@@ -28,7 +28,7 @@ from ddp.clock import Stopwatch, now_s
 from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import Diverged
-from ddp.gradients.totals import StepTotals
+from ddp.gradients.totals import Totals
 from ddp.optim.schedules import Schedule, set_rate
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.tasks.task import Task
@@ -118,7 +118,7 @@ def _backward(
 ) -> None:
     """Gradients of all micro-batches of this rank, and with the last one those of all ranks."""
     model, device = state.model, state.comm.device
-    totals = StepTotals(num_stopping=int(wants_stop))
+    totals = Totals(num_stopping=int(wants_stop))
     if not plan.micros:
         model.ride_along(totals)
         model.reduce_without_backward()

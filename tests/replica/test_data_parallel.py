@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
+from ddp.drop_in.arguments import moved
 from ddp.errors import CollectiveMismatch, ReplicaMismatch, UnusedParameters
-from ddp.replica.arguments import moved
 from ddp.replica.verify import verify_replicas
 
 
