@@ -20,19 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp import allocator
 from ddp.failures import Failure
 from ddp.train.stopping import stop_signals
 
 CUBLAS_WORKSPACE = ":4096:8"  # what deterministic=true needs on a GPU, before its first matrix product
-# How a worker's allocator treats large blocks, unless the environment says otherwise. By default the C library gives
-# each one back to the kernel as soon as it is free, and a step that takes it anew pays for every page of it again; with
-# these, an MLP of 25M parameters trains a fifth faster. The price: what a worker has once taken it keeps.
-MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": 1 << 30,
-    "MALLOC_TRIM_THRESHOLD_": 1 << 30,
-    "THP_MEM_ALLOC_ENABLE": 1,  # torch asks for huge pages
-    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={16 << 20:#x}",  # `gradients/bucket.py` copies so much
-}
 SHUTDOWN_S = 60
 """How long workers may take to agree and save after a signal, before they are killed."""
 
@@ -101,8 +93,7 @@ def _environment(threads: int, on_loopback: Mapping[str, str]) -> list[str]:
     }
     if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))
-    memory = {name: value for name, value in MEMORY.items() if name not in os.environ}
-    return [f"{name}={value}" for name, value in (variables | memory).items()]
+    return [f"{name}={value}" for name, value in (variables | allocator.variables()).items()]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from ddp.allocator import keep_large_blocks
 from ddp.comm.communicator import SEGMENT_BYTES, Communicator
 from ddp.comm.meeting import meeting_place, out_of_reach
 from ddp.comm.select import Order
@@ -88,6 +89,7 @@ def init(
     _forget_what_ended()
     if _Session.world is not None:
         return _Session.world.comm
+    keep_large_blocks()
     _Session.generation += 1
     _Session.handled, _Session.pid = sys.exception(), os.getpid()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -26,7 +26,7 @@ from ddp.bench.step import VARIANTS, measure_step, refuse_unknown
 from ddp.bench.step_report import print_overlap, print_report, to_json
 from ddp.bench.units import parse_rate
 from ddp.bench.workloads import WORKLOADS
-from ddp.engine import MEMORY
+from ddp.allocator import VARIABLES
 from ddp.errors import ConfigError
 
 
@@ -49,8 +49,8 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
 
-    if not os.environ.keys() >= MEMORY.keys():  # as ddp.launch has it; the C library looks once, at the start
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**{k: str(v) for k, v in MEMORY.items()}, **os.environ})
+    if not os.environ.keys() >= VARIABLES.keys():  # as ddp.launch has it; the C library looks once, at the start
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**VARIABLES, **os.environ})
 
     figures = []
     for name in names:
