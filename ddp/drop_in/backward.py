@@ -93,10 +93,8 @@ class TorchBackward(Backward):
         is_differentiable: gradients stay out of their buckets, and can be differentiated (create_graph).
     """
 
-    def __init__(
-        self, comm: Communicator, step: int, early: Sequence[Tensor] = (), *, overlap: bool, wishes: Wishes
-    ) -> None:
-        super().__init__(comm, step, early, overlap=overlap)
+    def __init__(self, comm: Communicator, step: int, *, overlap: bool, wishes: Wishes) -> None:
+        super().__init__(comm, step, overlap=overlap)
         self._wishes, self.is_differentiable = wishes, False
         self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known
         self._sparse_ready: set[int] = set()
@@ -153,18 +151,17 @@ class TorchBackward(Backward):
         self.begin(layout, totals=self._totals, divide_by=self._divide_by)
         self.began_s = began_s
         for parameter in ready:
-            if not self.note(parameter):
-                self.note_other(parameter)
+            _ = self.note(parameter) or self.note_other(parameter)
 
     def _ready_so_far(self) -> list[Tensor]:
         """Returns the parameters of buckets whose gradients this backward has brought, once for each time."""
         return self._seen + [each for reduction in self.reductions for each in reduction.ready[reduction.num_early :]]
 
-    def _note_outside(self, parameter: Tensor) -> None:
-        if id(parameter) not in self.layout.slot_of:
-            super()._note_outside(parameter)
-        else:
-            self._sparse_ready.add(id(parameter))
+    def note_other(self, parameter: Tensor) -> bool:
+        if super().note_other(parameter):
+            return True
+        self._sparse_ready.add(id(parameter))
+        return id(parameter) in self.layout.slot_of
 
     def _missing(self) -> list[Slot]:
         ready = self._sparse_ready.union(map(id, self.early))

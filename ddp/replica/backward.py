@@ -98,10 +98,10 @@ class Backward:
 
     Args:
         step: number of backwards before this one, for messages.
-        early: parameters that have accumulated gradients which no backward has reduced yet.
         overlap: reduce in the background (note "foreground").
 
     Attributes:
+        early: parameters that have accumulated gradients (in `no_sync`) which no backward has reduced yet.
         layout: where the gradients live; from `begin` on.
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
@@ -112,9 +112,9 @@ class Backward:
 
     layout: Layout
 
-    def __init__(self, comm: Communicator, step: int, early: Sequence[Tensor] = (), *, overlap: bool) -> None:
+    def __init__(self, comm: Communicator, step: int, *, overlap: bool) -> None:
         self.comm, self.step, self.overlap, self.state = comm, step, overlap, State.EXPECTED
-        self.early = list(early)
+        self.early: list[Tensor] = []
         self.reductions: list[Reduction] = []
         self.index_of: dict[int, int] = {}
         self.error: UnusedParameters | None = None
@@ -146,9 +146,8 @@ class Backward:
         """Makes the memory, if it is not there yet, and sends the totals on their way. Collective."""
         layout = self.layout
         layout.allocate()
-        if layout.totals_ride or self._totals is not None:
-            (self._totals or Totals()).write(layout.totals)
         if self._totals is not None:
+            self._totals.write(layout.totals)
             self._divide_by = GlobalCount(layout.totals)
             if not layout.totals_ride:
                 self._all_reduce(layout.totals, label=f"step {self.step}, totals")
@@ -172,20 +171,20 @@ class Backward:
             self._look(reduction, parameter)
         return True
 
-    def note_other(self, parameter: Tensor) -> None:
-        """Notes that a gradient is ready which no bucket awaits: there is no backward, or no order of gradients yet."""
+    def note_other(self, parameter: Tensor) -> bool:
+        """Notes that a gradient is ready which no bucket awaits: there is no backward, or no order of gradients yet.
+
+        Returns:
+            False if the parameter has no place in this backward.
+        """
         if self.state is State.EXPECTED:
             if parameter.requires_grad:  # else it was frozen after its forward, and has got nothing
                 self.early.append(parameter)
         elif not self.reductions and id(parameter) in self.layout.index_of:
             self._seen.append(parameter)
         else:
-            self._note_outside(parameter)
-
-    def _note_outside(self, parameter: Tensor) -> None:
-        """Notes a gradient that belongs to no bucket of this backward."""
-        if parameter.requires_grad:  # else autograd has reached a parameter that was frozen after its forward
-            raise RuntimeError(f"a parameter {list(parameter.shape)} was unfrozen after its forward; do it before")
+            return False
+        return True
 
     def move_in(self, parameter: Tensor) -> None:
         """Moves a large gradient into its bucket as soon as it is ready."""

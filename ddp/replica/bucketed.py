@@ -167,8 +167,13 @@ class BucketedDataParallel(Replica):
         """Autograd has added to a gradient that belongs to no bucket yet."""
         if self._announced is not None and self._backward.state is not State.RUNNING and self._begin(self._announced):
             call_at_end(self._finish)
-        if not self._backward.note(parameter):
-            self._backward.note_other(parameter)
+        is_known = self._backward.note(parameter) or self._backward.note_other(parameter)
+        if not is_known and parameter.requires_grad:  # else it was frozen after its forward, and has got nothing
+            name = next(name for name, each in self._equal_parameters() if each is parameter)
+            raise RuntimeError(
+                f"{name} was unfrozen after its forward began, so no bucket has a place for its gradient: unfreeze "
+                "parameters before the forward, or use ddp.DistributedDataParallel"
+            )
 
     def _average(self, *, had_backward: bool) -> Totals:
         self._announced = None
