@@ -25,7 +25,7 @@ from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
-from ddp.config import Config, DataName, ModelName, to_plain
+from ddp.config import Config, to_plain
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
@@ -115,7 +115,7 @@ def finish(config: Config, run_dir: Path) -> None:
     """Completes what the workers left, and shows it."""
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())
-    if config.data.name is DataName.standard_library and not summary["stopped_by"]:
+    if isinstance(config.data, settings.StandardLibrary) and not summary["stopped_by"]:
         summary |= _yardsticks()
         write_whole(path, json.dumps(summary, indent=2) + "\n")
     task = make_task(config)
@@ -210,7 +210,7 @@ def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
     if len(found) > 1:
         each = "; ".join(f"on {', '.join(sorted(set(hosts)))}: {theirs}" for theirs, hosts in found.items())
         raise ConfigError(
-            f"data={config.data.name.value} is not the same on all hosts ({each}); copy one host's data to the others"
+            f"data={config.data.name} is not the same on all hosts ({each}); copy one host's data to the others"
         )
 
 
@@ -281,7 +281,7 @@ def _headline(
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     start = f", continuing after step {first:,}" if first else ""
     lines = [
-        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name.value} "
+        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name} "
         f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, "
         f"all-reduce: {comm.auto.describe()}",
         f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
@@ -298,9 +298,9 @@ def _headline(
 def prepare_data(config: Config) -> None:
     """Fetches what is missing, once, in one process."""
     match config.data:
-        case settings.Mnist(root=root):
+        case settings.Data(name="mnist", root=root):
             image_sets.prepare_mnist(root)
-        case settings.Cifar10(root=root):
+        case settings.Data(name="cifar10", root=root):
             image_sets.prepare_cifar10(root)
         case settings.ImageFolder(path=path):
             image_sets.prepare_folder(cast(str, path))
@@ -311,9 +311,9 @@ def prepare_data(config: Config) -> None:
 def load_data(config: Config) -> Splits:
     """Training and held-out samples; never downloads."""
     match config.data:
-        case settings.Mnist(root=root):
+        case settings.Data(name="mnist", root=root):
             return image_sets.load_mnist(root)
-        case settings.Cifar10(root=root):
+        case settings.Data(name="cifar10", root=root):
             return image_sets.load_cifar10(root)
         case settings.ImageFolder(path=path, image_size=image_size):
             return image_sets.load_folder(cast(str, path), image_size=image_size)
@@ -329,7 +329,7 @@ def load_data(config: Config) -> Splits:
 
 def make_task(config: Config) -> Classification | LanguageModel:
     """What the model is to learn."""
-    return LanguageModel() if config.data.name is DataName.standard_library else Classification()
+    return LanguageModel() if isinstance(config.data, settings.StandardLibrary) else Classification()
 
 
 def make_model(config: Config, splits: Splits) -> nn.Module:
@@ -338,15 +338,8 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     Raises:
         ConfigError: the model takes another kind of data.
     """
-    model, shape = config.model, splits.sample_shape
-    wanted = "text" if model.name is ModelName.gpt else "images"
-    if wanted != splits.kind:
-        fitting = "model=gpt" if splits.kind == "text" else "model=cnn"
-        raise ConfigError(
-            f"model={model.name.value} takes {wanted}, but data={config.data.name.value} is {splits.kind}; "
-            f"use {fitting}"
-        )
-    match model:
+    shape = splits.sample_shape
+    match config.model:
         case settings.Mlp(hidden=hidden):
             return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=splits.num_classes)
         case settings.Cnn(width=width, dropout=dropout):
@@ -358,7 +351,8 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
                 vocab_size=splits.num_classes, context=shape[0], width=width, depth=depth, heads=heads, dropout=dropout
             )
         case _:
-            return resnet(model.name.value, num_classes=splits.num_classes, small_images=shape[1] < SMALL_IMAGE)
+            small = shape[1] < SMALL_IMAGE
+            return resnet(config.model.name, num_classes=splits.num_classes, small_images=small, in_channels=shape[0])
 
 
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
@@ -399,11 +393,10 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
     match config.optim:
         case settings.Sgd(momentum=momentum, nesterov=nesterov):
             return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
-        case settings.Adam(beta1=beta1, beta2=beta2, eps=eps):
-            return Adam(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-        case settings.AdamW(beta1=beta1, beta2=beta2, eps=eps):
-            return AdamW(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-    raise ConfigError(f"optim={config.optim.name.value} is not known; choose sgd, adam or adamw")
+        case settings.Adam(name=name, beta1=beta1, beta2=beta2, eps=eps):
+            kind = AdamW if name == "adamw" else Adam
+            return kind(groups, lr=rate, betas=(beta1, beta2), eps=eps)
+    raise AssertionError(config.optim)
 
 
 def make_schedule(config: Config, num_steps: int) -> schedules.Schedule:
