@@ -304,8 +304,8 @@ def prepare_data(config: Config) -> None:
             image_sets.prepare_cifar10(root)
         case settings.ImageFolder(path=path):
             image_sets.prepare_folder(cast(str, path))
-        case settings.StandardLibrary(root=root):
-            standard_library.prepare(root)
+        case settings.StandardLibrary():
+            standard_library.corpus()
 
 
 def load_data(config: Config) -> Splits:
@@ -317,14 +317,14 @@ def load_data(config: Config) -> Splits:
             return image_sets.load_cifar10(root)
         case settings.ImageFolder(path=path, image_size=image_size):
             return image_sets.load_folder(cast(str, path), image_size=image_size)
-        case settings.StandardLibrary(root=root, context=context):
-            return standard_library.load(root, context=context)
-        case settings.Synthetic(root=root, num_samples=num, image_size=image_size, num_classes=num_classes):
+        case settings.StandardLibrary(context=context):
+            return standard_library.load(context=context)
+        case settings.Synthetic(num_samples=num, image_size=image_size, num_classes=num_classes):
             return synthetic.load(
-                root, image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
+                image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
             )
         case _:
-            return digits.load(config.data.root)
+            return digits.load()
 
 
 def make_task(config: Config) -> Classification | LanguageModel:

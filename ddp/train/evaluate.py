@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current
-from ddp.data.loader import EvaluationLoader
+from ddp.data.loader import evaluation_loader
 from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.replica.replica import Replica
@@ -56,7 +56,7 @@ def evaluate(
     comm = comm or current()
     if not len(data):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
-    loader = EvaluationLoader(
+    loader = evaluation_loader(
         data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
     )
     largest_share = math.ceil(len(data) / comm.world_size)
@@ -93,7 +93,7 @@ def predict(
         [len(data), ...], on the communicator's device.
     """
     comm = comm or current()
-    loader = EvaluationLoader(
+    loader = evaluation_loader(
         data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
     )
     outputs: list[Tensor] = []

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,11 +14,10 @@ from ddp.data import digits, standard_library, synthetic
 from ddp.data.splits import Splits, TensorSet
 from ddp.errors import ConfigError
 
-NOWHERE = "/nonexistent"
 MEMBERS: dict[str, Callable[[], Splits]] = {
-    "digits": lambda: digits.load(NOWHERE),
-    "standard library": lambda: standard_library.load(NOWHERE, context=64),
-    "synthetic": lambda: synthetic.load(NOWHERE, image_size=12, channels=2, num_classes=3, num_train=20, num_test=10),
+    "digits": lambda: digits.load(),
+    "standard library": lambda: standard_library.load(context=64),
+    "synthetic": lambda: synthetic.load(image_size=12, num_classes=3, num_train=20, num_test=10),
 }
 
 
@@ -64,12 +62,6 @@ def test_no_random_number_is_drawn(member: Splits, request: pytest.FixtureReques
         for index in (0, 7, len(old) - 1):
             for a, b in zip(old[index], new[index], strict=True):
                 assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-
-
-def test_prepare_needs_neither_network_nor_disk() -> None:
-    for module in (digits, standard_library, synthetic):
-        module.prepare(NOWHERE)
-    assert not Path(NOWHERE).exists()
 
 
 def test_tensor_set_transforms_batches_as_it_does_samples() -> None:
