@@ -46,9 +46,7 @@ from ddp.tasks.language_model import LanguageModel
 from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
 from ddp.train.checkpoint import (
     Checkpointer,
-    check_fits,
     check_optimizer,
-    load_initial_weights,
     read_checkpoint,
     restore,
     software_identity,
@@ -56,10 +54,12 @@ from ddp.train.checkpoint import (
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
 from ddp.train.fit import continue_fit, last_step
+from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, print_summary
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
+from ddp.train.stored_checkpoint import load, steps
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
@@ -78,7 +78,7 @@ def check(config: Config) -> None:
     with torch.device("meta"):
         model = make_model(config, splits)
     if (which := resume_from(config, Path(config.run.dir))) is not None:
-        checkpoint = CheckpointStore(which).load(which, names=["model"])
+        checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_optimizer(checkpoint, make_optimizer(config, model))
     elif config.init_from.path:
@@ -159,7 +159,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         best="max" if task.higher_is_better else "min",
     )
     if resumed is not None:
-        restore(read_checkpoint(comm, store, resumed), state, identity=run_identity)
+        restore(read_checkpoint(comm, resumed), state, identity=run_identity)
     num_steps = last_step(state, epochs=config.epochs, max_steps=config.max_steps)
     headline = _headline(config, comm, module, sampler, num_steps, state.step)
     log.info("%s", headline)
@@ -441,7 +441,7 @@ def resume_from(config: Config, run_dir: Path) -> Path | None:
         return None
     if config.resume == "auto":
         folder = run_dir / "checkpoints"
-        return folder if CheckpointStore(folder).steps() else None
+        return folder if steps(folder) else None
     path = Path(config.resume)
     if not path.exists():
         raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")
