@@ -12,7 +12,6 @@ import json
 import math
 import socket
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +42,7 @@ from ddp.replica.replica import Replica
 from ddp.tasks import ngram
 from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel
-from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
+from ddp.train.callbacks import MetricsFile, ThroughputMeter
 from ddp.train.checkpoint import (
     Checkpointer,
     check_optimizer,
@@ -102,8 +101,7 @@ def run(config: Config, run_dir: Path) -> None:
     )
     stop = StopFlag()
     try:
-        with stop.listening(), ExitStack() as until_end:
-            on_rank_zero(comm, lambda: _hold_run(run_dir, until_end), label="locking the run's folder")
+        with stop.listening():
             _train(config, run_dir, comm, stop)
     except BaseException as error:
         shutdown(failed=f"{type(error).__name__}: {error}")
@@ -125,11 +123,6 @@ def finish(config: Config, run_dir: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- a worker's life
-
-
-def _hold_run(run_dir: Path, until_end: ExitStack) -> None:
-    """Rank 0 may outlive the parent, which holds the folder of the run, and still save."""
-    until_end.enter_context(closing(CheckpointStore(run_dir / "checkpoints").hold()))
 
 
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
@@ -192,7 +185,6 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
                 score_metric=score_metric,
             ),
             ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # showing comes after saving
-            StepInErrors(),
         ],
         stop=stop,
     )
@@ -212,19 +204,6 @@ def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
         raise ConfigError(
             f"data={config.data.name} is not the same on all hosts ({each}); copy one host's data to the others"
         )
-
-
-class StepInErrors(Callback):
-    """Notes on an error which step it happened in, for the block that the parent prints."""
-
-    def __init__(self) -> None:
-        self._step = 0
-
-    def step_start(self, state: TrainState) -> None:
-        self._step = state.step + 1
-
-    def exception(self, state: TrainState, error: BaseException) -> None:
-        error.step = self._step or None  # type: ignore[attr-defined]
 
 
 def _evaluation(

@@ -33,7 +33,6 @@ def load() -> Splits:
     return Splits(
         train=TensorSet(images[~is_test], labels[~is_test]),
         test=TensorSet(images[is_test], labels[is_test]),
-        kind="images",
         sample_shape=(1, 8, 8),
         num_classes=10,
         name="digits (scikit-learn)",

@@ -60,7 +60,6 @@ def load_mnist(root: str | Path) -> Splits:
     return Splits(
         train=TensorSet(train.data[:, None], train.targets, transform=normalise),
         test=TensorSet(test.data[:, None], test.targets, transform=normalise),
-        kind="images",
         sample_shape=(1, 28, 28),
         num_classes=10,
         name="MNIST",
@@ -96,7 +95,6 @@ def load_cifar10(root: str | Path) -> Splits:
     return Splits(
         train=train,
         test=TensorSet(pixels, classes, transform=_normalise_bytes(_CIFAR10_STATISTICS)),
-        kind="images",
         sample_shape=(3, 32, 32),
         num_classes=10,
         name="CIFAR-10",
@@ -136,7 +134,6 @@ def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
     return Splits(
         train=train,
         test=test,
-        kind="images",
         sample_shape=(3, image_size, image_size),
         num_classes=len(train.classes),
         name=f"images under {root}",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +34,8 @@ class Splits:
     """A data set, cut into the samples to train on and those that are held out.
 
     Attributes:
-        train, test: the samples; no sample is in both.
-        kind: "images" has pairs (image [channels, height, width] float32, class); "text" has pairs (bytes [context],
-            the same bytes one position later [context]), both int64.
+        train, test: the samples; no sample is in both. Images come as (image [channels, height, width] float32, class),
+            text as (bytes [context], the same bytes one position later [context]), both int64.
         sample_shape: shape of one input.
         num_classes: targets are 0 … num_classes − 1. For text, the size of the vocabulary.
         name: the data in words, with version or digest, so that hosts can compare what they have.
@@ -44,7 +43,6 @@ class Splits:
 
     train: Samples
     test: Samples
-    kind: Literal["images", "text"]
     sample_shape: tuple[int, ...]
     num_classes: int
     name: str

@@ -93,7 +93,6 @@ def load(*, context: int = 256) -> Splits:
     return Splits(
         train=ByteWindows(text.train, context=context),
         test=ByteWindows(text.held_out, context=context),
-        kind="text",
         sample_shape=(context,),
         num_classes=256,
         name=f"standard library of Python {platform.python_version()}, sha256 {digest}",

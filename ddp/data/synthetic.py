@@ -55,7 +55,6 @@ def load(*, image_size: int = 32, num_classes: int = 10, num_train: int = 4096, 
     return Splits(
         train=SyntheticImages(num_samples=num_train, patterns=patterns, side="train"),
         test=SyntheticImages(num_samples=num_test, patterns=patterns, side="test"),
-        kind="images",
         sample_shape=(3, image_size, image_size),
         num_classes=num_classes,
         name=f"synthetic images, seed {_SEED}",

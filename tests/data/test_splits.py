@@ -32,9 +32,9 @@ def test_samples_are_what_the_splits_say(member: Splits) -> None:
             sample, target = side[index]
             target = torch.as_tensor(target)
             assert tuple(sample.shape) == member.sample_shape
-            assert sample.dtype == (torch.float32 if member.kind == "images" else torch.int64)
+            assert sample.dtype == (torch.float32 if len(member.sample_shape) == 3 else torch.int64)
             assert target.dtype == torch.int64
-            assert target.shape == (() if member.kind == "images" else sample.shape)
+            assert target.shape == (() if len(member.sample_shape) == 3 else sample.shape)
             assert 0 <= int(target.min()) <= int(target.max()) < member.num_classes
         with pytest.raises(IndexError):
             side[len(side)]
@@ -81,7 +81,7 @@ def test_tensor_set_refuses_unequal_lengths() -> None:
 def test_workers_that_load_different_data_are_told_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def split(num_samples: int) -> Splits:
         samples = TensorSet(torch.zeros(num_samples, 2), torch.zeros(num_samples))
-        return Splits(train=samples, test=samples, kind="images", sample_shape=(2,), num_classes=3, name="mine")
+        return Splits(train=samples, test=samples, sample_shape=(2,), num_classes=3, name="mine")
 
     told: list[Any] = []
     monkeypatch.setattr(build, "all_gather_object", lambda _, mine: told.append(mine) or told)

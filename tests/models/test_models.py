@@ -11,7 +11,7 @@ from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT, rotary_angles, rotate
 from ddp.models.mlp import MLP
-from ddp.models.resnet import NAMES, resnet
+from ddp.models.resnet import resnet
 from ddp.tasks.classification import Classification
 
 Build = Callable[[], nn.Module]
@@ -98,11 +98,6 @@ def test_resnet_stem_keeps_small_images_large() -> None:
     for model, expected in ((small, 32), (large, 8)):
         x = model.maxpool(model.conv1(images(3, 32)))  # type: ignore[operator]
         assert x.shape[-1] == expected
-
-
-def test_unknown_resnet_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=f"'resnet19'.*{NAMES[0]}"):
-        resnet("resnet19", num_classes=2, small_images=True)
 
 
 def tiny_gpt(**changes: int) -> GPT:
