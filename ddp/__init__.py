@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
     from ddp.comm.setup import init as init
     from ddp.comm.setup import shutdown as shutdown
-    from ddp.data.sampler import DistributedSampler as DistributedSampler
+    from ddp.data.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.sampler import TrainSampler as TrainSampler
     from ddp.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
@@ -39,7 +39,7 @@ _HOMES = {
     "BucketedDataParallel": "ddp.replica.bucketed",
     "Communicator": "ddp.comm.communicator",
     "DistributedDataParallel": "ddp.drop_in.data_parallel",
-    "DistributedSampler": "ddp.data.sampler",
+    "DistributedSampler": "ddp.data.distributed_sampler",
     "EvaluationSampler": "ddp.data.sampler",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",

@@ -65,12 +65,12 @@ def main(argv: Sequence[str]) -> int:
 
 def train(settings: Sequence[str]) -> NoReturn:
     """Trains with these settings, which Hydra reads; ends the process."""
-    from ddp.launcher import main, main_under_torchrun, started_by_torchrun
+    from ddp import launcher, under_torchrun
 
     sys.argv = ["python -m ddp train", *settings]
-    if started_by_torchrun():
-        main_under_torchrun()
-    main()
+    if launcher.started_by_torchrun():
+        under_torchrun.main()
+    launcher.main()
 
 
 def draw_question(questions: Questions) -> None:

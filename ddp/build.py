@@ -12,7 +12,6 @@ import json
 import math
 import socket
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
-from ddp.config import Config, DataName, ModelName, to_plain
+from ddp.config import Config, to_plain
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
@@ -43,12 +42,10 @@ from ddp.replica.replica import Replica
 from ddp.tasks import ngram
 from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel
-from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
+from ddp.train.callbacks import MetricsFile, ThroughputMeter
 from ddp.train.checkpoint import (
     Checkpointer,
-    check_fits,
     check_optimizer,
-    load_initial_weights,
     read_checkpoint,
     restore,
     software_identity,
@@ -56,10 +53,12 @@ from ddp.train.checkpoint import (
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
 from ddp.train.fit import continue_fit, last_step
+from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, print_summary
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
+from ddp.train.stored_checkpoint import load, steps
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
@@ -78,7 +77,7 @@ def check(config: Config) -> None:
     with torch.device("meta"):
         model = make_model(config, splits)
     if (which := resume_from(config, Path(config.run.dir))) is not None:
-        checkpoint = CheckpointStore(which).load(which, names=["model"])
+        checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_optimizer(checkpoint, make_optimizer(config, model))
     elif config.init_from.path:
@@ -102,8 +101,7 @@ def run(config: Config, run_dir: Path) -> None:
     )
     stop = StopFlag()
     try:
-        with stop.listening(), ExitStack() as until_end:
-            on_rank_zero(comm, lambda: _hold_run(run_dir, until_end), label="locking the run's folder")
+        with stop.listening():
             _train(config, run_dir, comm, stop)
     except BaseException as error:
         shutdown(failed=f"{type(error).__name__}: {error}")
@@ -115,7 +113,7 @@ def finish(config: Config, run_dir: Path) -> None:
     """Completes what the workers left, and shows it."""
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())
-    if config.data.name is DataName.standard_library and not summary["stopped_by"]:
+    if isinstance(config.data, settings.StandardLibrary) and not summary["stopped_by"]:
         summary |= _yardsticks()
         write_whole(path, json.dumps(summary, indent=2) + "\n")
     task = make_task(config)
@@ -125,11 +123,6 @@ def finish(config: Config, run_dir: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- a worker's life
-
-
-def _hold_run(run_dir: Path, until_end: ExitStack) -> None:
-    """Rank 0 may outlive the parent, which holds the folder of the run, and still save."""
-    until_end.enter_context(closing(CheckpointStore(run_dir / "checkpoints").hold()))
 
 
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
@@ -159,7 +152,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         best="max" if task.higher_is_better else "min",
     )
     if resumed is not None:
-        restore(read_checkpoint(comm, store, resumed), state, identity=run_identity)
+        restore(read_checkpoint(comm, resumed), state, identity=run_identity)
     num_steps = last_step(state, epochs=config.epochs, max_steps=config.max_steps)
     headline = _headline(config, comm, module, sampler, num_steps, state.step)
     log.info("%s", headline)
@@ -192,7 +185,6 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
                 score_metric=score_metric,
             ),
             ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # showing comes after saving
-            StepInErrors(),
         ],
         stop=stop,
     )
@@ -210,21 +202,8 @@ def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
     if len(found) > 1:
         each = "; ".join(f"on {', '.join(sorted(set(hosts)))}: {theirs}" for theirs, hosts in found.items())
         raise ConfigError(
-            f"data={config.data.name.value} is not the same on all hosts ({each}); copy one host's data to the others"
+            f"data={config.data.name} is not the same on all hosts ({each}); copy one host's data to the others"
         )
-
-
-class StepInErrors(Callback):
-    """Notes on an error which step it happened in, for the block that the parent prints."""
-
-    def __init__(self) -> None:
-        self._step = 0
-
-    def step_start(self, state: TrainState) -> None:
-        self._step = state.step + 1
-
-    def exception(self, state: TrainState, error: BaseException) -> None:
-        error.step = self._step or None  # type: ignore[attr-defined]
 
 
 def _evaluation(
@@ -281,7 +260,7 @@ def _headline(
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     start = f", continuing after step {first:,}" if first else ""
     lines = [
-        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name.value} "
+        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name} "
         f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, "
         f"all-reduce: {comm.auto.describe()}",
         f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
@@ -298,38 +277,38 @@ def _headline(
 def prepare_data(config: Config) -> None:
     """Fetches what is missing, once, in one process."""
     match config.data:
-        case settings.Mnist(root=root):
+        case settings.Data(name="mnist", root=root):
             image_sets.prepare_mnist(root)
-        case settings.Cifar10(root=root):
+        case settings.Data(name="cifar10", root=root):
             image_sets.prepare_cifar10(root)
         case settings.ImageFolder(path=path):
             image_sets.prepare_folder(cast(str, path))
-        case settings.StandardLibrary(root=root):
-            standard_library.prepare(root)
+        case settings.StandardLibrary():
+            standard_library.corpus()
 
 
 def load_data(config: Config) -> Splits:
     """Training and held-out samples; never downloads."""
     match config.data:
-        case settings.Mnist(root=root):
+        case settings.Data(name="mnist", root=root):
             return image_sets.load_mnist(root)
-        case settings.Cifar10(root=root):
+        case settings.Data(name="cifar10", root=root):
             return image_sets.load_cifar10(root)
         case settings.ImageFolder(path=path, image_size=image_size):
             return image_sets.load_folder(cast(str, path), image_size=image_size)
-        case settings.StandardLibrary(root=root, context=context):
-            return standard_library.load(root, context=context)
-        case settings.Synthetic(root=root, num_samples=num, image_size=image_size, num_classes=num_classes):
+        case settings.StandardLibrary(context=context):
+            return standard_library.load(context=context)
+        case settings.Synthetic(num_samples=num, image_size=image_size, num_classes=num_classes):
             return synthetic.load(
-                root, image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
+                image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
             )
         case _:
-            return digits.load(config.data.root)
+            return digits.load()
 
 
 def make_task(config: Config) -> Classification | LanguageModel:
     """What the model is to learn."""
-    return LanguageModel() if config.data.name is DataName.standard_library else Classification()
+    return LanguageModel() if isinstance(config.data, settings.StandardLibrary) else Classification()
 
 
 def make_model(config: Config, splits: Splits) -> nn.Module:
@@ -338,15 +317,8 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     Raises:
         ConfigError: the model takes another kind of data.
     """
-    model, shape = config.model, splits.sample_shape
-    wanted = "text" if model.name is ModelName.gpt else "images"
-    if wanted != splits.kind:
-        fitting = "model=gpt" if splits.kind == "text" else "model=cnn"
-        raise ConfigError(
-            f"model={model.name.value} takes {wanted}, but data={config.data.name.value} is {splits.kind}; "
-            f"use {fitting}"
-        )
-    match model:
+    shape = splits.sample_shape
+    match config.model:
         case settings.Mlp(hidden=hidden):
             return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=splits.num_classes)
         case settings.Cnn(width=width, dropout=dropout):
@@ -358,7 +330,8 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
                 vocab_size=splits.num_classes, context=shape[0], width=width, depth=depth, heads=heads, dropout=dropout
             )
         case _:
-            return resnet(model.name.value, num_classes=splits.num_classes, small_images=shape[1] < SMALL_IMAGE)
+            small = shape[1] < SMALL_IMAGE
+            return resnet(config.model.name, num_classes=splits.num_classes, small_images=small, in_channels=shape[0])
 
 
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
@@ -399,11 +372,10 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
     match config.optim:
         case settings.Sgd(momentum=momentum, nesterov=nesterov):
             return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
-        case settings.Adam(beta1=beta1, beta2=beta2, eps=eps):
-            return Adam(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-        case settings.AdamW(beta1=beta1, beta2=beta2, eps=eps):
-            return AdamW(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-    raise ConfigError(f"optim={config.optim.name.value} is not known; choose sgd, adam or adamw")
+        case settings.Adam(name=name, beta1=beta1, beta2=beta2, eps=eps):
+            kind = AdamW if name == "adamw" else Adam
+            return kind(groups, lr=rate, betas=(beta1, beta2), eps=eps)
+    raise AssertionError(config.optim)
 
 
 def make_schedule(config: Config, num_steps: int) -> schedules.Schedule:
@@ -448,7 +420,7 @@ def resume_from(config: Config, run_dir: Path) -> Path | None:
         return None
     if config.resume == "auto":
         folder = run_dir / "checkpoints"
-        return folder if CheckpointStore(folder).steps() else None
+        return folder if steps(folder) else None
     path = Path(config.resume)
     if not path.exists():
         raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")

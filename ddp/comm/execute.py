@@ -111,7 +111,7 @@ def _summed(rounds: Sequence[Round]) -> list[list[tuple[int, int]]]:
     for number, ops in enumerate(rounds):
         for op in ops:
             if isinstance(op, Recv):
-                last.update({(op.slot, chunk): (number, op.add) for chunk in op.chunks})
+                last.update({(op.buffer, chunk): (number, op.add) for chunk in op.chunks})
     found: list[list[tuple[int, int]]] = [[] for _ in rounds]
     for place, (number, is_added) in last.items():
         if is_added:
@@ -134,7 +134,7 @@ class _Cuts(NamedTuple):
         return Step(sends, receives, tuple(parts))
 
     def _pieces(self, op: Send | Recv, *, add: bool) -> Iterable[Piece]:
-        return (Piece(op.peer, *part, add) for part in self._parts(op.slot, op.chunks))
+        return (Piece(op.peer, *part, add) for part in self._parts(op.buffer, op.chunks))
 
     def _parts(self, slot: int, chunks: range) -> Iterable[Part]:
         """None of them empty; where a lane has all of its chunks, neighbours travel as one."""

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ddp.allocator import VARIABLES
 from ddp.bench.step import VARIANTS, measure_step, refuse_unknown
 from ddp.bench.step_report import print_overlap, print_report, to_json
 from ddp.bench.units import parse_rate
 from ddp.bench.workloads import WORKLOADS
-from ddp.allocator import VARIABLES
 from ddp.errors import ConfigError
 
 

@@ -192,7 +192,7 @@ own, disk = os.path.join(base, socket.gethostname()), os.path.join(base, "disk")
 subprocess.run(["mount", "--bind", own, disk], check=True)
 os.chdir(disk)
 import ddp.build
-from ddp.launcher import main_under_torchrun
+from ddp.under_torchrun import main
 
 def prepare_data(config):
     open("prepared", "a").write("once ")
@@ -202,7 +202,7 @@ def load_data(config, load=ddp.build.load_data):
     return load(config)
 
 ddp.build.prepare_data, ddp.build.load_data = prepare_data, load_data
-main_under_torchrun()
+main()
 """
 
 
