@@ -1,102 +1,71 @@
-"""How much of the machine others use while a benchmark runs, and who they are.
+"""Other processes on the cores of a benchmark: strangers that `--beside` starts, and those that happen to run.
 
-    CPU time that processes had, and what a hypervisor stole (/proc/stat)  −  that of our own processes  =  others
+On a machine of two cores, a neighbour that holds one of them is half of what a benchmark measures. `strangers` makes
+such a neighbour on purpose, so that both rivals show how they wait on a shared machine. `Others` counts the CPU time of
+uninvited ones, so that a report can say that it was disturbed:
 
-Interrupts are left out: on a benchmark of collectives they serve its own messages.
+    CPU time of all processes, and what a hypervisor stole (/proc/stat)  −  CPU time of our own processes  =  others
 
-A benchmark on two cores whose neighbour holds one of them measures the neighbour. Nothing can be done about that from
-here but to say so.
+Interrupts are left out, because they serve the messages of the benchmark itself.
+
+Read before: ddp/bench/place.py. Read next: ddp/bench/command.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from ddp.clock import now_s
 
-WORTH_SAYING = 0.2
-"""Cores. Ticks of 10 ms are counted, so a few hundredths are noise."""
+# A stranger computes until its standard input closes. The kernel closes it also when the parent is killed by SIGKILL.
+STRANGER = """
+import select
+while not select.select([0], [], [], 0)[0]:
+    for _ in range(100_000):
+        pass
+"""
 
 
-class Bystanders(NamedTuple):
-    """What others took, in cores, and the greediest of them as "name (pid)"; "" if none is to be seen."""
+@contextmanager
+def strangers(number: int) -> Iterator[list[int]]:
+    """Keeps `number` processes computing, free to run on any core, until the block ends. Yields their ids."""
+    with ExitStack() as stack:
+        processes = [
+            # A session of its own, because Ctrl-C would reach it otherwise.
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", STRANGER], stdin=subprocess.PIPE, start_new_session=True
+            )
+            for _ in range(number)
+        ]
+        for process in processes:
+            stack.enter_context(process)  # which closes its standard input and waits for its end
+        yield [process.pid for process in processes]
 
-    num_cores: float
-    greediest: str
 
-    @property
-    def disturb(self) -> bool:
-        return self.num_cores >= WORTH_SAYING
+class Others:
+    """Counts the CPU time of processes that are not ours, from its making on.
 
-    def __str__(self) -> str:
-        return f"others took {self.num_cores:.1f} of a core{f', most of it {self.greediest}' if self.greediest else ''}"
-
-
-class Watch:
-    """Counts from its making on.
-
-    Args:
-        own: process ids that belong to the benchmark.
+    Ours are this process and its children, down to the last generation, once they have ended and were waited for.
     """
 
-    def __init__(self, own: Collection[int]) -> None:
-        self._own = frozenset(own)
-        self._start_s, self._busy, self._ticks = now_s(), _busy_ticks(), _ticks_by_process()
+    def __init__(self) -> None:
+        self._start = self._read_s()
 
-    def so_far(self) -> Bystanders:
-        """Since the making. On a system without /proc nobody is ever seen."""
-        seconds = max(now_s() - self._start_s, 1e-9)
-        spent = {pid: ticks - self._ticks.get(pid, 0) for pid, ticks in _ticks_by_process().items()}
-        ours = sum(ticks for pid, ticks in spent.items() if pid in self._own)
-        others = {pid: ticks for pid, ticks in spent.items() if pid not in self._own and ticks > 0}
-        num_cores = max(0.0, (_busy_ticks() - self._busy - ours) / (_ticks_per_s() * seconds))
-        greediest = max(others, key=lambda pid: others[pid], default=None)
-        return Bystanders(num_cores, "" if greediest is None else f"{_name(greediest)} ({greediest})")
+    def num_cores(self) -> float:
+        """Returns how many cores the others kept busy on average; 0 on a system without /proc."""
+        passed_s, busy_s, own_s = (now - then for now, then in zip(self._read_s(), self._start, strict=True))
+        return max(0.0, (busy_s - own_s) / max(passed_s, 1e-9))
 
-
-def running(script: str) -> list[int]:
-    """Processes with a word in their command line that ends with `script`."""
-    found = []
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = line.read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended
-        if any(word.endswith(script.encode()) for word in words):
-            found.append(int(line.parent.name))
-    return found
-
-
-def _ticks_per_s() -> int:
-    return os.sysconf("SC_CLK_TCK")
-
-
-def _busy_ticks() -> int:
-    try:
-        with Path("/proc/stat").open() as file:
-            user, nice, system, _idle, _iowait, _irq, _softirq, steal = map(int, file.readline().split()[1:9])
-    except OSError:
-        return 0
-    return user + nice + system + steal
-
-
-def _ticks_by_process() -> dict[int, int]:
-    """User and system time of every process, all its threads, in ticks."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        found[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-    return found
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return "one that has ended"
+    @staticmethod
+    def _read_s() -> tuple[float, float, float]:
+        busy = 0
+        if Path("/proc/stat").exists():
+            with Path("/proc/stat").open() as file:
+                user, nice, system, _idle, _iowait, _irq, _softirq, steal = map(int, file.readline().split()[1:9])
+            busy = user + nice + system + steal
+        return now_s(), busy / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
