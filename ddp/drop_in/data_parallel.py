@@ -50,7 +50,6 @@ from ddp.replica.buffers import BufferSync, Mode
 from ddp.replica.parameters import managed, trainable
 from ddp.replica.replica import Replica
 from ddp.replica.sink import accumulates, watch_backward, will_accumulate
-from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.replica.uncompiled import uncompiled
 
 BUILTIN_HOOKS = {
@@ -134,8 +133,6 @@ class DistributedDataParallel(UnevenInputs):
             broadcast_state(comm, [*named, *(sync.named().items() if with_buffers else ())])
         Replica.__init__(self, module, comm, sync)
         Joinable.__init__(self)
-        if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in module.modules()):
-            overlap = True  # a layer makes collectives in backward: else a rank could wait in two places at once
         self._limits, self._overlap, self.parameters_to_ignore = limits, overlap, set(ignored)
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
         self.gradient_as_bucket_view, self.device_mesh, self._device = True, device_mesh, input_device(device_ids)

@@ -42,6 +42,7 @@ from ddp.replica.buffers import BufferSync
 from ddp.replica.parameters import Change, ParameterWatch, managed, trainable
 from ddp.replica.replica import Replica
 from ddp.replica.sink import accumulates, call_at_end, watch_backward
+from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.replica.timeline import describe
 from ddp.replica.uncompiled import uncompiled
 
@@ -88,6 +89,8 @@ class BucketedDataParallel(Replica):
         Args:
             ignored: names of parameters that are left alone.
         """
+        if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
+            self._overlap = True  # its layers communicate in backward: else a rank could wait in two places at once
         self._ignored = frozenset(ignored)
         self._watch = ParameterWatch(self.module)
         self._layout = self._new_layout()  # for the parameters that needed a gradient when `prepare` looked last
