@@ -43,7 +43,7 @@ from ddp.replica.unused import Use, greatest_uses
 
 @dataclass
 class StaticGraph:
-    """What the first backward over a graph that never changes has shown.
+    """Remembers what the first backward over a graph that never changes has shown.
 
     Attributes:
         times: by the parameter's id, how many gradients every backward brings; None before the first one.
@@ -69,7 +69,7 @@ class StaticGraph:
 
 @dataclass
 class Wishes:
-    """What the user has asked for, for all backwards of a replica.
+    """Holds what the user has asked of all backwards of a replica.
 
     Attributes:
         finds_unused: the graph is asked which gradients it will bring.

@@ -21,7 +21,7 @@ BufferHook = Callable[[Any, dict[str, Tensor]], Any]
 
 
 class When(Enum):
-    """Which side of forward a hook runs on. Names as in torch."""
+    """Says on which side of forward a hook runs; the names are torch's."""
 
     PRE_FORWARD = "before"
     POST_FORWARD = "after"

@@ -328,7 +328,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @property
     def optimizers_in_backward(self) -> list[Optimizer]:
-        """Those that `step_in_backward` has made so far, one for each bucket: for their rates and their state."""
+        """The optimizers that `step_in_backward` has made so far, one for each bucket."""
         return [] if self._wishes.stepper is None else list(self._wishes.stepper.optimizers.values())
 
     def logging_data(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from ddp.drop_in.torch_names import TorchNames
 
 
 class Joining:
-    """Who still has inputs, inside `DistributedDataParallel.join`.
+    """Knows which ranks still have inputs, inside `DistributedDataParallel.join`.
 
     Attributes:
         active: ranks that had inputs in the last step.

@@ -51,7 +51,7 @@ class Totals(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """What a rank has found in its own gradients, or whether any rank has found it.
+    """Findings of a rank about its own gradients, or of any rank about its own.
 
     Attributes:
         has_unused: backward has not reached a parameter.

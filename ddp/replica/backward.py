@@ -50,7 +50,7 @@ from ddp.replica.unused import Use, complaint, greatest_uses
 
 
 class State(Enum):
-    """Where a backward stands."""
+    """The states of a backward."""
 
     EXPECTED = auto()  # gradients accumulate on this rank, nothing is sent
     RUNNING = auto()  # between begin and the end of finish: full buckets are launched

@@ -25,7 +25,7 @@ _HAS_DEVICES = torch.accelerator.is_available()  # else there is nowhere for a p
 
 
 def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that a replica answers for, each once even if shared, in registration order.
+    """Returns names and parameters that a replica answers for, each once even if shared, in registration order.
 
     Args:
         ignored: names that are left out.
@@ -36,7 +36,7 @@ def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module])
 
 
 def trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> list[tuple[str, nn.Parameter]]:
-    """Those that need a gradient.
+    """Returns the parameters that need a gradient.
 
     Raises:
         ConfigError: there are none, or one has no shape yet.
@@ -51,7 +51,7 @@ def trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False)
 
 
 class Change(Enum):
-    """Tells what a look at the parameters has found."""
+    """The findings of a look at the parameters."""
 
     NONE = auto()
     MODULES = auto()  # some without parameters came or went
@@ -88,7 +88,7 @@ class ParameterWatch:
 
     @property
     def needed(self) -> tuple[bool, ...]:
-        """Which parameters needed a gradient at the last look."""
+        """For each parameter, True if it needed a gradient at the last look."""
         return tuple(self._needed)
 
     def look(self) -> Change:
@@ -118,7 +118,7 @@ class ParameterWatch:
 
     @property
     def needed_ids(self) -> frozenset[int]:
-        """The same parameters, by their ids."""
+        """Ids of the parameters that needed a gradient at the last look."""
         return frozenset(map(id, compress(self._parameters, self._needed)))
 
     def _compare(self) -> Change:

@@ -230,7 +230,7 @@ class Replica(nn.Module, ABC):
 
 
 class Verification(NamedTuple):
-    """When replicas are compared, and what besides their parameters."""
+    """A wish to compare replicas every so many steps, and other tensors with them."""
 
     every: int
     also: Callable[[], Iterable[tuple[str, Tensor]]]

@@ -72,7 +72,7 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
 
 
 def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
-    """Which of these, by place, the backward that is running will come to.
+    """Returns the places of those parameters that the running backward will reach.
 
     Parameters inside re-entrant checkpoints are not seen: their part of the graph does not exist yet.
     """
@@ -83,7 +83,7 @@ def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor inside: in mappings, sequences, dataclasses, and the attributes of other objects."""
+    """Yields every tensor inside: in mappings, sequences, dataclasses, and the attributes of other objects."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -103,6 +103,6 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _slots(kind: type) -> Iterable[str]:
-    """Names of the attributes that a class itself has added to its `__slots__`."""
+    """Returns the names of the attributes that a class itself has added to its `__slots__`."""
     names = vars(kind).get("__slots__", ())
     return (names,) if isinstance(names, str) else names

@@ -25,7 +25,7 @@ from ddp.gradients.bucket import Slot
 
 
 class Use(IntEnum):
-    """What a backward has made of a parameter."""
+    """The use that a backward has made of a parameter."""
 
     NONE = 0  # it has not reached it
     UNDEFINED = 1  # it has reached it with an undefined gradient

@@ -18,7 +18,7 @@ from ddp.errors import ReplicaMismatch
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """Of the bits: 0.0 and -0.0 differ, equal NaNs do not."""
+    """Returns a hash of the tensor's bits: 0.0 and -0.0 differ, equal NaNs do not."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 
