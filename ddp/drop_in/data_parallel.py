@@ -9,9 +9,9 @@ The same keywords (`arguments.py` has the table), the same `state_dict`, the sam
 `BucketedDataParallel` changes it at a handful of named moments (those of `join` are in `join.py`):
 
     prepare, _begin          programs freeze and unfreeze parameters, also inside a forward; functional calls
-    _new_layout              parameters that are ignored by name; sparse gradients
+    _make_layout             parameters that are ignored by name; sparse gradients
     _new_backward            unused parameters, static graphs, hooks, … (`backward.py` has the moments inside one)
-    _on_gradient, _average   parameters unfrozen inside a forward; `create_graph`
+    _on_other_gradient, …    parameters unfrozen inside a forward; `create_graph`
 
 Read before: `join.py`. Read next: `data/sampler.py`.
 """
@@ -47,7 +47,7 @@ from ddp.gradients.totals import Totals
 from ddp.replica.backward import State
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync, Mode
-from ddp.replica.parameters import managed, trainable
+from ddp.replica.parameters import check_trainable, managed
 from ddp.replica.replica import Replica
 from ddp.replica.sink import accumulates, watch_backward, will_accumulate
 from ddp.replica.uncompiled import uncompiled
@@ -58,8 +58,8 @@ BUILTIN_HOOKS = {
 }
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # what neither a pickle nor a copy takes along
-    {"comm", "device_mesh", "joining", "_backward", "_buffer_sync", "_announced", "_joining_of_torch", "_last"}
-    | {"_layout", "_layouts", "_process_group", "_verification", "_watch", "_wishes"}
+    {"comm", "device_mesh", "joining", "_backward", "_buffer_sync", "_waiting", "_joining_of_torch", "_last"}
+    | {"_layouts", "_process_group", "_verification", "_watch", "_wishes"}
 )
 
 
@@ -117,11 +117,11 @@ class DistributedDataParallel(UnevenInputs):
         **others: Any,
     ) -> None:
         check_keywords(others)
-        limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb)
+        limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
         comm = choose_communicator(comm, process_group, device_mesh)
         ignored = frozenset(getattr(module, IGNORED, ()))
         named = managed(module, ignored, Replica)
-        trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
+        check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
         check_devices(named, device_ids, output_device)
         check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
@@ -147,7 +147,7 @@ class DistributedDataParallel(UnevenInputs):
             finds_unused=self.find_unused_parameters and not self.static_graph,
             static_graph=StaticGraph() if self.static_graph else None,
         )
-        self._listen(self.parameters_to_ignore)
+        self._start(self.parameters_to_ignore)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class DistributedDataParallel(UnevenInputs):
         try:
             return super().forward(*args, **kwargs)
         except BaseException:
-            self._is_in_forward, self._announced = False, None
+            self._is_in_forward, self._waiting = False, None
             raise
 
     @uncompiled
@@ -172,15 +172,15 @@ class DistributedDataParallel(UnevenInputs):
         synchronises = super()._before_forward()
         if torch.is_grad_enabled():
             self._is_in_forward = synchronises and not self._watch.is_borrowed
-            self._announced = self._layout if self._is_in_forward else None
+            self._waiting = self._layouts.current if self._is_in_forward else None
         return synchronises
 
     def _watch_outputs(self, outputs: Any) -> None:
         self._look_inside_forward()
         self._is_in_forward, is_borrowed = False, self._watch.is_borrowed
-        begin = partial(self._begin, self._layout, if_reached=is_borrowed)
-        is_seen = watch_backward(outputs, begin, self._finish)
-        self._announced = self._layout if (self.training or not is_seen) and not is_borrowed else None
+        layout = self._layouts.current
+        has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
+        self._waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
 
     def _look_inside_forward(self) -> None:
         """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
@@ -190,18 +190,18 @@ class DistributedDataParallel(UnevenInputs):
     def announce_backward(self, outputs: Iterable[Tensor]) -> None:
         """Lets the next backward synchronise, also if its forward was in `no_sync`."""
         self._look_inside_forward()
-        self._announced = self._layout
-        watch_backward(list(outputs), partial(self._begin, self._layout), self._finish)
+        self._waiting = self._layouts.current
+        watch_backward(list(outputs), partial(self._begin, self._waiting), self._finish)
 
     @uncompiled
-    def _begin(self, layout: Layout | None = None, *, if_reached: bool = False) -> bool:
+    def _begin(self, layout: Layout, *, if_reached: bool = False) -> bool:
         """Backward has reached an output, or a parameter. Returns True if that begins the step.
 
         Args:
             layout: for the parameters that needed a gradient in the forward that it goes through.
             if_reached: it begins no step unless it will reach one of the parameters.
         """
-        layout = (layout or self._layout).latest
+        layout = layout.latest
         is_running = self._backward.state is State.RUNNING
         if is_running and layout is self._backward.layout:
             return False
@@ -215,22 +215,21 @@ class DistributedDataParallel(UnevenInputs):
             return False
         return super()._begin(layout)
 
-    @uncompiled
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_other_gradient(self, parameter: Tensor) -> None:
         is_running = self._backward.state is State.RUNNING
-        layout = self._backward.layout if is_running else self._layout
+        layout = self._backward.layout if is_running else self._layouts.current
         is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
         if is_in_step and parameter.requires_grad and id(parameter) not in layout.slot_of:
             self._watch.look_inside()  # it was frozen when the forward began
             self._choose_layout()
-            self._announced = self._layout
+            self._waiting = self._layouts.current
             if is_running:
-                self._backward.widen(self._layout)
-        super()._on_gradient(parameter)
+                self._backward.widen(self._waiting)
+        super()._on_other_gradient(parameter)
 
     def _average(self, *, had_backward: bool) -> Totals:
         totals = super()._average(had_backward=had_backward)
-        self._announced = self._layout if self._is_in_forward else None  # it may run another backward
+        self._waiting = self._layouts.current if self._is_in_forward else None  # it may run another backward
         if self._last.is_differentiable:
             layout = self._last.layout
             hand_out_differentiable(layout.slots, partial(self._begin, layout), self._finish)
@@ -239,10 +238,10 @@ class DistributedDataParallel(UnevenInputs):
     def _new_backward(self, step: int = 0) -> TorchBackward:
         return TorchBackward(self.comm, step, overlap=self.overlaps, wishes=self._wishes)
 
-    def _new_layout(self) -> Layout:
+    def _make_layout(self) -> Layout:
         sparse = {id(child.weight) for child in self.module.modules() if produces_sparse_gradient(child)}
         needed = self._watch.needed_ids
-        named = [(name, parameter) for name, parameter in self._equal_parameters() if id(parameter) in needed]
+        named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
         return Layout(
             self.comm,
             named,
@@ -285,9 +284,7 @@ class DistributedDataParallel(UnevenInputs):
                 f"the communication hook {self._wishes.hook.name} is registered already; there can be one"
             )
         self._wishes.hook = CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
-        for layout in self._layouts.values():
-            layout.latest.for_hooks()
-        self._layout = self._layout.latest
+        self._layouts.prepare_for_hook()
 
     def register_buffer_hook(self, state: Any, hook: BufferHook, *, when: When = When.POST_FORWARD) -> None:
         """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`buffer_hook.py`)."""
@@ -317,7 +314,7 @@ class DistributedDataParallel(UnevenInputs):
             raise refusal("another optimizer")
         if self.find_unused_parameters or self.static_graph:
             raise refusal("find_unused_parameters or static_graph")
-        if self._layout.sparse:
+        if self._layouts.current.sparse:
             raise refusal("a sparse gradient")
         self._wishes.stepper = StepInBackward(make_optimizer)
 

@@ -124,7 +124,7 @@ class TorchNames(BucketedDataParallel):
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._equal_parameters()]
+        return [parameter for _, parameter in self._replicated_parameters()]
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:
@@ -139,8 +139,8 @@ class TorchNames(BucketedDataParallel):
             "world_size": self.comm.world_size,
             "rank": self.comm.rank,
             "iteration": self.num_steps,
-            "num_parameter_tensors": len(self._layout.parameters),
-            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in self._layout.parameters),
+            "num_parameter_tensors": len(self._layouts.current.parameters),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in self._layouts.current.parameters),
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": ", ".join(map(str, sizes)),
             "has_rebuilt_buckets": int(self.gradient_order is not None),

@@ -189,6 +189,7 @@ def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[S
 def bucket_limits(
     bucket_cap_mb: float | None = None,
     bucket_cap_mb_list: Sequence[float] | None = None,
+    *,
     first_bucket_mb: float | None = None,
 ) -> list[int]:
     """Returns the bytes at which bucket 0, 1, 2, … is closed, from MiB; 1 and 25 MiB where nothing is given.

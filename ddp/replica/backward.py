@@ -1,30 +1,32 @@
 """One synchronised backward: how gradients that become ready on this rank turn into the mean over all ranks.
 
-    EXPECTED   a forward has run, or will. Gradients that become ready now (in `no_sync`) only accumulate
-       │ begin      autograd reaches an output of the forward (`sink.py`)
-    RUNNING    `note`     a gradient is ready. Once all gradients of a bucket are, it is filled
-       │       `launch`   a full bucket is reduced, after all buckets before it: in one fixed order on every rank,
-       │                  or the ranks would wait for different ones
-       │ finish     backward has ended: fill and reduce the rest, wait for what is in flight
-    DONE       every gradient is the mean over the ranks; `finish` has returned the step's totals
+    EXPECTED        no synchronised backward is running. Gradients that become ready (in `no_sync`) only accumulate
+       │ begin          autograd has reached an output of the forward (`sink.py`), or this rank has no samples
+    RUNNING         `note`: a gradient is ready. When all gradients of a bucket are, they are copied side by side
+       │            `_launch_full`: a full bucket is reduced, after all buckets before it. This order is the same on
+       │            every rank; otherwise the ranks would wait for different buckets
+       │ finish         backward has ended: fill and reduce the rest, wait for what is in flight
+    DONE            every gradient is the mean over the ranks; `finish` has returned the step's totals
 
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
                  wire              ░░ bucket 0 ░░░░░░░░░░░░░░ bucket 1 ░░░░░░░░░░░░░░░│░ last ░
 
-A backward that breaks off stays RUNNING, and the replica refuses the next forward. Nothing is reset by hand, because
-the next step has a `Backward` of its own.
+The first backward cannot do this: nobody knows yet in which order gradients become ready. It only notes the order, and
+reduces when it has ended. Each step has a `Backward` of its own, so nothing is reset by hand. A backward that breaks
+off stays RUNNING, and the replica refuses to go on.
 
-Note "foreground". Over a network, buckets are reduced in the background while backward goes on. In the memory of a host
-whose cores are all busy with backward there is nothing to overlap with: another thread takes its time from the one that
-computes, and changing threads costs more than it saves (MLP with 25M parameters, 2 workers on two cores: 208 ms a
-step in the background, 190 ms in the foreground). There each bucket is reduced at once, by the thread that filled it.
+Note "foreground". Over a network, buckets are reduced in the background while backward goes on. When all ranks share
+one host, and its cores are busy with backward, a background thread would only take time from the thread that computes,
+and switching between them costs more than the overlap saves (MLP with 25M parameters, 2 workers on two cores: 208 ms a
+step in the background, 190 ms in the foreground). There the thread that has filled a bucket reduces it at once.
 
-Note "unused parameters". A parameter without a gradient contributes zeros (or what it had accumulated), so that no
-rank ever waits for it. Whether any rank had such parameters is a verdict, which rides in the tail of the last bucket.
-Only then do the ranks compare which (`unused.py`).
+Note "parameters without a gradient". They contribute zeros (or what they had accumulated), so that no rank ever waits
+for them. Each rank's *verdicts* say whether it had such parameters. They travel last, in the tail of the last bucket or
+by themselves. Only if any rank has a verdict do the ranks compare parameter by parameter (`unused.py`).
 
-Note "what a mean divides by". The world size, unless totals ride along: then the global count of samples or tokens. The
-first bucket carries the count and is divided when it is complete; every later one is divided on its way.
+Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
+samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
+part of its all-reduce, which runs when the count has arrived; bucket 0, if it carried the count, at the end.
 
 Read before: `unused.py`. Read next: `timeline.py`.
 """
@@ -52,8 +54,8 @@ from ddp.replica.unused import Use, complaint, greatest_uses
 class State(Enum):
     """The states of a backward."""
 
-    EXPECTED = auto()  # gradients accumulate on this rank, nothing is sent
-    RUNNING = auto()  # between begin and the end of finish: full buckets are launched
+    EXPECTED = auto()  # until begin: gradients accumulate on this rank, nothing is sent
+    RUNNING = auto()  # until the end of finish: full buckets are launched
     DONE = auto()
 
 
@@ -61,31 +63,37 @@ class Reduction:
     """One bucket in one backward.
 
     Attributes:
-        ready: parameters whose gradients are ready, in that order; once for each time that a gradient was added to.
-        num_early: number of these that were ready before the backward began.
+        ready: parameters whose gradients are ready, in this order; twice if autograd has added to a gradient twice.
+        num_early: number of entries of `ready` from before this backward began.
         awaited: ids of the parameters whose gradients this backward will bring.
-        enough: all of them may be ready once `ready` has this many entries.
-        is_full: all of them are.
-        ready_s, launched_s, done_s: when that was so, when the reduction was launched, and when it was complete.
+        enough: length of `ready` from which on it is worth looking whether the bucket is full.
+        is_full: every awaited gradient is ready.
+        ready_s, launched_s, done_s: when the bucket became full, was launched, and was complete.
     """
 
     __slots__ = ("awaited", "bucket", "done_s", "enough", "is_full", "launched_s", "num_early", "ready", "ready_s")
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket, self.ready, self.num_early, self.awaited = bucket, list[Tensor](), 0, bucket.ids
-        self.enough, self.is_full = 0, False
+        self.bucket, self.awaited = bucket, bucket.ids
+        self.ready: list[Tensor] = []
+        self.num_early, self.enough, self.is_full = 0, 0, False
         self.ready_s = self.launched_s = self.done_s = 0.0
 
     def await_gradients(self, awaited: frozenset[int], num_awaited: int) -> None:
-        """Notes which gradients this backward will bring, and how many; those that are ready so far came before it."""
+        """Notes which gradients this backward will bring, and how many. What is ready already came before it."""
         self.awaited, self.num_early, self.is_full = awaited, len(self.ready), not awaited
         self.enough = self.num_early + num_awaited
 
     def look(self) -> bool:
-        """Returns True if all gradients are ready; if not, the next one may be the last."""
+        """Finds out whether the bucket is full; if it is not, it is worth looking again at the next gradient."""
         self.is_full = self.awaited <= set(map(id, self.ready[self.num_early :]))
         self.enough = len(self.ready) + 1
         return self.is_full
+
+    @property
+    def is_launched(self) -> bool:
+        """True once the reduction has been launched."""
+        return self.launched_s > 0
 
     def without_gradient(self) -> list[Slot]:
         """Returns the slots whose gradient has not become ready since the last reduction."""
@@ -94,18 +102,18 @@ class Reduction:
 
 
 class Backward:
-    """One synchronised backward of a replica.
+    """One synchronised backward of a replica. `drop_in/backward.py` overrides some of the methods that begin with "_".
 
     Args:
         step: number of backwards before this one, for messages.
         overlap: reduce in the background (note "foreground").
 
     Attributes:
-        early: parameters that have accumulated gradients (in `no_sync`) which no backward has reduced yet.
+        early: parameters that have accumulated gradients (in `no_sync`) since the last synchronised backward.
         layout: where the gradients live; from `begin` on.
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
-        error: what the backward has found wrong with this program, on every rank alike.
+        error: found by this backward, and to be raised on every rank before the next forward.
         waited: time that backward's thread has spent on reductions, or waiting for them.
         began_s, ended_s: when backward began and ended.
     """
@@ -119,9 +127,9 @@ class Backward:
         self.index_of: dict[int, int] = {}
         self.error: UnusedParameters | None = None
         self.waited, self.began_s, self.ended_s = Stopwatch(), 0.0, 0.0
-        self._seen: list[Tensor] = []  # gradients in the order in which they became ready, while no order is known
-        self._kept: dict[Slot, Tensor | None] = {}  # gradients that zeros or the mean are written over
-        self._undefined: list[Slot] = []
+        self._seen: list[Tensor] = []  # parameters in the order of their gradients, as long as no order is known
+        self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
+        self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
         self._num_launched = 0
         self._in_flight: list[tuple[Reduction, Work]] = []
 
@@ -137,12 +145,12 @@ class Backward:
         self.state, self.began_s = State.RUNNING, now_s()
         self.layout, self._totals, self._divide_by = layout, totals, divide_by
         if layout.is_learned:
-            self._prepare()
+            self._set_up()
             for reduction in self.reductions:
                 reduction.await_gradients(*self._awaited(reduction.bucket))
             self._launch_full()
 
-    def _prepare(self) -> None:
+    def _set_up(self) -> None:
         """Makes the memory, if it is not there yet, and sends the totals on their way. Collective."""
         layout = self.layout
         layout.allocate()
@@ -161,7 +169,7 @@ class Backward:
         return bucket.ids, len(bucket.slots)
 
     def note(self, parameter: Tensor) -> bool:
-        """Notes that a gradient is ready. Returns False if no bucket awaits it: then `note_other` is for it."""
+        """Notes that a gradient is ready. Returns False if no bucket awaits it; `note_other` takes it then."""
         index = self.index_of.get(id(parameter))
         if index is None:
             return False
@@ -172,13 +180,13 @@ class Backward:
         return True
 
     def note_other(self, parameter: Tensor) -> bool:
-        """Notes that a gradient is ready which no bucket awaits: there is no backward, or no order of gradients yet.
+        """Notes a gradient while no synchronised backward is running, or while the order of gradients is not known.
 
         Returns:
             False if the parameter has no place in this backward.
         """
         if self.state is State.EXPECTED:
-            if parameter.requires_grad:  # else it was frozen after its forward, and has got nothing
+            if parameter.requires_grad:  # frozen after its forward: autograd calls the hook, but without a gradient
                 self.early.append(parameter)
         elif not self.reductions and id(parameter) in self.layout.index_of:
             self._seen.append(parameter)
@@ -188,37 +196,39 @@ class Backward:
 
     def move_in(self, parameter: Tensor) -> None:
         """Moves a large gradient into its bucket as soon as it is ready."""
-        if self.reductions and parameter.grad is not None and id(parameter) in self.index_of:
+        index = self.index_of.get(id(parameter))
+        if index is not None and parameter.grad is not None and not self.reductions[index].is_launched:
             self.layout.slot_of[id(parameter)].move_in()
 
     def _look(self, reduction: Reduction, parameter: Tensor) -> None:
-        """A gradient is ready with which its bucket may be full; launches what is full then.
+        """Launches the buckets that this gradient makes full.
 
         Raises:
             RuntimeError: the bucket has been sent without it.
         """
-        if not reduction.launched_s:
+        if not reduction.is_launched:
             if not reduction.is_full and reduction.look():
                 reduction.ready_s = now_s()
                 self._launch_full()
-        elif parameter.requires_grad:  # else it was frozen after its forward, and has got nothing
+        elif parameter.requires_grad:  # frozen after its forward: it has no gradient that is too late
             raise RuntimeError(
                 f"{self.layout.slot_of[id(parameter)].name} got a gradient in step {self.step} after "
                 f"{reduction.bucket.label} had been sent. Re-entrant checkpointing of a module that is used twice does "
                 "this, or of one that find_unused_parameters=True takes for unused: pass use_reentrant=False to the "
-                "checkpoint, or static_graph=True to the replica if all steps are alike"
+                "checkpoint, or static_graph=True to ddp.DistributedDataParallel if all steps are alike"
             )
 
     def _launch_full(self) -> None:
         """Launches every full bucket whose turn it is; the one that carries the verdicts waits for the end."""
-        for reduction in self.reductions[self._num_launched : len(self.reductions) - self.layout.verdicts_ride]:
-            if not reduction.is_full:
+        for reduction in self.reductions[self._num_launched :]:
+            waits_for_end = self.layout.verdicts_ride and reduction is self.reductions[-1]
+            if waits_for_end or not reduction.is_full:
                 return
             self._fill(reduction.bucket)
             self._launch(reduction)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Moves a bucket's gradients in."""
+        """Moves a bucket's gradients to their places in it."""
         for slot in bucket.fill():
             self._note_undefined(slot)
 
@@ -227,7 +237,11 @@ class Backward:
         self._kept.setdefault(slot, None)
 
     def _launch(self, reduction: Reduction) -> None:
-        """Launches a bucket's reduction: in the background if anything is left to do meanwhile."""
+        """Launches a bucket's reduction.
+
+        In the background, if reductions overlap. The last one would only be waited for at once, so it runs in the
+        foreground, unless others are still in flight, which must be complete before it.
+        """
         self._num_launched += 1
         reduction.launched_s = now_s()
         reduction.ready_s = reduction.ready_s or reduction.launched_s
@@ -254,7 +268,7 @@ class Backward:
     def _all_reduce(
         self, flat: Tensor, *, divide_by: SupportsInt = 1, async_op: bool = False, label: str
     ) -> Work | None:
-        """Sums over the ranks and divides; returns what is in flight then, if anything."""
+        """Sums over the ranks and divides. Returns the work if it is still in flight."""
         with self.waited.running():
             if flat.device != self.comm.device:  # a model on several devices
                 staged = flat.to(self.comm.device)
@@ -266,7 +280,7 @@ class Backward:
         return None
 
     def _collect(self, *, wait: bool) -> None:
-        """Notes which buckets are complete, in order; waits for all if told to."""
+        """Completes the reductions that have ended, in order; waits for all of them if told to."""
         while self._in_flight and (wait or self._in_flight[0][1].is_completed()):
             reduction, work = self._in_flight.pop(0)
             with self.waited.running():
@@ -278,12 +292,12 @@ class Backward:
         self._collect(wait=True)
 
     def _complete(self, reduction: Reduction, done_s: float) -> None:
-        """A bucket holds the mean over the ranks."""
+        """Notes that a bucket's reduction is complete."""
         reduction.done_s = done_s
 
     @torch.no_grad()
     def finish(self, *, had_backward: bool = True) -> Totals:
-        """Ends: reduces what is left, and hands out the means. Collective.
+        """Ends: reduces what is left, and gives every parameter its mean. Collective.
 
         Args:
             had_backward: False on a rank that had nothing to compute; then it is no error that gradients are missing.
@@ -298,7 +312,7 @@ class Backward:
         for slot in missing:
             self._keep(slot)
         for reduction in self.reductions[self._num_launched :]:
-            self._fill(reduction.bucket)
+            self._fill(reduction.bucket)  # all of them first: filling shows which gradients are undefined
         undefined = set(self._undefined).difference(missing)
         mine = Verdicts(bool(missing), bool(undefined)) if had_backward else Verdicts()
         mine.write(self.layout.verdicts)
@@ -322,7 +336,7 @@ class Backward:
         seen = all_gather_object(self.comm, names if had_backward else None)
         if (order := next((names for names in seen if names is not None), None)) is not None:
             self.layout = self.layout.in_order(order)
-        self._prepare()
+        self._set_up()
 
     def _missing(self) -> list[Slot]:
         """Returns the slots that backward has not reached since the last reduction, in the order of registration."""
@@ -346,7 +360,7 @@ class Backward:
     def _settle(
         self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts, *, had_backward: bool
     ) -> None:
-        """Gives parameters that no rank has a gradient of what they had, and names those that must have one."""
+        """Restores the old gradient of parameters that no rank has a gradient of; reports those that must have one."""
         if any(verdicts):
             self._give_back(self._used_by_none(missing, undefined, verdicts))
             if verdicts.has_unused:
@@ -360,7 +374,11 @@ class Backward:
         return [slot for slot, use in zip(self.layout.slots, uses, strict=True) if use is not Use.GRADIENT]
 
     def _complain(self, missing: Sequence[Slot] | None) -> None:
-        """Makes the error about parameters that backward has not reached; None: there was no backward. Collective."""
+        """Records the error about parameters that backward has not reached. Collective.
+
+        Args:
+            missing: this rank's; None: it had no backward.
+        """
         self.error = complaint(self.comm, missing)
 
     def _give_back(self, slots: Iterable[Slot]) -> None:

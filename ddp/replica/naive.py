@@ -1,17 +1,19 @@
 """The naive replica: when backward has ended, one all-reduce per parameter. The whole idea of data parallelism.
 
-    every rank has a copy of the model, and a part of the batch of its own
-    forward, backward      each rank by itself: gradients of its own part
-    all-reduce, divide     each gradient becomes the mean over all ranks
+    every rank has a copy of the model, and its own part of the batch
+    forward, backward      each rank by itself: the gradients of its own part
+    all-reduce, divide     each gradient becomes the mean over all ranks; or over all samples, where totals ride along
     optimizer step         the same everywhere, so the copies stay equal
 
-Nothing overlaps and every parameter pays the latency of a message, so it is slow; it is also so plain that it can
-be seen to be right. It is the first lesson, the oracle of the bucketed replica, and its baseline.
+Nothing overlaps and every parameter pays the latency of a message, so it is slow; but it is simple enough to check by
+eye. It is the first lesson, the reference for the bucketed replica, and its baseline.
 
 Read before: `replica.py`. Read next: `parameters.py`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,34 +23,42 @@ from ddp.comm.setup import current
 from ddp.gradients.totals import Totals
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
-from ddp.replica.parameters import trainable
+from ddp.replica.parameters import check_trainable
 from ddp.replica.replica import Replica
-from ddp.replica.sink import accumulates
+from ddp.replica.sink import accumulates, watch_backward
 
 
 class NaiveDataParallel(Replica):
     """Averages gradients by one all-reduce per parameter after backward.
 
-    A parameter that is frozen, or that no rank has used, keeps the gradient that it had.
+    A parameter that has no gradient on any rank, or is frozen on all, is left alone.
 
     Args:
         module: at least one parameter must need a gradient. Its parameters and buffers become rank 0's.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's.
-        comm: the ranks that take part; None: all.
+        comm: the ranks that take part; all by default.
+
+    Raises:
+        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
+        ConfigError: no parameter needs a gradient.
     """
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
         comm = comm or current()
+        check_trainable(list(module.named_parameters()))
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
-        trainable(list(module.named_parameters()))
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
         self._is_in_backward = False
 
     def prepare(self) -> None:
-        """Forgets a backward that broke off: it has left nothing behind that could be wrong."""
+        """Forgets a backward that broke off, which has left no communication pending."""
         self._is_in_backward = False
 
+    def _watch_outputs(self, outputs: Any) -> None:
+        watch_backward(outputs, self._begin, self._finish)
+
     def _begin(self) -> bool:
+        """Backward has reached an output. Returns True for the first one, unless it is for other gradients."""
         if self._is_in_backward or not accumulates(list(self.module.parameters())):
             return False
         self._is_in_backward = True

@@ -3,7 +3,7 @@
 A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
 So every forward looks whether modules and parameters are still those of the beginning: one comparison of two lists.
 
-Read before: `naive.py`. Read next: `unused.py`.
+Read before: `naive.py`. Read next: `gradient_hooks.py`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module])
     return [(name, p) for name, p in module.named_parameters() if name not in ignored and id(p) not in others]
 
 
-def trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> list[tuple[str, nn.Parameter]]:
-    """Returns the parameters that need a gradient.
+def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
+    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet.
 
-    Raises:
-        ConfigError: there are none, or one has no shape yet.
+    Args:
+        has_inner: other parameters of the module do, and an inner replica answers for them.
     """
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
-    found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not found and not has_inner:
+    if not has_inner and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
-    return found
 
 
 class Change(Enum):
@@ -120,6 +118,10 @@ class ParameterWatch:
     def needed_ids(self) -> frozenset[int]:
         """Ids of the parameters that needed a gradient at the last look."""
         return frozenset(map(id, compress(self._parameters, self._needed)))
+
+    def names_of(self, ids: Collection[int]) -> list[str]:
+        """Returns the names of parameters, by their ids, sorted."""
+        return sorted(name for name, parameter in self._named.items() if id(parameter) in ids)
 
     def _compare(self) -> Change:
         now = dict(self._module.named_parameters(remove_duplicate=False))

@@ -2,7 +2,7 @@
 
     forward      what the last step left behind is raised, and buffers are made equal; then the module's own forward.
                  Its outputs are watched
-    backward     autograd reaches an output: `_begin`. Backward has ended: `_finish`, which averages the gradients
+    backward     when it has ended, `_finish` averages the gradients
 
 `NaiveDataParallel` and `BucketedDataParallel` say how gradients are averaged: the one afterwards, a parameter at a
 time, the other in buckets, while backward runs.
@@ -28,7 +28,6 @@ from ddp.comm.communicator import Communicator
 from ddp.gradients.totals import Totals
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
-from ddp.replica.sink import watch_backward
 from ddp.replica.uncompiled import uncompiled
 from ddp.replica.verify import verify_replicas
 
@@ -121,12 +120,9 @@ class Replica(nn.Module, ABC):
         mine, self._mine = self._mine, None
         return mine
 
-    def _watch_outputs(self, outputs: Any) -> None:
-        watch_backward(outputs, self._begin, self._finish)
-
     @abstractmethod
-    def _begin(self) -> bool:
-        """Backward has reached an output. Returns True if that begins the step."""
+    def _watch_outputs(self, outputs: Any) -> None:
+        """Sees to it that `_finish` is called when a backward through these outputs has ended (`sink.py`)."""
 
     @abstractmethod
     def _average(self, *, had_backward: bool) -> Totals:
@@ -203,7 +199,7 @@ class Replica(nn.Module, ABC):
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""
         buffers = self._buffer_sync.named().items() if self._buffer_sync.mode != "none" else ()
-        broadcast_state(self.comm, [*self._equal_parameters(), *buffers], root=root)
+        broadcast_state(self.comm, [*self._replicated_parameters(), *buffers], root=root)
 
     def verify_replicas(
         self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
@@ -221,11 +217,11 @@ class Replica(nn.Module, ABC):
         if every is not None and every < 0:
             raise ValueError(f"every={every}: want a number of steps, or 0 for never again")
         if every is None:
-            verify_replicas(self.comm, [*self._equal_parameters(), *also()])
+            verify_replicas(self.comm, [*self._replicated_parameters(), *also()])
         else:
             self._verification = Verification(every, also) if every else None
 
-    def _equal_parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
 
 

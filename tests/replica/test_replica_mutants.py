@@ -110,8 +110,8 @@ MUTANTS = {
     ),
     "a backward goes by the layout of the last forward": Mutant(
         f"{DROP_IN}._begin",
-        "layout = (layout or self._layout).latest",
-        "layout = self._layout.latest",
+        "layout = layout.latest",
+        "layout = self._layouts.current",
         LIKE_TORCH,
         "all_forwards_then_all_backwards",
     ),
