@@ -181,7 +181,7 @@ def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
 
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         with bad_input_to(refuse):
-            from ddp.build import prepare_data
+            from ddp.components import prepare_data
 
             prepare_data(from_plain(sent["config"]))
     return found
