@@ -1,4 +1,4 @@
-"""How a worker begins: runs a module of exactly the package that this file belongs to, wherever it is started.
+"""Starts a worker: runs a module of exactly the package that this file belongs to, wherever it is started.
 
     python -P …/ddp/bootstrap.py ddp.worker ARGUMENT …
 

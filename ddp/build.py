@@ -5,7 +5,7 @@
     run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
     finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table
 
-Read before: `worker.py`, `components.py`. Read next: `under_torchrun.py`.
+Read before: `components.py`. Read next: `under_torchrun.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each function below builds one component of a run. Components know nothing of `Config`.
 
-Read before: `config.py`. Read next: `build.py`.
+Read before: `worker.py`, `config.py`. Read next: `build.py`.
 """
 
 from __future__ import annotations

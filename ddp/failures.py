@@ -1,4 +1,4 @@
-"""Which worker failed first, and what to print: one line for each of the others, then the root cause's block.
+"""Finds the worker that failed first; prints one line for each of the others, and then the root cause's block.
 
     rank 0 stopped because rank 1 failed
     rank 1 on host h failed at step 7:

@@ -14,7 +14,7 @@ A worker reads plain YAML and never imports Hydra. It imports nothing from the c
 does, once it has taken over its parent's `sys.path`. Its rank comes as an argument, not from the environment. The
 launcher has set the variables for threads and MKL's mode before this interpreter, and so torch, started.
 
-Read before: `bootstrap.py`, `terminal.py`. Read next: `build.py`, which does the work.
+Read before: `bootstrap.py`, `terminal.py`. Read next: `components.py`.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a failed worker tells its parent.
+    """A failed worker's message to its parent.
 
     Attributes:
         step: the step that training was in; None outside of it.
