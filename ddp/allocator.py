@@ -1,4 +1,4 @@
-"""How a worker keeps large blocks of memory: settings of the C library's allocator, and of torch's.
+"""Keeps large blocks of memory in a worker: settings of the C library's allocator, and of torch's.
 
 By default the C library gives each large block back to the kernel as soon as it is free, and a step that takes it anew
 pays for every page of it again. With these settings an MLP of 25M parameters trains a fifth faster. The cost: a worker
@@ -12,7 +12,7 @@ keeps what it has once taken.
 
 A variable that the user has set stays as it is.
 
-Read before: `clock.py`. Read next: `errors.py`.
+Read before: `clock.py`. Read next: `log.py`.
 """
 
 from __future__ import annotations

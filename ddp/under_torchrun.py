@@ -8,7 +8,7 @@
 The words travel through the store that torchrun keeps, so that an error at one rank ends all ranks at once and one
 message is seen. After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
 
-Read before: `launcher.py`, `run_folder.py`. Read next: `worker.py`.
+Read before: `launcher.py`, `run_folder.py`. Read next: `__main__.py`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
 
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         with bad_input_to(refuse):
-            from ddp.build import prepare_data
+            from ddp.components import prepare_data
 
             prepare_data(from_plain(sent["config"]))
     return found

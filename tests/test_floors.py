@@ -26,6 +26,7 @@ FLOORS = [
         "bootstrap",
         "worker",
         "build",
+        "components",
         "config",
         "__main__",
         "__init__",

@@ -51,7 +51,7 @@ def recursive_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
-    """All-reduce among a power of two of ranks, a chunk for each."""
+    """All-reduces a chunk per rank among a power of two of ranks."""
     mine, exchanges, distance = range(num_ranks), [], 1
     while distance < num_ranks:
         peer, half = rank ^ distance, len(mine) // 2
@@ -64,7 +64,7 @@ def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def doubling(rank: int, num_ranks: int) -> Iterator[Round]:
-    """All-reduce of one chunk among a power of two of ranks."""
+    """All-reduces one chunk among a power of two of ranks."""
     distance = 1
     while distance < num_ranks:
         yield Send(rank ^ distance, range(1)), Recv(rank ^ distance, range(1), add=True)

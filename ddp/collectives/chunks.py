@@ -1,4 +1,4 @@
-"""Where chunks begin and end: `numel` elements cut into `num_chunks` runs that differ by at most one element.
+"""The boundaries of chunks: `numel` elements cut into `num_chunks` runs that differ by at most one element.
 
 offsets(10, 4) = [0, 2, 5, 7, 10]        offsets(2, 4) = [0, 0, 1, 1, 2]: fewer elements than ranks is fine
 

@@ -1,4 +1,4 @@
-"""Which samples a rank reads, in which order: two samplers, whose state is three numbers or nothing.
+"""Samplers say which samples a rank reads, in which order. Their state is three numbers or nothing.
 
     TrainSampler         for `fit`: each sample exactly once per epoch, in steps of a global batch
     EvaluationSampler    each sample exactly once over all ranks, one contiguous run per rank

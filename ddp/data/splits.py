@@ -1,4 +1,4 @@
-"""What every data set here returns: two sets of samples, and the facts that a model needs to be built for them.
+"""The form of every data set here: two sets of samples, and the facts that a model needs to be built for them.
 
     prepare_…(root)    once, by the parent or rank 0, before workers start; the only place that may download
     load…(…)           in every worker; reads, never downloads; returns `Splits`

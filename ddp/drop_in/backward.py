@@ -1,4 +1,4 @@
-"""What users of torch's class ask of a backward beyond the mean: the bucketed one, changed at its named moments.
+"""The bucketed backward, changed at named moments by what users of torch's class ask for beyond the mean.
 
     moment              changed by
     begin               `create_graph=True`: gradients stay out of their buckets (`higher_order.py`)

@@ -13,7 +13,7 @@ The same keywords (`arguments.py` has the table), the same `state_dict`, the sam
     _new_backward            unused parameters, static graphs, hooks, … (`backward.py` has the moments inside one)
     _on_other_gradient, …    parameters unfrozen inside a forward; `create_graph`
 
-Read before: `join.py`. Read next: `data/sampler.py`.
+Read before: `join.py`. Read next: `data/streams.py`.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @property
     def steps_in_backward(self) -> bool:
-        """True once `step_in_backward` was called."""
+        """Returns True once `step_in_backward` was called."""
         return self._wishes.stepper is not None
 
     @property

@@ -153,7 +153,7 @@ class TorchNames(BucketedDataParallel):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """True if buffers are kept equal. Programs also change it after the replica was made."""
+        """Returns True if buffers are kept equal. Programs also change it after the replica was made."""
         return self._buffer_sync.mode != "none"
 
     @broadcast_buffers.setter

@@ -1,4 +1,4 @@
-"""What a step must agree on. It rides with the gradients, in the tails of two buckets, and so costs no message.
+"""Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and so cost no message.
 
     totals     loss_sum   items ÷ 4096   items % 4096   votes to stop     in the tail of the first bucket
     verdicts   ranks with unused parameters   with undefined gradients    in the tail of the last bucket

@@ -28,7 +28,7 @@ Note "divisor". Sums over ranks are divided by the world size or, where totals r
 samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
 part of its all-reduce, which runs when the count has arrived; bucket 0, if it carried the count, at the end.
 
-Read before: `unused.py`. Read next: `timeline.py`.
+Read before: `unused.py`, `gradients/layout.py`. Read next: `timeline.py`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Reduction:
 
     @property
     def is_launched(self) -> bool:
-        """True once the reduction has been launched."""
+        """Returns True once the reduction has been launched."""
         return self.launched_s > 0
 
     def without_gradient(self) -> list[Slot]:

@@ -16,7 +16,7 @@ that got no gradient: `UnusedParameters`, out of the next `prepare`, or of `rais
 After a backward that broke off, `prepare` raises RuntimeError. Parameters that were added, frozen or converted in a
 wrong way: `ConfigError` or `ReplicaMismatch`, out of `prepare`.
 
-Read before: `backward.py`, `timeline.py`. Read next: `drop_in/backward.py`.
+Read before: `backward.py`, `timeline.py`. Read next: `sync_batchnorm.py`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def overlaps(self) -> bool:
-        """True if buckets are reduced in the background of backward."""
+        """Returns True if buckets are reduced in the background of backward."""
         return self.comm.overlaps if self._overlap is None else self._overlap
 
     @property

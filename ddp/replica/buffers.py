@@ -58,7 +58,7 @@ class BufferSync:
 
     @property
     def is_active(self) -> bool:
-        """True if there are buffers, and they are to be kept equal."""
+        """Returns True if there are buffers, and they are to be kept equal."""
         return self.mode != "none" and any(True for _ in self._found())
 
     def before_forward(self, root: int) -> None:

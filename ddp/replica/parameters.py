@@ -1,4 +1,4 @@
-"""Which parameters a replica keeps equal, and whether they are still the same ones.
+"""The parameters that a replica keeps equal, and a look whether they are still the same ones.
 
 A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
 So every forward looks whether modules and parameters are still those of the beginning: one comparison of two lists.

@@ -152,12 +152,12 @@ class Replica(nn.Module, ABC):
 
     @property
     def _is_joined(self) -> bool:
-        """True inside a context in which ranks may run out of inputs."""
+        """Returns True inside a context in which ranks may run out of inputs."""
         return False
 
     @property
     def _all_make_steps(self) -> bool:
-        """True if every rank has made the same number of optimizer steps."""
+        """Returns True if every rank has made the same number of optimizer steps."""
         return True
 
     @property

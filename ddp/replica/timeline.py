@@ -1,4 +1,4 @@
-"""How long the last step's reductions took, bucket by bucket: `BucketedDataParallel.logging_data()`.
+"""The times of the last step's reductions, bucket by bucket: `BucketedDataParallel.logging_data()`.
 
     ready ── launched ── done      seconds after backward began
     overlap                        share of (launched … done) that lies before backward ended; 0 in the foreground,

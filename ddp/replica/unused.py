@@ -8,7 +8,7 @@
 
 The ranks compare only in steps in which any rank has such parameters.
 
-Read before: `parameters.py`. Read next: `backward.py`.
+Read before: `layouts.py`. Read next: `backward.py`.
 """
 
 from __future__ import annotations

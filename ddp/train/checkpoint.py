@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how all ranks save and resume together.
+"""The content of a run's checkpoint, and the way in which all ranks save and resume together.
 
     model.pt       the inner module's plain keys: loads into the bare model, with or without this package
     optimizer.pt   torch's optimizer state

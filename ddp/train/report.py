@@ -1,4 +1,4 @@
-"""What a finished run leaves for people: curves.png and the table on the terminal.
+"""The results of a run for people: curves.png, and the table on the terminal.
 
 Read before: `progress.py`. Read next: `config.py`.
 """

@@ -1,4 +1,4 @@
-"""Where a run stands: everything that a step changes, in one place, so that the loop itself holds nothing.
+"""The state of a run: everything that a step changes, in one place, so that the loop itself holds nothing.
 
 Read before: `precision/autocast.py`. Read next: `monitor/throughput.py`.
 """

@@ -191,17 +191,17 @@ base = sys.argv.pop(1)
 own, disk = os.path.join(base, socket.gethostname()), os.path.join(base, "disk")
 subprocess.run(["mount", "--bind", own, disk], check=True)
 os.chdir(disk)
-import ddp.build
+import ddp.components
 from ddp.under_torchrun import main
 
 def prepare_data(config):
     open("prepared", "a").write("once ")
 
-def load_data(config, load=ddp.build.load_data):
+def load_data(config, load=ddp.components.load_data):
     assert os.path.exists("prepared"), "not on this host"
     return load(config)
 
-ddp.build.prepare_data, ddp.build.load_data = prepare_data, load_data
+ddp.components.prepare_data, ddp.components.load_data = prepare_data, load_data
 main()
 """
 
