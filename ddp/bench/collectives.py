@@ -46,7 +46,7 @@ from torch import Tensor
 from ddp.bench.barrier import Barrier, open_barrier
 from ddp.bench.place import HERE, Place
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
-from ddp.bench.units import format_size
+from ddp.bench.units import format_bandwidth, format_size, format_time, three_digits, written
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
@@ -99,6 +99,7 @@ class CollectiveCell(TimedCell):
     """
 
     rival: ClassVar[str] = "Gloo"
+    caption: ClassVar[str] = "GB/s: bus bandwidth; Gloo ÷ ours: above 1, ours is faster"
     case: str
     algorithm: str
     nbytes: int
@@ -110,7 +111,28 @@ class CollectiveCell(TimedCell):
     @property
     def bus_bytes_s(self) -> float:
         """Bytes per second that each link carries if no byte crosses it twice; comparable between world sizes."""
-        return self.nbytes * 2 * (self.world_size - 1) / self.world_size / statistics.median(self.turns_s["ours"])
+        return self.nbytes * 2 * (self.world_size - 1) / self.world_size / self.time_s
+
+    @property
+    def time_s(self) -> float:
+        """What ours takes."""
+        return statistics.median(self.turns_s["ours"])
+
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns."""
+        return {
+            "case": self.case,
+            "algorithm": self.algorithm,
+            "size": format_size(self.nbytes) if self.nbytes else "",
+            "time": format_time(self.time_s),
+            "GB/s": format_bandwidth(self.bus_bytes_s) if self.nbytes else "",
+            "of wire": written("{:.0%}".format, self.wire_s, 1 / self.time_s),
+            "delays": three_digits(self.time_s / self.delay_s) if self.delay_s else "",
+            "predicted": written(format_time, self.predicted_s),
+            "Gloo": written(format_time, self.median_s("Gloo")),
+            "Gloo ÷ ours": written(three_digits, self.speedup),
+            "over turns": self.spread,
+        }
 
 
 class WrongSum(RuntimeError):

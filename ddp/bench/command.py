@@ -25,16 +25,11 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from ddp.bench.bystanders import Others, strangers
 from ddp.bench.place import Bed, Place
 from ddp.bench.report import draw_plot, from_json, print_report, to_json
+from ddp.bench.strangers import strangers
 from ddp.bench.turns import PROGRESS, Cell
 from ddp.errors import ConfigError, WorkersFailed
-
-BED_S = 3600
-"""A run on a bed that takes longer is given up."""
-WORTH_SAYING = 0.2
-"""Cores that others keep busy; /proc/stat counts ticks of 10 ms, so that a few hundredths are noise."""
 
 Job = Callable[[], Sequence[Cell]]
 
@@ -123,15 +118,14 @@ def run(
             if rank == "0":
                 _finish(cells, options)
             return
-        others = Others()
+        load = os.getloadavg()[0]
         with strangers(options.beside):
             if options.place.bed is None:
                 cells = _on_this_host(jobs, options, launch)
             else:
                 cells = _on_bed(options.place.bed, kind)
         _finish(cells, options)
-        if options.place.bed is None and others.num_cores() >= WORTH_SAYING:  # a bed has processes that are not ours
-            print(f"! other processes kept {others.num_cores():.1f} cores busy: trust the ratios more than the times")
+        print(f"load average of the machine before the run: {load:.1f}")
     except ConfigError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -176,7 +170,7 @@ def _on_bed(bed: Bed, kind: type[Cell]) -> list[Cell]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="ddp-bench-") as folder:
         kept = Path(folder) / "cells.json"
-        command = [*hosts, "run", *up, "-k", str(bed.ranks_per_host), "--timeout", str(BED_S)]
+        command = [*hosts, "run", *up, "-k", str(bed.ranks_per_host)]
         command += [str(script), *sys.argv[1:], "--json", str(kept)]
         said = _lines_of(command)
         if not kept.exists():

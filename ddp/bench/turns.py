@@ -23,6 +23,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from ddp.bench.units import three_digits
+
 TURN_S, MOST_REPETITIONS = 0.2, 200
 
 
@@ -30,8 +32,13 @@ TURN_S, MOST_REPETITIONS = 0.2, 200
 class Cell:
     """One line of a report: what ran (`name`), and where (`place`, the title of its table)."""
 
+    caption: ClassVar[str] = ""
     place: str
     name: str
+
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns; "" for what was not measured."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,12 @@ class TimedCell(Cell):
     def ratio(self, one: str, other: str) -> float | None:
         """Returns the median of `ratios`, or None."""
         return statistics.median(ratios) if (ratios := self.ratios(one, other)) else None
+
+    @property
+    def spread(self) -> str:
+        """The least and the greatest speedup of a turn, for a table."""
+        ratios = self.ratios(self.rival, "ours")
+        return f"{three_digits(min(ratios))} – {three_digits(max(ratios))}" if ratios else ""
 
     @property
     def speedup(self) -> float | None:
