@@ -57,7 +57,7 @@ ABORT_S = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """A collective to time against Gloo's.
+    """Names a collective to time against Gloo's.
 
     Attributes:
         algorithm: of an all-reduce; "auto" leaves the choice to the communicator.
@@ -88,7 +88,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCell(TimedCell):
-    """One case at one size.
+    """Holds the figures of one case at one size.
 
     Attributes:
         algorithm: what ran; where the case says "auto", what the communicator chose.
@@ -110,12 +110,12 @@ class CollectiveCell(TimedCell):
 
     @property
     def bus_bytes_s(self) -> float:
-        """Bytes per second that each link carries if no byte crosses it twice; comparable between world sizes."""
+        """Returns the bytes per second that each link carries if no byte crosses it twice."""
         return self.nbytes * 2 * (self.world_size - 1) / self.world_size / self.time_s
 
     @property
     def time_s(self) -> float:
-        """What ours takes."""
+        """Returns the time of ours."""
         return statistics.median(self.turns_s["ours"])
 
     def columns(self) -> dict[str, str]:
@@ -136,7 +136,7 @@ class CollectiveCell(TimedCell):
 
 
 class WrongSum(RuntimeError):
-    """An all-reduce that is being timed gives a wrong result."""
+    """Says that an all-reduce that is being timed gives a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class TimeCollectives:
 
 @dataclass
 class Rival:
-    """One of the two: its call, and the buffer that the call sums over the ranks, in place. None: a barrier."""
+    """Times one of the two: a call, and the buffer that it sums over the ranks, in place (None for a barrier)."""
 
     barrier: Barrier
     call: Callable[[], object]

@@ -1,10 +1,11 @@
-"""The command line that both benchmarks share: options, refusals, and the start of ranks here or on a bed.
+"""Runs both benchmarks from the command line: reads options, starts ranks here or on a bed, shows the report.
 
     scripts/bench_… ──┬── launch on this host, once for each world size and job ──── job()    ┐
                       ├── hosts.py run, on a bed: this very script under torchrun ── job()    ├── cells ── report
                       └── under torchrun already ──────────────────────────────────  job()    ┘
 
-A job is what every rank runs; it returns cells. What `ddp.launch` is stands two floors up, so the script passes it in.
+A job is a function that every rank runs; it returns cells. The script passes `ddp.launch` in, because that stands on a
+higher floor than this package.
 
 Read before: ddp/bench/report.py. Read next: scripts/bench_collectives, scripts/bench_step.
 """
@@ -66,10 +67,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def checked(self) -> argparse.Namespace:
-        """Returns the options. Everything about them that both benchmarks share has been found possible.
+        """Returns the options once those that both benchmarks share have been found possible.
 
         Raises:
-            ConfigError: an option that is not.
+            ConfigError: an option is impossible.
         """
         options = self.parse_args()
         worlds = split("--workers", options.workers)
@@ -114,7 +115,8 @@ def run(
         options = parser.checked()
         jobs = jobs_of(options)
         if rank is not None:
-            cells = [cell for job in jobs for cell in job()]
+            with strangers(options.beside if rank == "0" and options.place.bed is None else 0):
+                cells = [cell for job in jobs for cell in job()]
             if rank == "0":
                 _finish(cells, options)
             return

@@ -5,7 +5,7 @@ Each variant has a launch of its own, so that no other's memory counts for it:
     import everything, join torch.distributed               ── before
     build the model, wrap it, make its batch, some steps    ── peak − before, of the worker where that is highest
 
-What counts as memory is said in ddp/bench/pss.py. The communicator is made after "before", so its memory is ours and
+ddp/bench/pss.py says what counts as memory. The communicator is made after "before", so its memory is ours and
 not everyone's. For scale, "alone" is the same training without communication: parameters, gradients, momentum and
 activations.
 
@@ -37,7 +37,7 @@ NUM_STEPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCell(Cell):
-    """One variant of one model; `peak`: bytes above "before", of the worker where that is highest."""
+    """Holds the figure of one variant of one model: bytes above "before", of the worker where that is highest."""
 
     caption: ClassVar[str] = "MiB above what the worker had before, of the worker where that is highest"
     variant: str

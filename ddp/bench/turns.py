@@ -1,4 +1,4 @@
-"""One way of measuring for both benchmarks: rivals take turns in one run, and ratios are taken turn by turn.
+"""Lets rivals take turns in one run, and takes their ratios turn by turn, for both benchmarks.
 
     turn 1    ours ▓▓▓▓▓    torch ▓▓▓▓▓    alone ▓▓▓▓▓
     turn 2    alone ▓▓▓▓▓   torch ▓▓▓▓▓    ours ▓▓▓▓▓
@@ -30,7 +30,7 @@ TURN_S, MOST_REPETITIONS = 0.2, 200
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One line of a report: what ran (`name`), and where (`place`, the title of its table)."""
+    """Is one line of a report: what ran (`name`), and where (`place`, the title of its table)."""
 
     caption: ClassVar[str] = ""
     place: str
@@ -43,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCell(Cell):
-    """One line of a report on rivals that took turns.
+    """Is one line of a report on rivals that took turns.
 
     Attributes:
         rival: the name of the rival that "ours" has to beat.
@@ -68,13 +68,13 @@ class TimedCell(Cell):
 
     @property
     def spread(self) -> str:
-        """The least and the greatest speedup of a turn, for a table."""
+        """Returns the least and the greatest speedup of a turn, for a table."""
         ratios = self.ratios(self.rival, "ours")
         return f"{three_digits(min(ratios))} – {three_digits(max(ratios))}" if ratios else ""
 
     @property
     def speedup(self) -> float | None:
-        """The rival ÷ ours: above 1, ours is faster."""
+        """Returns the rival ÷ ours: above 1, ours is faster."""
         return self.ratio(self.rival, "ours")
 
 

@@ -1,4 +1,4 @@
-"""The models that the step benchmark trains, each with one worker's batch, in float32 on the CPU.
+"""Makes the models that the step benchmark trains, each with one worker's batch, in float32 on the CPU.
 
 | name                | what it is hard on                                                                        |
 |---------------------|-------------------------------------------------------------------------------------------|

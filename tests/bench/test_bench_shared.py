@@ -1,4 +1,4 @@
-"""What both benchmarks share: quantities, places, turns, strangers, the barrier, reports and refusals."""
+"""Tests what both benchmarks share: quantities, places, turns, strangers, the barrier, reports and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 def collective(**changes: Any) -> CollectiveCell:
-    """Four ranks, 1 MB in 1 ms, twice as fast as Gloo."""
+    """Returns a cell of four ranks: 1 MB in 1 ms, twice as fast as Gloo."""
     fields = {
         "place": "4 ranks",
         "name": "ordinary 1MB",
@@ -53,7 +53,7 @@ def collective(**changes: Any) -> CollectiveCell:
 
 
 def step(**changes: Any) -> StepCell:
-    """Ours half a time longer than alone, torch's twice as long as ours, in the median of three turns."""
+    """Returns a cell: in the median of three turns, ours takes 1.5 × alone, and torch takes 2 × ours."""
     fields = {
         "place": "2 ranks",
         "name": "mlp-25m",
@@ -159,7 +159,7 @@ def test_what_was_not_measured_has_no_figure() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """A process that has ended may still be a zombie, until its parent asks."""
+    """Returns False also for a zombie, which has ended but has not been waited for."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -196,7 +196,7 @@ def test_strangers_end_with_a_parent_that_is_killed() -> None:
 
 
 def moments(is_crowded: bool) -> list[tuple[float, float]]:
-    """When this rank reached each barrier, and when it left; one clock for all processes of a machine."""
+    """Returns when this rank reached each barrier, and when it left, by the clock that all processes share."""
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
     with open_barrier(rank, dist.get_world_size(), is_crowded=is_crowded) as barrier:

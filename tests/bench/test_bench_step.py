@@ -1,4 +1,4 @@
-"""The benchmark of training steps: how memory is counted, what its models are, and its shortest runs."""
+"""Tests the benchmark of training steps: how memory is counted, what its models are, and its shortest runs."""
 
 from __future__ import annotations
 
