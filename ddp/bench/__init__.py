@@ -1,4 +1,4 @@
 """Measures collectives and training steps beside torch's own, in the same run, for `scripts/bench_*`.
 
-Read next: ddp/bench/turns.py.
+Read next: `units.py`.
 """

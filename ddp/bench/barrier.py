@@ -12,7 +12,7 @@ counts its calls in a cache line of its own and waits until the other counters h
 
 A rank that died is waited for until the launcher, which sees every death, ends the others.
 
-Read before: ddp/bench/place.py. Read next: ddp/bench/collectives.py.
+Read before: `turns.py`. Read next: `collectives.py`.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ same bits on every rank.
 | of wire        | the least time that the links of a bed allow ÷ time                         |
 | delays         | time ÷ one-way delay: how many messages cross the links one after another   |
 
-`scripts/bench_collectives` is the command. Read before: ddp/bench/turns.py, ddp/bench/barrier.py. Read next:
-ddp/bench/report.py.
+`scripts/bench_collectives` is the command.
+
+Read before: `turns.py`, `barrier.py`, `comm/communicator.py`. Read next: `workloads.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 A job is a function that every rank runs; it returns cells. The script passes `ddp.launch` in, because that stands on a
 higher floor than this package.
 
-Read before: ddp/bench/report.py. Read next: scripts/bench_collectives, scripts/bench_step.
+Read before: `report.py`, `strangers.py`. Read next: `launcher.py`.
 """
 
 from __future__ import annotations

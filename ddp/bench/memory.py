@@ -9,8 +9,9 @@ ddp/bench/pss.py says what counts as memory. The communicator is made after "bef
 not everyone's. For scale, "alone" is the same training without communication: parameters, gradients, momentum and
 activations.
 
-`scripts/bench_step --memory` is the command. Read before: ddp/bench/step.py. Read next: ddp/bench/pss.py, which
-samples.
+`scripts/bench_step --memory` is the command.
+
+Read before: `step.py`. Read next: `pss.py`, which samples.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 There is a table for each place, and below it in which cells ours was slower than its rival.
 
-Read before: ddp/bench/collectives.py, ddp/bench/step.py, ddp/bench/memory.py. Read next: ddp/bench/command.py.
+Read before: `collectives.py`, `step.py`, `memory.py`. Read next: `strangers.py`.
 """
 
 from __future__ import annotations

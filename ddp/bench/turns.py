@@ -9,7 +9,7 @@
 
 A machine whose speed drifts is the same machine for all rivals, because they run within the same second.
 
-Read before: ddp/bench/place.py. Read next: ddp/bench/collectives.py, ddp/bench/step.py.
+Read before: `place.py`. Read next: `barrier.py`.
 """
 
 from __future__ import annotations

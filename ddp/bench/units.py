@@ -2,7 +2,7 @@
 
 `format_size` writes what `parse_size` reads. Measured times and bandwidths are shown with three digits.
 
-Read next: ddp/bench/place.py.
+Read before: `errors.py`. Read next: `place.py`.
 """
 
 from __future__ import annotations
