@@ -1,8 +1,8 @@
-"""A barrier between repetitions that touches neither of the rivals.
+"""Lets ranks wait for each other between repetitions, without touching either of the rivals.
 
 A barrier of one rival would warm that rival's sockets and caches, and its ranks would leave one after another. This one
-uses neither: all ranks of one machine map the same small file, whatever network namespace they are in. Each rank counts
-its calls in a cache line of its own and waits until the other counters have reached its own.
+uses neither rival: all ranks of one machine map the same small file, whatever network namespace they are in. Each rank
+counts its calls in a cache line of its own and waits until the other counters have reached its own.
 
     a core for every rank        A waiting rank spins. All ranks leave within some 2 µs of each other.
     more processes than cores    A waiting rank naps between two looks, because a spinning rank takes the core that
@@ -12,7 +12,7 @@ its calls in a cache line of its own and waits until the other counters have rea
 
 A rank that died is waited for until the launcher, which sees every death, ends the others.
 
-Read before: ddp/bench/place.py. Read next: ddp/bench/collectives.py.
+Read before: `turns.py`. Read next: `collectives.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def open_barrier(rank: int, world_size: int, *, is_crowded: bool) -> Iterator[Ba
 
 
 class _Counting:
-    """A barrier of counters [world_size, 8], of which the first in each row counts a rank's calls."""
+    """Is a barrier of counters [world_size, 8]; the first number of each row counts a rank's calls."""
 
     def __init__(
         self, rank: int, counters: np.ndarray[tuple[int, int], np.dtype[np.int64]], *, is_crowded: bool

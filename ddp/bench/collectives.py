@@ -26,8 +26,9 @@ same bits on every rank.
 | of wire        | the least time that the links of a bed allow ÷ time                         |
 | delays         | time ÷ one-way delay: how many messages cross the links one after another   |
 
-`scripts/bench_collectives` is the command. Read before: ddp/bench/turns.py, ddp/bench/barrier.py. Read next:
-ddp/bench/report.py.
+`scripts/bench_collectives` is the command.
+
+Read before: `turns.py`, `barrier.py`, `comm/communicator.py`. Read next: `workloads.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from torch import Tensor
 from ddp.bench.barrier import Barrier, open_barrier
 from ddp.bench.place import HERE, Place
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
-from ddp.bench.units import format_size
+from ddp.bench.units import format_bandwidth, format_size, format_time, three_digits, written
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
@@ -57,7 +58,7 @@ ABORT_S = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """A collective to time against Gloo's.
+    """Names a collective to time against Gloo's.
 
     Attributes:
         algorithm: of an all-reduce; "auto" leaves the choice to the communicator.
@@ -88,7 +89,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCell(TimedCell):
-    """One case at one size.
+    """Holds the figures of one case at one size.
 
     Attributes:
         algorithm: what ran; where the case says "auto", what the communicator chose.
@@ -99,6 +100,7 @@ class CollectiveCell(TimedCell):
     """
 
     rival: ClassVar[str] = "Gloo"
+    caption: ClassVar[str] = "GB/s: bus bandwidth; Gloo ÷ ours: above 1, ours is faster"
     case: str
     algorithm: str
     nbytes: int
@@ -109,12 +111,33 @@ class CollectiveCell(TimedCell):
 
     @property
     def bus_bytes_s(self) -> float:
-        """Bytes per second that each link carries if no byte crosses it twice; comparable between world sizes."""
-        return self.nbytes * 2 * (self.world_size - 1) / self.world_size / statistics.median(self.turns_s["ours"])
+        """Returns the bytes per second that each link carries if no byte crosses it twice."""
+        return self.nbytes * 2 * (self.world_size - 1) / self.world_size / self.time_s
+
+    @property
+    def time_s(self) -> float:
+        """Returns the time of ours."""
+        return statistics.median(self.turns_s["ours"])
+
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns."""
+        return {
+            "case": self.case,
+            "algorithm": self.algorithm,
+            "size": format_size(self.nbytes) if self.nbytes else "",
+            "time": format_time(self.time_s),
+            "GB/s": format_bandwidth(self.bus_bytes_s) if self.nbytes else "",
+            "of wire": written("{:.0%}".format, self.wire_s, 1 / self.time_s),
+            "delays": three_digits(self.time_s / self.delay_s) if self.delay_s else "",
+            "predicted": written(format_time, self.predicted_s),
+            "Gloo": written(format_time, self.median_s("Gloo")),
+            "Gloo ÷ ours": written(three_digits, self.speedup),
+            "over turns": self.spread,
+        }
 
 
 class WrongSum(RuntimeError):
-    """An all-reduce that is being timed gives a wrong result."""
+    """Says that an all-reduce that is being timed gives a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +214,7 @@ class TimeCollectives:
 
 @dataclass
 class Rival:
-    """One of the two: its call, and the buffer that the call sums over the ranks, in place. None: a barrier."""
+    """Times one of the two: a call, and the buffer that it sums over the ranks, in place (None for a barrier)."""
 
     barrier: Barrier
     call: Callable[[], object]

@@ -1,12 +1,13 @@
-"""The command line that both benchmarks share: options, refusals, and the start of ranks here or on a bed.
+"""Runs both benchmarks from the command line: reads options, starts ranks here or on a bed, shows the report.
 
     scripts/bench_… ──┬── launch on this host, once for each world size and job ──── job()    ┐
                       ├── hosts.py run, on a bed: this very script under torchrun ── job()    ├── cells ── report
                       └── under torchrun already ──────────────────────────────────  job()    ┘
 
-A job is what every rank runs; it returns cells. What `ddp.launch` is stands two floors up, so the script passes it in.
+A job is a function that every rank runs; it returns cells. The script passes `ddp.launch` in, because that stands on a
+higher floor than this package.
 
-Read before: ddp/bench/report.py. Read next: scripts/bench_collectives, scripts/bench_step.
+Read before: `report.py`, `strangers.py`. Read next: `launcher.py`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,11 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from ddp.bench.bystanders import Others, strangers
 from ddp.bench.place import Bed, Place
 from ddp.bench.report import draw_plot, from_json, print_report, to_json
+from ddp.bench.strangers import strangers
 from ddp.bench.turns import PROGRESS, Cell
 from ddp.errors import ConfigError, WorkersFailed
-
-BED_S = 3600
-"""A run on a bed that takes longer is given up."""
-WORTH_SAYING = 0.2
-"""Cores that others keep busy; /proc/stat counts ticks of 10 ms, so that a few hundredths are noise."""
 
 Job = Callable[[], Sequence[Cell]]
 
@@ -71,10 +67,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def checked(self) -> argparse.Namespace:
-        """Returns the options. Everything about them that both benchmarks share has been found possible.
+        """Returns the options once those that both benchmarks share have been found possible.
 
         Raises:
-            ConfigError: an option that is not.
+            ConfigError: an option is impossible.
         """
         options = self.parse_args()
         worlds = split("--workers", options.workers)
@@ -119,19 +115,19 @@ def run(
         options = parser.checked()
         jobs = jobs_of(options)
         if rank is not None:
-            cells = [cell for job in jobs for cell in job()]
+            with strangers(options.beside if rank == "0" and options.place.bed is None else 0):
+                cells = [cell for job in jobs for cell in job()]
             if rank == "0":
                 _finish(cells, options)
             return
-        others = Others()
+        load = os.getloadavg()[0]
         with strangers(options.beside):
             if options.place.bed is None:
                 cells = _on_this_host(jobs, options, launch)
             else:
                 cells = _on_bed(options.place.bed, kind)
         _finish(cells, options)
-        if options.place.bed is None and others.num_cores() >= WORTH_SAYING:  # a bed has processes that are not ours
-            print(f"! other processes kept {others.num_cores():.1f} cores busy: trust the ratios more than the times")
+        print(f"load average of the machine before the run: {load:.1f}")
     except ConfigError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -176,7 +172,7 @@ def _on_bed(bed: Bed, kind: type[Cell]) -> list[Cell]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="ddp-bench-") as folder:
         kept = Path(folder) / "cells.json"
-        command = [*hosts, "run", *up, "-k", str(bed.ranks_per_host), "--timeout", str(BED_S)]
+        command = [*hosts, "run", *up, "-k", str(bed.ranks_per_host)]
         command += [str(script), *sys.argv[1:], "--json", str(kept)]
         said = _lines_of(command)
         if not kept.exists():

@@ -1,9 +1,9 @@
-"""The place where a benchmark runs: on this host or on a bed of network namespaces, alone or beside strangers.
+"""Says where a benchmark runs: on this host or on a bed of network namespaces, alone or beside strangers.
 
     --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
     --beside 1                 one process that only computes runs on the same cores as the ranks
 
-Read before: ddp/bench/units.py. Read next: ddp/bench/turns.py.
+Read before: `units.py`. Read next: `turns.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAYLOAD = 0.956
 
 @dataclass(frozen=True)
 class Bed:
-    """Hosts made of network namespaces, and the links that join them.
+    """Describes hosts made of network namespaces, and the links that join them.
 
     Attributes:
         name: the text that `parse` has read.
@@ -56,7 +56,7 @@ class Bed:
 
 @dataclass(frozen=True)
 class Place:
-    """The surroundings of the ranks. `beside`: how many processes compute beside them."""
+    """Describes the surroundings of the ranks; `beside` is how many processes compute beside them."""
 
     bed: Bed | None = None
     beside: int = 0

@@ -18,17 +18,18 @@ statistics).
 |-------------------|-----------------------------------------------------------------------------------------------|
 | torch ÷ ours      | above 1, ours is faster                                                                       |
 | over alone        | ours ÷ alone − 1: what communication adds to a step                                           |
-| µs per parameter  | (ours − alone) ÷ parameters: where they are tiny and many, the interpreter's part             |
+| µs per parameter  | (ours − alone) ÷ parameters: with many tiny ones, the time in the interpreter                 |
 | wait              | how long a backward of ours waits for reductions                                              |
 | wire              | the least time in which the links of a bed carry the gradients                                |
 
-Note "replicas first". torch's replica holds the process group. Where it is the last to hold it, its end ends the group
-with the interpreter lock held, and waits there for Gloo's thread; that thread may just be waiting for the lock, to give
-back a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest). So replicas end
-before the group does.
+Note "replicas first". torch's replica holds the process group. If the replica is the last to hold it, the replica's
+destructor ends the group with the interpreter lock held, and waits there for Gloo's thread; that thread may be waiting
+for the lock, to free a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest).
+So replicas end before the group does.
 
-`scripts/bench_step` is the command. Read before: ddp/bench/turns.py, ddp/bench/workloads.py. Read next:
-ddp/bench/memory.py, ddp/bench/report.py.
+`scripts/bench_step` is the command.
+
+Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `memory.py`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp.bench.place import HERE, Place, refuse_unknown
+from ddp.bench.place import HERE, Place
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
+from ddp.bench.units import three_digits, written
 from ddp.bench.workloads import WORKLOADS, Batch
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
@@ -66,7 +68,7 @@ LEAST_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class StepCell(TimedCell):
-    """One model.
+    """Holds the figures of one model.
 
     Attributes:
         num_parameters: tensors that need a gradient.
@@ -75,21 +77,35 @@ class StepCell(TimedCell):
     """
 
     rival: ClassVar[str] = "torch"
+    caption: ClassVar[str] = "ms per step; torch ÷ ours: above 1, ours is faster; over alone: what communication adds"
     num_parameters: int
     wait_s: float | None
     wire_s: float | None
 
     @property
     def over_alone(self) -> float | None:
-        """What communication adds to a step, as a share of the step without it."""
+        """Returns what communication adds to a step, as a share of the step without it."""
         ratio = self.ratio("ours", "alone")
         return None if ratio is None else ratio - 1
 
     @property
     def per_parameter_s(self) -> float | None:
-        """What communication adds to a step, by parameter."""
+        """Returns what communication adds to a step, per parameter."""
         alone_s = self.median_s("alone")
         return None if self.over_alone is None or alone_s is None else self.over_alone * alone_s / self.num_parameters
+
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns."""
+        return {
+            "model": self.name,
+            **{variant: written(three_digits, self.median_s(variant), 1e3) for variant in VARIANTS},
+            "torch ÷ ours": written(three_digits, self.speedup),
+            "over turns": self.spread,
+            "over alone": written("{:+.1%}".format, self.over_alone),
+            "µs per parameter": written(three_digits, self.per_parameter_s, 1e6),
+            "wait": written(three_digits, self.wait_s, 1e3),
+            "wire": written(three_digits, self.wire_s, 1e3),
+        }
 
 
 @dataclass(frozen=True)
@@ -98,19 +114,12 @@ class TimeSteps:
 
     Attributes:
         variants: those of `VARIANTS` that take turns.
-
-    Raises:
-        ConfigError: an unknown model or variant.
     """
 
     model: str
     variants: tuple[str, ...] = ("ours", "torch", "naive", "alone")
     num_turns: int = 9
     place: Place = HERE
-
-    def __post_init__(self) -> None:
-        refuse_unknown("model", [self.model], WORKLOADS)
-        refuse_unknown("variant", self.variants, VARIANTS)
 
     def __call__(self) -> list[StepCell]:
         """Returns one cell, the same on all ranks."""
@@ -128,12 +137,12 @@ class TimeSteps:
         trainings = {name: Training(name, copy.deepcopy(module), batch) for name in self.variants}
         for training in trainings.values():
             training.find_pace()
-        ours = trainings["ours"].replica if "ours" in trainings else None
-        waited_s = ours.waited.total_s if isinstance(ours, DistributedDataParallel) else 0.0
+        ours = trainings.get("ours")
+        waited_s = ours.waited_s() if ours else 0.0
         rivals = {name: partial(training.turn_s, comm) for name, training in trainings.items()}
         turns_s = take_turns(rivals, self.num_turns)
-        if isinstance(ours, DistributedDataParallel):
-            waited_s = (ours.waited.total_s - waited_s) / (self.num_turns * trainings["ours"].num_steps)
+        if ours:
+            waited_s = (ours.waited_s() - waited_s) / (self.num_turns * ours.num_steps)
         for name, training in trainings.items():
             if not training.loss.isfinite():
                 raise RuntimeError(
@@ -145,7 +154,7 @@ class TimeSteps:
             name=self.model,
             turns_s=turns_s,
             num_parameters=len(parameters),
-            wait_s=None if ours is None else slowest([waited_s])[0],
+            wait_s=slowest([waited_s])[0] if ours else None,
             wire_s=self.place.wire_s(sum(parameter.numel() * parameter.element_size() for parameter in parameters)),
         )
 
@@ -159,7 +168,7 @@ def make(model: str, *, rank: int) -> tuple[nn.Module, Batch]:
 
 
 class Training:
-    """One variant of a model with its optimizer. Making one is collective."""
+    """Trains one variant of a model with its optimizer. The constructor is collective."""
 
     def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
         self.replica, self._batch = VARIANTS[variant](module), batch
@@ -197,6 +206,11 @@ class Training:
             self.step()
             times_s.append(now_s() - start_s)
         return slowest([statistics.median(times_s)])[0]
+
+    def waited_s(self) -> float:
+        """Returns how long all backwards of ours have waited for reductions so far."""
+        assert isinstance(self.replica, DistributedDataParallel)
+        return self.replica.waited.total_s
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

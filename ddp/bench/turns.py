@@ -1,4 +1,4 @@
-"""One way of measuring for both benchmarks: rivals take turns in one run, and ratios are taken turn by turn.
+"""Lets rivals take turns in one run, and takes their ratios turn by turn, for both benchmarks.
 
     turn 1    ours ▓▓▓▓▓    torch ▓▓▓▓▓    alone ▓▓▓▓▓
     turn 2    alone ▓▓▓▓▓   torch ▓▓▓▓▓    ours ▓▓▓▓▓
@@ -9,7 +9,7 @@
 
 A machine whose speed drifts is the same machine for all rivals, because they run within the same second.
 
-Read before: ddp/bench/place.py. Read next: ddp/bench/collectives.py, ddp/bench/step.py.
+Read before: `place.py`. Read next: `barrier.py`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from ddp.bench.units import three_digits
+
 TURN_S, MOST_REPETITIONS = 0.2, 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One line of a report: what ran (`name`), and where (`place`, the title of its table)."""
+    """Is one line of a report: what ran (`name`), and where (`place`, the title of its table)."""
 
+    caption: ClassVar[str] = ""
     place: str
     name: str
+
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns; "" for what was not measured."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCell(Cell):
-    """One line of a report on rivals that took turns.
+    """Is one line of a report on rivals that took turns.
 
     Attributes:
         rival: the name of the rival that "ours" has to beat.
@@ -60,8 +67,14 @@ class TimedCell(Cell):
         return statistics.median(ratios) if (ratios := self.ratios(one, other)) else None
 
     @property
+    def spread(self) -> str:
+        """Returns the least and the greatest speedup of a turn, for a table."""
+        ratios = self.ratios(self.rival, "ours")
+        return f"{three_digits(min(ratios))} – {three_digits(max(ratios))}" if ratios else ""
+
+    @property
     def speedup(self) -> float | None:
-        """The rival ÷ ours: above 1, ours is faster."""
+        """Returns the rival ÷ ours: above 1, ours is faster."""
         return self.ratio(self.rival, "ours")
 
 

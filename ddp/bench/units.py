@@ -2,13 +2,13 @@
 
 `format_size` writes what `parse_size` reads. Measured times and bandwidths are shown with three digits.
 
-Read next: ddp/bench/place.py.
+Read before: `errors.py`. Read next: `place.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ddp.errors import ConfigError
 
@@ -61,6 +61,11 @@ def format_bandwidth(bytes_s: float) -> str:
 def three_digits(value: float) -> str:
     """Returns "1.23", "12.3" or "123"."""
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
+
+
+def written(write: Callable[[float], str], value: float | None, factor: float = 1.0) -> str:
+    """Returns the text of value × factor for a table; "" for what was not measured."""
+    return "" if value is None else write(value * factor)
 
 
 def _parse(text: str, units: Mapping[str, float]) -> float | None:

@@ -1,4 +1,4 @@
-"""The models that the step benchmark trains, each with one worker's batch, in float32 on the CPU.
+"""Makes the models that the step benchmark trains, each with one worker's batch, in float32 on the CPU.
 
 | name                | what it is hard on                                                                        |
 |---------------------|-------------------------------------------------------------------------------------------|
@@ -11,7 +11,7 @@
 | gpt-10m-b1          | the same with 128 tokens: more communication for each multiplication                      |
 | tiny-1000           | 1,000 parameters of 4 or 16 numbers: what each costs in the interpreter                   |
 
-Read next: ddp/bench/step.py.
+Read before: `turns.py`. Read next: `step.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several hosts on one Linux machine, for jobs that are meant for many.
+"""Makes several hosts on one Linux machine, for jobs that are meant for many.
 
 Each host is a network namespace with its own address, host name, /dev/shm and boot id. All hosts hang on one bridge,
 which has a namespace of its own (the hub), so no device, address or route is added to the machine's own network, and
@@ -23,6 +23,8 @@ each frame back; this needs no netem in the kernel, only /dev/net/tun.
     hosts.py down
 
 Needs root, iproute2 and util-linux; Python 3.9 or newer, no packages.
+
+Read next: scripts/netbed/README.md.
 """
 
 from __future__ import annotations
@@ -169,7 +171,7 @@ def end(list_pids: Callable[[], set[int]]) -> None:
 
 
 class Layout(NamedTuple):
-    """What a bed was made with; not the rate, since it changes. `delay`: seconds one way, from host to host."""
+    """Holds what a bed was made with, except the rate, which can change; `delay`: seconds from host to host."""
 
     count: int
     delay: float
@@ -247,7 +249,7 @@ class Bed:
             raise
 
     def make(self, rate: int | None) -> None:
-        """Namespaces first, then the bridge, then a link for each host."""
+        """Makes the namespaces, then the bridge, then a link for each host."""
         names = [self.namespace(host) for host in range(self.count)]
         for name in (self.hub, *names):
             sh("ip", "netns", "add", name)
@@ -449,13 +451,13 @@ def cable(count: int, delay: float) -> int:
 
 
 def adopt_orphans() -> None:
-    """From now on the descendants of this process are all that it started, whoever of them ends first."""
+    """Makes this process the parent of what its children leave behind, so that all it started are its descendants."""
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Runner:
-    """torchrun on every host: starts it, passes its lines on, injects faults, and ends all that was started."""
+    """Runs torchrun on every host: starts it, passes its lines on, injects faults, and ends all that was started."""
 
     def __init__(self, bed: Bed, args: argparse.Namespace, faults: Sequence[tuple[str, str]]) -> None:
         self.bed = bed
@@ -612,9 +614,11 @@ def parser() -> argparse.ArgumentParser:
     execute.add_argument("command", nargs=argparse.REMAINDER)
 
     run = verbs.add_parser("run", help="torchrun on every host")
-    run.add_argument("-k", "--nproc-per-node", type=int, default=1)
+    run.add_argument(
+        "-k", "--nproc-per-node", type=int, default=1, metavar="N", help="workers on each host (default: 1)"
+    )
     run.add_argument("--up", type=int, dest="count", help="make so many hosts first, and remove them afterwards")
-    run.add_argument("--env", action="append", default=[], metavar="KEY=VALUE")
+    run.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="for the workers")
     run.add_argument("--timeout", type=float, help="seconds; exit status 124 when it is reached")
     on = run.add_argument("--on", action="append", nargs=2, default=[])
     on.metavar, on.help = ("TEXT", "FAULT"), "when a line of output first holds TEXT, e.g. --on 'step 9' 'kill 1 0'"

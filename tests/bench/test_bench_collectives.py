@@ -1,4 +1,4 @@
-"""The benchmark of collectives: its figures, what it does with wrong results, and a run of its shortest form."""
+"""Tests the benchmark of collectives: its figures, what it does with wrong results, and its shortest run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both benchmarks share: quantities, places, turns, strangers, the barrier, reports and refusals."""
+"""Tests what both benchmarks share: quantities, places, turns, strangers, the barrier, reports and refusals."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ranks import run_ranks
 from rich.console import Console
 
 from ddp.bench.barrier import open_barrier
-from ddp.bench.bystanders import Others, strangers
 from ddp.bench.collectives import CollectiveCell
 from ddp.bench.memory import MemoryCell
 from ddp.bench.place import PAYLOAD, Bed, Place, available_cores
 from ddp.bench.report import draw_plot, from_json, print_report, summary, to_json
 from ddp.bench.step import StepCell
+from ddp.bench.strangers import strangers
 from ddp.bench.turns import Cell, take_turns
 from ddp.bench.units import format_size, format_time, parse_size
 from ddp.errors import ConfigError
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 def collective(**changes: Any) -> CollectiveCell:
-    """Four ranks, 1 MB in 1 ms, twice as fast as Gloo."""
+    """Returns a cell of four ranks: 1 MB in 1 ms, twice as fast as Gloo."""
     fields = {
         "place": "4 ranks",
         "name": "ordinary 1MB",
@@ -53,7 +53,7 @@ def collective(**changes: Any) -> CollectiveCell:
 
 
 def step(**changes: Any) -> StepCell:
-    """Ours half a time longer than alone, torch's twice as long as ours, in the median of three turns."""
+    """Returns a cell: in the median of three turns, ours takes 1.5 × alone, and torch takes 2 × ours."""
     fields = {
         "place": "2 ranks",
         "name": "mlp-25m",
@@ -159,7 +159,7 @@ def test_what_was_not_measured_has_no_figure() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """A process that has ended may still be a zombie, until its parent asks."""
+    """Returns False also for a zombie, which has ended but has not been waited for."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -176,18 +176,15 @@ def cpu_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
-def test_strangers_compute_until_the_block_ends_and_count_as_ours_then() -> None:
-    others = Others()
+def test_strangers_compute_until_the_block_ends() -> None:
     with strangers(2) as pids:
         assert len(pids) == 2
-        wait_for(lambda: all(cpu_ticks(pid) > 10 for pid in pids))
-        meanwhile = others.num_cores()
+        wait_for(lambda: all(cpu_ticks(pid) > 5 for pid in pids))
     assert not any(map(is_running, pids))
-    assert others.num_cores() < meanwhile
 
 
 def test_strangers_end_with_a_parent_that_is_killed() -> None:
-    script = "from ddp.bench.bystanders import strangers\nwith strangers(1) as pids: print(*pids, flush=True), input()"
+    script = "from ddp.bench.strangers import strangers\nwith strangers(1) as pids: print(*pids, flush=True), input()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -199,7 +196,7 @@ def test_strangers_end_with_a_parent_that_is_killed() -> None:
 
 
 def moments(is_crowded: bool) -> list[tuple[float, float]]:
-    """When this rank reached each barrier, and when it left; one clock for all processes of a machine."""
+    """Returns when this rank reached each barrier, and when it left, by the clock that all processes share."""
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
     with open_barrier(rank, dist.get_world_size(), is_crowded=is_crowded) as barrier:
@@ -240,7 +237,7 @@ def test_json_holds_what_was_measured(cell: Cell) -> None:
 
 def test_tables_show_what_there_is() -> None:
     console = Console(width=150, record=True, file=io.StringIO())
-    memory = MemoryCell(place="m", name="mlp-25m", variant="ours", pss=5 * MIB, heap=2 * MIB, files=MIB, shared=MIB)
+    memory = MemoryCell(place="m", name="mlp-25m", variant="ours", peak=5 * MIB)
     cells: list[Cell] = [collective(delay_s=5e-4), collective(wire_s=9e-4, place="beside 1"), memory]
     cells += [step(wait_s=0.037), step(turns_s={"alone": [1.0]}, place="4 ranks of step")]
     print_report(cells, console)

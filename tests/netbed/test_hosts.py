@@ -1,4 +1,4 @@
-"""The bed of hosts: addresses, links, faults, and that nothing is left behind. Needs root and iproute2."""
+"""Tests the bed of hosts: addresses, links, faults, and that nothing is left behind. Needs root and iproute2."""
 
 from __future__ import annotations
 
