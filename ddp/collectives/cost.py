@@ -1,8 +1,8 @@
-"""What a schedule costs: the textbook's formulas, and the price that `auto` compares.
+"""Predicts what an all-reduce costs: the textbook's formulas, and the simulator's answer, which `auto` compares.
 
 p ranks, a buffer of N bytes, links of latency α and β seconds per byte, γ seconds per byte added. Every message of a
-round is in flight at the same time; those that share a way follow each other at a distance of the gap g (the docstrings
-of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2^⌊log₂ p⌋:
+round is in flight at the same time; those that share a port follow each other at a distance of the gap g (the
+docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2^⌊log₂ p⌋:
 
     algorithm            seconds                                                       the simulator says
     ring                 2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ; p = 2: α + N(β + γ)       the same
@@ -20,13 +20,14 @@ of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2^⌊log₂ 
     hierarchical         hosts of l ranks, h hosts: `tree` of l inside, then h ranks   at most that
                          between by the named algorithm
 
-"The same" is for one message per transfer, on links without a host's shared way, and is tested. Longer buffers are cut
-into segments which overlap, so they cost less; `simulate` knows, the formulas do not.
+"The same" holds for one message per transfer, on links that the ranks of a host do not share, and is tested. Longer
+buffers are cut into segments that overlap, so they cost less; `simulate` knows that, the formulas do not.
 
-A price is what the simulator says, and is remembered, since a training job reduces the same few sizes again and again.
-Up to 16 ranks it takes milliseconds, up to 64 some tens; where every host does the same (ring, all-to-all) so does any
-number. A schedule of more than `SIMULATED_MESSAGES` messages (a butterfly of 1024 ranks, a round-robin of 128) is
-priced by its formula, on the worst link, shared by as many ranks of a host as may use it at once: an upper bound.
+`cost_s` is what the simulator says. It is remembered, because a training job reduces the same few sizes again and
+again. Up to 16 ranks it takes milliseconds, up to 64 some tens; where every host does the same (ring, all-to-all), so
+does any number. For a schedule of more than `SIMULATED_MESSAGES` messages (a butterfly of 1024 ranks, a round-robin of
+128) the formula answers instead, on the worst link, shared by as many ranks of a host as may use it at once: an upper
+bound.
 
 Bandwidths are those of nccl-tests (its PERFORMANCE.md): *algorithm bandwidth* is bytes of the buffer per second. *Bus
 bandwidth* is that times the share of the buffer that must leave and enter each rank whatever the algorithm, 2(p−1)/p
@@ -34,7 +35,7 @@ for an all-reduce; it compares to the speed of the link, at any number of ranks.
 
 Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3
 (the model) and 4 (tree, butterfly, recursive doubling, ring); the others in the docstrings of the algorithms. Read
-before: `simulate.py`. Read next: `ddp/comm/select.py`, `ddp/comm/calibrate.py`.
+before: `simulate.py`. Read next: `ddp/comm/calibrate.py`, `ddp/comm/select.py`.
 """
 
 from __future__ import annotations
@@ -46,23 +47,22 @@ from typing import NamedTuple
 
 from ddp.collectives.grid import rows_of
 from ddp.collectives.schedule import Goal, Schedule, Send
-from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network, repeats, simulate, whole_chunks
+from ddp.collectives.simulate import ELEMENT_BYTES, SEGMENT_BYTES, Network, repeats, simulate, whole_chunks
 
-ELEMENT_BYTES = 4
 SIMULATED_MESSAGES = 20_000
 
 # --- the formulas ----------------------------------------------------------------------------------------------------
 
 
 class Terms(NamedTuple):
-    """What the formulas are made of."""
+    """The quantities that the formulas are made of."""
 
     num_ranks: int
     nbytes: float
     alpha_s: float
     beta_s: float
     gamma_s: float
-    gap_s: float = 0.0
+    gap_s: float
 
     @property
     def log2(self) -> int:
@@ -71,7 +71,7 @@ class Terms(NamedTuple):
 
     @property
     def bandwidth_optimal_s(self) -> float:
-        """2(p−1)/p·Nβ + (p−1)/p·Nγ: the bytes of a ring, less than which no all-reduce moves."""
+        """2(p−1)/p·Nβ + (p−1)/p·Nγ: the bytes of a ring. No all-reduce moves fewer."""
         return (self.num_ranks - 1) / self.num_ranks * self.nbytes * (2 * self.beta_s + self.gamma_s)
 
 
@@ -119,19 +119,15 @@ def two_dimensional(t: Terms, num_rows: int) -> float:
     return 2 * (length - 1) * row.alpha_s + row.bandwidth_optimal_s + (ring(column) if num_rows > 1 else 0.0)
 
 
-def hierarchical(inside: Terms, between: Terms, algorithm: Callable[[Terms], float]) -> float:
-    return tree(inside) + algorithm(between)
-
-
 def _folded(t: Terms, seconds: Callable[[Terms], float]) -> float:
-    """Ranks beyond a power of two hand over what they have first, and get the result last."""
+    """Ranks beyond a power of two hand over what they have first, and receive the result last."""
     power = 1 << (t.num_ranks.bit_length() - 1)
     fold_s = 2 * (t.alpha_s + t.nbytes * t.beta_s) + t.nbytes * t.gamma_s if power < t.num_ranks else 0.0
     return seconds(t._replace(num_ranks=power)) + fold_s
 
 
 def _at_once(t: Terms) -> float:
-    """The latency of p−1 messages of one rank, all of one round."""
+    """Returns the latency of the p−1 messages that one rank has in one round."""
     return t.alpha_s + max(0, t.num_ranks - 2) * t.gap_s if t.num_ranks > 1 else 0.0
 
 
@@ -153,50 +149,35 @@ HIERARCHICAL = {"hierarchical": ring} | {
 
 
 def textbook(name: str, nbytes: int, network: Network) -> float | None:
-    """Seconds of an all-reduce by its formula, on the worst link of the network; None if there is no formula."""
-    hosts, num_ranks = network.hosts, network.num_ranks
-    largest = max(map(len, hosts))
+    """Returns the seconds of an all-reduce by its formula, on the network's worst link; None if there is no formula."""
+    hosts, num_ranks, gamma_s = network.hosts, network.num_ranks, network.gamma_s
+    largest, inside, between = max(map(len, hosts)), network.inside, network.between
     if name in HIERARCHICAL:
-        inside = _terms(largest, nbytes, _crowded(network.inside, largest), network)
-        return hierarchical(inside, _terms(len(hosts), nbytes, network.between, network), HIERARCHICAL[name])
-    link = _crowded(network.inside, largest)
+        within = Terms(largest, nbytes, inside.alpha_s, inside.beta_s, gamma_s, inside.gap_s)
+        across = Terms(len(hosts), nbytes, between.alpha_s, between.beta_s, gamma_s, between.gap_s)
+        return tree(within) + HIERARCHICAL[name](across)
+    alpha_s, beta_s, gap_s = inside.alpha_s, inside.beta_s, inside.gap_s
     if len(hosts) > 1:
         sharing = 1 if name in ONE_OF_A_HOST_CROSSES else largest
-        link = _worst(replace(network.between, beta_s=network.between.beta_s * sharing), link)
-    terms = _terms(num_ranks, nbytes, link, network)
+        alpha_s, gap_s = max(alpha_s, between.alpha_s), max(gap_s, between.gap_s)
+        beta_s = max(beta_s, between.beta_s * sharing)
+    terms = Terms(num_ranks, nbytes, alpha_s, beta_s, gamma_s, gap_s)
     if name == "two_dimensional":
         return two_dimensional(terms, len(rows_of(hosts)))
     return FLAT[name](terms) if name in FLAT else None
 
 
-def _terms(num_ranks: int, nbytes: float, link: Link, network: Network) -> Terms:
-    return Terms(num_ranks, nbytes, link.alpha_s + link.announce_s, link.beta_s, network.gamma_s, link.gap_s)
-
-
-def _crowded(link: Link, num_ranks: int) -> Link:
-    """As if all ranks of a host always sent at the same time."""
-    beta_s, gap_s = max(link.beta_s, num_ranks * link.shared_s), max(link.gap_s, num_ranks * link.busy_s)
-    return replace(link, beta_s=beta_s, gap_s=gap_s, alpha_s=link.alpha_s + num_ranks * link.busy_s)
-
-
-def _worst(one: Link, other: Link) -> Link:
-    return Link(
-        max(one.alpha_s, other.alpha_s),
-        max(one.beta_s, other.beta_s),
-        max(one.announce_s, other.announce_s),
-        max(one.gap_s, other.gap_s),
-    )
-
-
-# --- the price -------------------------------------------------------------------------------------------------------
+# --- what the simulator says -----------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
-def price(name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES) -> float:
-    """Predicted seconds of an all-reduce of `nbytes`. A pure function of its arguments; remembered.
+def cost_s(
+    name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
+) -> float:
+    """Returns the predicted seconds of an all-reduce of `nbytes`: a pure function of its arguments, remembered.
 
     Args:
-        name: the schedule's in the catalog; its formula is the price where simulating would take too long.
+        name: the schedule's name in the catalog, whose formula answers where simulating would take too long.
     """
     num_ranks = network.num_ranks
     if num_ranks == 1:
@@ -206,38 +187,32 @@ def price(name: str, schedule: Schedule, nbytes: int, network: Network, *, segme
         if seconds is not None:
             return seconds
     numel, num_chunks = -(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks)
-    if numel > num_chunks:  # chunks of one length: then hosts that do the same are simulated once
+    if numel > num_chunks:
         numel = whole_chunks(numel, num_chunks)
-    timeline = simulate(schedule, network, numel, element_bytes=ELEMENT_BYTES, segment_bytes=segment_bytes)
-    return timeline.makespan_s
+    return simulate(schedule, network, numel, segment_bytes=segment_bytes).makespan_s
 
 
 def _about_messages(schedule: Schedule, num_ranks: int) -> int:
-    """As if every rank sent as many as the last one: a leaf of trees, a worker of masters."""
+    """Counts as if every rank sent as many messages as the last one: a leaf of trees, a worker of masters."""
     rounds = schedule.algorithm(num_ranks - 1, num_ranks)
     return num_ranks * sum(isinstance(op, Send) for ops in rounds for op in ops)
 
 
 class Anatomy(NamedTuple):
-    """Where the time of a collective goes. The three add up to its price."""
+    """Says where the time of a collective goes. The three add up to its cost."""
 
     latency_s: float  # what messages of no bytes would take
-    bytes_s: float  # what the bytes on the way add to that
+    bytes_s: float  # what the bytes in flight add to that
     additions_s: float  # what the additions add to that
 
 
 def anatomy(
     name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
 ) -> Anatomy:
-    """Takes the price apart, by pricing the same schedule without additions, and without bytes."""
-    inside = replace(network.inside, beta_s=0.0, shared_s=0.0)
-    between = replace(network.between, beta_s=0.0)
-    networks = (
-        replace(network, inside=inside, between=between, gamma_s=0.0),
-        replace(network, gamma_s=0.0),
-        network,
-    )
-    empty, moved, added = (price(name, schedule, nbytes, each, segment_bytes=segment_bytes) for each in networks)
+    """Takes the cost apart: predicts the same schedule without additions, and without additions and bytes."""
+    inside, between = replace(network.inside, beta_s=0.0), replace(network.between, beta_s=0.0)
+    networks = (replace(network, inside=inside, between=between, gamma_s=0.0), replace(network, gamma_s=0.0), network)
+    empty, moved, added = (cost_s(name, schedule, nbytes, each, segment_bytes=segment_bytes) for each in networks)
     return Anatomy(empty, moved - empty, added - moved)
 
 
@@ -248,29 +223,20 @@ class Volume(NamedTuple):
     bytes_sent: float  # by the busiest rank; beyond `SIMULATED_MESSAGES` messages, by rank 0
 
 
-def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
-    """Counted from the schedule."""
-    num_rounds, share = _busiest(schedule, num_ranks)
-    return Volume(num_rounds, nbytes * share)
-
-
 @lru_cache(maxsize=4096)
-def _busiest(schedule: Schedule, num_ranks: int) -> tuple[int, float]:
-    """Rounds, and what the busiest rank sends, in buffers."""
+def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
+    """Counts the rounds of a schedule, and the bytes that it makes a rank send."""
     ranks = range(num_ranks) if _about_messages(schedule, num_ranks) <= SIMULATED_MESSAGES else range(1)
-    chunks, rounds = [0] * len(ranks), [0] * len(ranks)
-    for rank in ranks:
-        for ops in schedule.algorithm(rank, num_ranks):
-            rounds[rank] += 1
-            chunks[rank] += sum(len(op.chunks) for op in ops if isinstance(op, Send))
-    return max(rounds), max(chunks) / schedule.num_chunks(num_ranks)
+    schedules = [list(schedule.algorithm(rank, num_ranks)) for rank in ranks]
+    chunks = [sum(len(op.chunks) for ops in rounds for op in ops if isinstance(op, Send)) for rounds in schedules]
+    return Volume(max(map(len, schedules)), nbytes * max(chunks) / schedule.num_chunks(num_ranks))
 
 
 # --- bandwidth -------------------------------------------------------------------------------------------------------
 
 
 def bus_factor(goal: Goal, num_ranks: int) -> float:
-    """Share of the buffer that must leave (or enter) the busiest rank's link, whatever the algorithm (nccl-tests)."""
+    """Returns the share of the buffer that must leave or enter the busiest rank's link, whatever the algorithm."""
     if goal is Goal.ALL_REDUCE:
         return 2 * (num_ranks - 1) / num_ranks
     if goal in (Goal.BROADCAST, Goal.REDUCE):
@@ -279,10 +245,10 @@ def bus_factor(goal: Goal, num_ranks: int) -> float:
 
 
 def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
-    """Bytes of the buffer per second."""
+    """Returns the bytes of the buffer per second."""
     return nbytes / seconds
 
 
 def bus_bandwidth(goal: Goal, num_ranks: int, nbytes: int, seconds: float) -> float:
-    """Bytes per second that the links must have carried."""
+    """Returns the bytes per second that the links must have carried."""
     return algorithm_bandwidth(nbytes, seconds) * bus_factor(goal, num_ranks)

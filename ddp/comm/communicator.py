@@ -48,7 +48,6 @@ from ddp.clock import Patience
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.comm import call as calls
-from ddp.comm.auto import Auto, cheapest
 from ddp.comm.call import Call
 from ddp.comm.carrier import IN_MEMORY, Carrier
 from ddp.comm.flat import (
@@ -70,8 +69,9 @@ from ddp.comm.flat import (
     write_back,
 )
 from ddp.comm.host_reduce import NoSharedMemory, meet
-from ddp.comm.select import Choice, Order, explain
+from ddp.comm.select import Auto, Choice, Order, cheapest
 from ddp.comm.watchdog import Watchdog
+from ddp.comm.way import Way, possible_ways
 from ddp.comm.work import Runner, Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.log import log
@@ -138,15 +138,7 @@ class Communicator:
         if watchdog is not None:
             self._carrier.waiting_for = watchdog.waits_for
             watchdog.interrupt = self._interrupt
-        self.auto = Auto(
-            self._carrier,
-            algorithm=algorithm,
-            order=order,
-            segment_bytes=segment_bytes,
-            timeout_s=abort_s,
-            empty_call=self._call_nothing,
-        )
-        self._nothing = torch.empty(0, device="cpu")
+        self.auto = self._new_auto(algorithm, order)
         self._running = Call(0, "start-up")
         self._runner = Runner(f"ddp-collectives-{self.rank}", self.device)
         self._sequence = 0
@@ -236,7 +228,7 @@ class Communicator:
             self._carrier.all_reduce(
                 flat,
                 "sum" if op == "mean" else op,
-                self.auto.way(flat, algorithm),
+                self.auto.way(flat, algorithm).name,
                 sequence=call.sequence,
                 divide_by=1 if narrow else divisor,
                 wire_dtype=wire_dtype,
@@ -472,7 +464,7 @@ class Communicator:
     def explain(self, nbytes: int) -> str:
         """Every way of an all-reduce of so many bytes, by predicted time. Collective: the first call measures."""
         check_nbytes(nbytes)
-        return explain(nbytes, self._ask("explain", partial(self.auto.ranking, nbytes)))
+        return str(self._ask("explain", partial(self.auto.explain, nbytes)))
 
     @property
     def overlaps(self) -> bool:
@@ -489,12 +481,12 @@ class Communicator:
         check_nbytes(nbytes)
         self.auto.check(algorithm)
         ranking: list[Choice] = self._ask("predict", partial(self.auto.ranking, nbytes, allocated=allocated))
-        return cheapest(ranking, "" if algorithm == "auto" else algorithm).predicted_s
+        return cheapest(ranking, algorithm).predicted_s
 
     def choose(self, nbytes: int) -> str:
         """The way that "auto" takes for an all-reduce of so many bytes. Collective: the first call may measure."""
         check_nbytes(nbytes)
-        way: str = self._ask("choose", partial(self.auto.choose, nbytes, device=self.device.type))
+        way: str = self._ask("choose", partial(self.auto.choose, nbytes))
         return way
 
     def _ask(self, operation: str, question: Callable[[], Any]) -> Any:
@@ -570,6 +562,7 @@ class Communicator:
             group.close()
         if shared_memory and obstacles and self.rank == 0:
             log.warning("collectives inside a host go over the network's transport: %s", obstacles[0])
+        self.auto = self._new_auto(self.auto.algorithm, self.auto.order)
         self.auto.check(self.auto.algorithm)
         names = [name.decode() for name in carrier.gather_bytes(socket.gethostname().encode())]
         if self._watchdog is not None:
@@ -692,21 +685,25 @@ class Communicator:
         total = sum(tensor.numel() for tensor in tensors)
         return Call(self._sequence, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
 
-    def _call_nothing(self) -> None:
-        """All that an all-reduce passes besides what moves and adds: the calibration counts it in."""
-        if self.debug:
-            return  # comparing is a collective of its own, and not the one to be timed
-        tensor = self._nothing
-        check_all_reduce(tensor, "sum", None)
-        Call(0, "all_reduce", "sum", tensor.shape, tensor.dtype, how=("auto", None))  # that, too, takes its time
-        self._turn.release()  # this runs inside a collective
-        try:
-            self._perform(self._running, partial(in_place, self._find_way_of, tensor))
-        finally:
-            self._turn.acquire()
+    def _new_auto(self, algorithm: str, order: Order) -> Auto:
+        carrier = self._carrier
 
-    def _find_way_of(self, flat: Tensor) -> None:
-        self.auto.way(flat, "ring")
+        def run(flat: Tensor, way: Way) -> None:
+            carrier.all_reduce(flat, "sum", way.name, sequence=self._running.sequence)
+
+        return Auto(
+            self._transport,
+            carrier.hosts,
+            possible_ways(carrier.hosts, shared_memory=carrier.shares_memory),
+            carrier.group,
+            run,
+            carrier.gather_bytes,
+            device=self.device,
+            algorithm=algorithm,
+            order=order,
+            segment_bytes=self._segment_bytes,
+            timeout_s=self.abort_s,
+        )
 
     def _refuse_if_broken(self) -> None:
         if self._broken is not None:

@@ -1,35 +1,73 @@
-"""Which way an all-reduce should go: every way priced on the measured network, the cheapest first.
+"""`algorithm="auto"`: which way an all-reduce takes.
 
-    way                     price
-    "ring", "tree", …       the schedule, on the links as they were measured (`collectives/cost.py`)
-    "shared_memory"         looked up among the times that were measured
-    "shared_memory+ring"    a reduce-scatter and an all-gather in memory (measured); between them the schedule, played
-                            by the ranks of every place on all hosts with that place's slice, all at once over the
-                            hosts' links. Long buffers go piece by piece: memory works while the wire does
+    one host, memory shared     "shared_memory", at once: it is faster than every schedule at every size
+    anything else               the model predicts what every way costs; the cheapest ways are timed, as many as fit
+                                into `TRIAL_S`; the fastest one is taken
 
-The ranks must agree without asking each other: a ranking is a pure function of numbers that all of them have, made by
-additions, multiplications and comparisons alone, whose results are the same bits on every machine (logarithms are not).
-Equal prices are ordered by name.
+    way                         prediction
+    "ring", "tree", …           the schedule, simulated on the measured links (`collectives/cost.py`)
+    "shared_memory"             looked up among the times that calibration measured
+    "shared_memory+ring"        an all-reduce in memory (looked up); between its halves the schedule, run by the ranks
+                                of every place on all hosts with that place's slice, all at once over the hosts' links.
+                                A long buffer goes piece by piece, so that memory works while the wire does
 
-Read before: `calibrate.py`. Read next: `Communicator.explain`, `Communicator.choose`.
+Note "model and trial". The model knows what bytes cost on a wire. Where they take long, predictions are within a tenth,
+and timing the ways would take seconds. The model knows little of ranks that wait for a core: with more ranks than cores
+it is off by a factor of two or three. But there an all-reduce takes milliseconds, so trials are cheap.
+
+All ranks must take the same way without asking each other. So a choice is a pure function of numbers that all of them
+have. It uses additions, multiplications and comparisons alone, because their results are the same bits on every machine
+(logarithms are not). Equal costs are ordered by name.
+
+Sizes up to the same power of two share a trial, so there are few trials, however many sizes a job has. Every choice is
+remembered by its size. Because it comes from measurements, another run may choose otherwise, and in another way the
+sums have other bits. A run that must repeat another one bit by bit takes over its `choices`.
+
+Read before: `way.py`, `calibrate.py`. Read next: `communicator.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Literal
 
-from ddp.collectives.cost import Anatomy, anatomy, price, volume
+import torch
+from torch import Tensor
+
+from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
-from ddp.collectives.schedule import Expression, Round, Schedule, canonical
+from ddp.collectives.schedule import Round, Schedule
 from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
-from ddp.comm.calibrate import Measured
-from ddp.comm.carrier import CROSSING_BYTES, IN_MEMORY
+from ddp.comm.calibrate import IN_A_ROW, NUM_REPETITIONS, Gather, Measured, calibrate, exchanged, slowest, timed
+from ddp.comm.host_reduce import HostGroup
+from ddp.comm.way import IN_MEMORY, Way, num_pieces
+from ddp.errors import ConfigError
+from ddp.transport.edge import Transport
 
 Order = Literal["any", "canonical"]
-MEMORY_FIRST, PER_BUFFER_SENT = 0.95, 0.04  # prices are no better than that
+TRIAL_S = 0.3  # a trial of one size should take at most so long
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A schedule that the transport runs `num_times` in a row, for an all-reduce or for its pieces."""
+
+    algorithm: str
+    schedule: Schedule
+    nbytes: int
+    network: Network
+    segment_bytes: int
+    num_times: int = 1
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds of one run."""
+        return cost_s(self.algorithm, self.schedule, self.nbytes, self.network, segment_bytes=self.segment_bytes)
 
 
 @dataclass(frozen=True)
@@ -37,120 +75,50 @@ class Choice:
     """One way of an all-reduce, and what it is predicted to take.
 
     Attributes:
-        name: as `algorithm=` takes it.
-        predicted_s: the sum of what follows, where the transport's part counts `num_crossings` times.
-        call_s: what a call costs before anything is done.
-        in_memory_s: what shared memory takes, without what it does while the wire is busy.
-        over_transport: what the transport carries, if it carries anything.
+        memory_s: the part of it that shared memory takes, without what it does while the wire is busy.
+        crossing: what the transport does, if anything.
     """
 
-    name: str
+    way: Way
     predicted_s: float
-    call_s: float = 0.0
-    in_memory_s: float = 0.0
-    over_transport: Carried | None = None
-    num_crossings: int = 1
+    memory_s: float
+    crossing: Crossing | None
 
 
-@dataclass(frozen=True)
-class Carried:
-    """What the transport is to carry."""
-
-    name: str
-    schedule: Schedule
-    nbytes: int
-    network: Network
-    segment_bytes: int
-
-    def price_s(self) -> float:
-        return price(self.name, self.schedule, self.nbytes, self.network, segment_bytes=self.segment_bytes)
-
-    def anatomy(self) -> Anatomy:
-        return anatomy(self.name, self.schedule, self.nbytes, self.network, segment_bytes=self.segment_bytes)
-
-
-def rank_choices(
-    nbytes: int,
-    ways: Mapping[str, Schedule | None],
-    measured: Measured,
-    *,
-    hosts: Hosts,
-    allocated: bool = False,
-    order: Order = "any",
-    segment_bytes: int = SEGMENT_BYTES,
+def rank(
+    ways: Iterable[Way], nbytes: int, measured: Measured, *, allocated: bool = False, segment_bytes: int = SEGMENT_BYTES
 ) -> list[Choice]:
-    """Every way of an all-reduce of `nbytes`, the cheapest first; of nearly equal ones, what asks less of one rank.
+    """Predicts an all-reduce of `nbytes` in each of these ways; the cheapest first.
 
     Args:
-        ways: by name, the schedule that runs over the transport, if any.
-        hosts: the ranks of every host.
         allocated: the tensor lies in memory that the ranks of a host share.
-        order: "canonical" leaves out every way whose additions are not those of `schedule.canonical`.
         segment_bytes: the executor's.
     """
-    network = replace(measured.network, hosts=hosts)
-    choices = []
-    for name, schedule in ways.items():
-        if order == "canonical" and not is_canonical(name, schedule, hosts):
-            continue
-        if schedule is None:
-            in_memory_s = _in_memory_s(nbytes, measured, hosts, allocated=allocated)
-            choices.append(Choice(name, in_memory_s, in_memory_s=in_memory_s))
-        elif name.startswith(IN_MEMORY):
-            piece_s = _in_memory_s(nbytes // _num_pieces(nbytes), measured, hosts, allocated=allocated)
-            crossing = _crossing(name, schedule, nbytes, network, segment_bytes)
-            choices.append(_piece_by_piece(name, piece_s, crossing, nbytes, measured.mixed_call_s))
-        else:
-            carried = Carried(name, schedule, nbytes, network, segment_bytes)
-            choices.append(Choice(name, measured.call_s + carried.price_s(), measured.call_s, over_transport=carried))
-    return sorted(choices, key=lambda choice: (_handicapped_s(choice), choice.name))
+    choices = [_predict(way, nbytes, measured, allocated, segment_bytes) for way in ways]
+    return sorted(choices, key=lambda choice: (choice.predicted_s, choice.way.name))
 
 
-def _handicapped_s(choice: Choice) -> float:
-    """Where prices are nearly equal, memory goes first: it asks less of the processor, which no price knows. Then those
-    that give every rank as much to do: a busy master is what everybody waits for, should a link be slower than it was.
-    """
-    burden, carried = 0.0, choice.over_transport
-    if carried is not None:
-        burden = volume(carried.schedule, 1, carried.network.num_ranks).bytes_sent
-    return choice.predicted_s * (MEMORY_FIRST if choice.in_memory_s else 1.0) * (1.0 + PER_BUFFER_SENT * burden)
-
-
-def _in_memory_s(nbytes: int, measured: Measured, hosts: Hosts, *, allocated: bool) -> float:
-    if all(len(host) == 1 for host in hosts):
-        return 0.0
-    assert measured.shared is not None, "this way needs memory, which nobody has measured"
-    return measured.shared.predict_s(nbytes, allocated=allocated)
-
-
-def _crossing(name: str, schedule: Schedule, nbytes: int, network: Network, segment_bytes: int) -> Carried:
-    """What the transport carries of one piece: a slice by the ranks of each place."""
-    num_slices, num_hosts = min(map(len, network.hosts)), len(network.hosts)
-    return Carried(
-        name.removeprefix(f"{IN_MEMORY}+"),
-        in_columns(schedule, network.hosts),
-        nbytes // _num_pieces(nbytes),
-        replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices)),
-        segment_bytes,
-    )
-
-
-def _num_pieces(nbytes: int) -> int:
-    """As `carrier.py` cuts them."""
-    return max(1, nbytes // CROSSING_BYTES)
-
-
-def _piece_by_piece(name: str, piece_s: float, crossing: Carried, nbytes: int, call_s: float) -> Choice:
-    """While one piece crosses, memory works on the next: all but the first and the last half of it is hidden, unless
-    memory is the slower one."""
-    num_pieces, crossing_s = _num_pieces(nbytes), crossing.price_s()
-    seen_s = piece_s + (num_pieces - 1) * max(0.0, piece_s - crossing_s)
-    return Choice(name, call_s + seen_s + num_pieces * crossing_s, call_s, seen_s, crossing, num_pieces)
+def _predict(way: Way, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int) -> Choice:
+    network, schedule = measured.network, way.schedule
+    curve = measured.allocated if allocated else measured.ordinary
+    pieces = num_pieces(nbytes) if way.in_memory and schedule is not None else 1
+    piece_s = curve.at(nbytes // pieces) if way.in_memory and curve is not None else 0.0
+    if schedule is None:
+        return Choice(way, piece_s, piece_s, None)
+    if way.in_memory:
+        num_hosts, num_slices = len(way.hosts), min(map(len, way.hosts))
+        network = replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices))
+        schedule = in_columns(schedule, way.hosts)
+    crossing = Crossing(way.algorithm, schedule, nbytes // pieces, network, segment_bytes, pieces)
+    # While one piece crosses, memory works on the next one: all but the first and the last half of its work is hidden,
+    # unless memory is the slower one.
+    memory_s = piece_s + (pieces - 1) * max(0.0, piece_s - crossing.cost_s)
+    return Choice(way, memory_s + pieces * crossing.cost_s, memory_s, crossing)
 
 
 @lru_cache(maxsize=256)
 def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
-    """`schedule` among the ranks of each place on all hosts, each with its slice of the buffer, all at once.
+    """Returns `schedule` among the ranks of each place on all hosts, each with its slice of the buffer, all at once.
 
     As many ranks of every host take part as the smallest has; they are renumbered host by host.
     """
@@ -165,60 +133,195 @@ def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
     return Schedule(algorithm, schedule.goal, lambda num_ranks: num_slices * each)
 
 
-# --- the order of additions ------------------------------------------------------------------------------------------
+# --- the choice ------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
-def is_canonical(name: str, schedule: Schedule | None, hosts: Hosts) -> bool:
-    """Whether this way adds up every element as the canonical binary tree over the ranks."""
-    num_ranks = sum(map(len, hosts))
-    if not name.startswith(IN_MEMORY):
-        return schedule is not None and schedule.check(num_ranks).canonical
-    inside = [_renamed(canonical(len(host)), host) for host in hosts]  # the order that `host_reduce.py` promises
-    if schedule is None:
-        return inside == [canonical(num_ranks)]
-    between = schedule.check(len(hosts)).expressions
-    return {_renamed(expression, inside) for expression in between} == {canonical(num_ranks)}
+class Auto:
+    """Chooses for one communicator. Every rank asks the same questions in the same order: the first one measures.
+
+    Args:
+        transport: the edges between the ranks.
+        hosts: the ranks of every host.
+        ways: every way that is possible here, by name.
+        group: this host's memory, if its ranks share some.
+        run: sums a tensor over the ranks in a given way, in place.
+        gather: all-gather of bytes.
+        device: where the tensors live that the transport carries.
+        algorithm: what "auto" stands for: "auto", or the name of a way.
+        order: "canonical" takes only ways whose additions follow the canonical binary tree over the ranks.
+        timeout_s: longest silence while measuring.
+
+    Attributes:
+        choices: bytes → name of the way that was chosen by its cost.
+
+    Raises:
+        ConfigError: `algorithm` is no way that is possible here.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        hosts: Hosts,
+        ways: Mapping[str, Way],
+        group: HostGroup | None,
+        run: Callable[[Tensor, Way], object],
+        gather: Gather,
+        *,
+        device: torch.device,
+        algorithm: str,
+        order: Order,
+        segment_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.algorithm, self.order = algorithm, order
+        self.choices: dict[int, str] = {}
+        self._hosts, self._ways, self._run, self._gather = hosts, ways, run, gather
+        self._device, self._segment_bytes = device, segment_bytes
+        self._calibrate = partial(calibrate, transport, hosts, group, gather, timeout_s=timeout_s, device=device)
+        self._measured: Measured | None = None
+        self._trials: dict[int, dict[str, float]] = {}  # by bytes, by way
+        self.check(algorithm)
+
+    def check(self, name: str) -> None:
+        """Accepts the name of a way, "auto", or "shared_memory", which stands for several ways on several hosts.
+
+        Raises:
+            ConfigError: there is no such way here.
+        """
+        if name != "auto" and not any(way.answers_to(name) for way in self._ways.values()):
+            raise ConfigError(f"algorithm={name!r} is not possible here; choose one of auto, {', '.join(self._ways)}")
+
+    def way(self, flat: Tensor, algorithm: str) -> Way:
+        """Returns the way of this tensor, for a name that may leave something open."""
+        asked = self.algorithm if algorithm == "auto" else algorithm
+        if asked == "auto":
+            asked = self.choose(flat.nbytes)
+        return self._ways.get(asked) or cheapest(self.ranking(flat.nbytes), asked).way
+
+    def choose(self, nbytes: int) -> str:
+        """Returns the name of the way that "auto" takes for so many bytes."""
+        if IN_MEMORY in self._ways:
+            return IN_MEMORY
+        if nbytes not in self.choices:
+            size = size_of_trial(nbytes)
+            ranking = self.ranking(size)
+            candidates = affordable(ranking)
+            times = self._trial(size, candidates) if len(candidates) > 1 else {}
+            best = cheapest(ranking).way.name
+            self.choices[nbytes] = min(times, key=lambda name: (times[name], name), default=best)
+        return self.choices[nbytes]
+
+    def ranking(self, nbytes: int, *, allocated: bool = False) -> list[Choice]:
+        """Returns the prediction for every way, the cheapest first.
+
+        Args:
+            allocated: the tensor lies in memory from `allocate`.
+        """
+        if self._measured is None:
+            self._measured = self._calibrate()
+        ways = [way for way in self._ways.values() if self.order == "any" or way.is_canonical]
+        return rank(ways, nbytes, self._measured, allocated=allocated, segment_bytes=self._segment_bytes)
+
+    def _trial(self, nbytes: int, candidates: Sequence[Choice]) -> dict[str, float]:
+        """Times these ways; seconds by name, remembered."""
+        if nbytes not in self._trials:
+            flat = torch.zeros(nbytes // 4, device=self._device)
+            in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
+            runs = {each.way.name: partial(self._run, flat, each.way) for each in candidates}
+            everyone = exchanged(timed(runs, in_a_row, device=self._device), self._gather)
+            self._trials[nbytes] = {name: slowest(everyone, name) for name in runs}
+        return self._trials[nbytes]
+
+    def explain(self, nbytes: int) -> str:
+        """Returns a table of every way, and how far the predictions were off; see `table`."""
+        chosen, size = self.choose(nbytes), size_of_trial(nbytes)
+        ranking = self.ranking(size)
+        times = self._trial(size, affordable(ranking) or ranking[:1])
+        lines = [f"all-reduce of {nbytes:,} bytes; auto takes {chosen}", *table(self.ranking(nbytes), size, times)]
+        if ratios := [times[each.way.name] / each.predicted_s for each in ranking if times.get(each.way.name)]:
+            lines.append(f"what was timed took {min(ratios):.2f} to {max(ratios):.2f} times what was predicted")
+        return "\n".join(lines)
+
+    def pin(self, choices: Mapping[int, str]) -> None:
+        """Takes over what another run chose.
+
+        Raises:
+            ConfigError: a way is not possible here.
+        """
+        for way in choices.values():
+            self.check(way)
+        self.choices.update(choices)
+
+    def describe(self) -> str:
+        """Says how all-reduces go here, in a few words: for a headline, and for the identity in a checkpoint."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        if IN_MEMORY in self._ways:
+            return "shared memory"
+        memory = "shared memory and " if any(way.in_memory for way in self._ways.values()) else ""
+        sizes = "+".join(str(len(host)) for host in self._hosts)
+        return f"auto over {memory}transport, hosts of {sizes}{', canonical' if self.order == 'canonical' else ''}"
 
 
-def _renamed(expression: Expression, names: Sequence[Expression]) -> Expression:
-    """The expression with another one in the place of each leaf."""
-    if isinstance(expression, int):
-        return names[expression]
-    return _renamed(expression[0], names), _renamed(expression[1], names)
+def size_of_trial(nbytes: int) -> int:
+    """Returns the size that stands for this one in trials: the next power of two."""
+    return max(4, 1 << (nbytes - 1).bit_length())
+
+
+def trial_s(choice: Choice) -> float:
+    """Returns what timing this way is predicted to take."""
+    return (NUM_REPETITIONS + 1) * choice.predicted_s
+
+
+def affordable(ranking: Sequence[Choice]) -> list[Choice]:
+    """Returns the cheapest ways, as many as can be timed within `TRIAL_S`."""
+    taken_s = accumulate(map(trial_s, ranking))
+    return [choice for choice, until_s in zip(ranking, taken_s, strict=True) if until_s <= TRIAL_S]
+
+
+def cheapest(ranking: Sequence[Choice], name: str = "auto") -> Choice:
+    """Returns the first choice of a ranking whose way answers to the name.
+
+    Raises:
+        ConfigError: none does, because of the order of additions that was asked for.
+    """
+    for choice in ranking:
+        if name == "auto" or choice.way.answers_to(name):
+            return choice
+    raise ConfigError(f"no way {name!r} adds in canonical order here; leave order at 'any', or take another way")
 
 
 # --- for a reader ----------------------------------------------------------------------------------------------------
 
 
-def explain(nbytes: int, choices: Sequence[Choice]) -> str:
-    """The ranking as a table: what each way is predicted to take, what it moves, and what most of its time is.
+def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> list[str]:
+    """Returns the lines of a table: what every way is predicted to take, what it moves, and what most of its time is.
 
-    1  shared_memory          1.41 ms       0            -  memory 100 %
-    2  ring                   38.7 ms       6      37.5 MB  bytes 93 %
+        way            predicted  rounds  sent by a rank  most of it  32 MB timed
+     1  all_to_all       40.4 ms       2         37.5 MB  bytes 93 %      48.2 ms
+     2  ring             40.4 ms       6         37.5 MB  bytes 85 %            -
+
+    Args:
+        size: the bytes of what was timed.
+        times: by the name of a way, what it took.
     """
-    rows = [("", "way", "predicted", "rounds", "sent by a rank", "most of it")]
-    rows += [(str(number), *_row(choice)) for number, choice in enumerate(choices, start=1)]
+    rows = [("", "way", "predicted", "rounds", "sent by a rank", "most of it", f"{_size(size)} timed")]
+    for number, choice in enumerate(ranking, start=1):
+        name, crossing = choice.way.name, choice.crossing
+        parts, num_rounds, sent = {"memory": choice.memory_s}, 0, "-"
+        if crossing is not None:
+            of_one = (crossing.schedule, crossing.nbytes, crossing.network)
+            seconds = anatomy(crossing.algorithm, *of_one, segment_bytes=crossing.segment_bytes)
+            parts |= {part.removesuffix("_s"): crossing.num_times * s for part, s in seconds._asdict().items()}
+            moved = volume(crossing.schedule, crossing.nbytes, crossing.network.num_ranks)
+            num_rounds, sent = moved.num_rounds * crossing.num_times, _size(moved.bytes_sent * crossing.num_times)
+        most = max(parts, key=lambda part: parts[part])
+        share = f"{most} {100 * parts[most] / choice.predicted_s:.0f} %" if choice.predicted_s else "-"
+        took = _time(times[name]) if name in times else "-"
+        rows.append((str(number), name, _time(choice.predicted_s), str(num_rounds), sent, share, took))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for number, way, *figures, most in rows:
-        cells = [number.rjust(widths[0]), way.ljust(widths[1])]
-        cells += [text.rjust(width) for text, width in zip(figures, widths[2:], strict=False)]
-        lines.append("  ".join([*cells, most]))
-    return "\n".join([f"all-reduce of {nbytes:,} bytes; auto takes the first", *lines])
-
-
-def _row(choice: Choice) -> tuple[str, str, str, str, str]:
-    parts, num_rounds, sent = {"calling": choice.call_s, "memory": choice.in_memory_s}, 0, "-"
-    carried = choice.over_transport
-    if carried is not None:
-        parts |= {part: choice.num_crossings * seconds for part, seconds in carried.anatomy()._asdict().items()}
-        num_rounds, num_bytes = volume(carried.schedule, carried.nbytes, carried.network.num_ranks)
-        num_rounds *= choice.num_crossings
-        sent = _size(num_bytes * choice.num_crossings)
-    most = max(parts, key=lambda part: parts[part])
-    share = f"{most.removesuffix('_s')} {100 * parts[most] / choice.predicted_s:.0f} %" if choice.predicted_s else "-"
-    return choice.name, _time(choice.predicted_s), str(num_rounds), sent, share
+    aligned = "  ".join(f"{{:{side}{width}}}" for side, width in zip("><>>><>", widths, strict=True))
+    return [aligned.format(*row) for row in rows]
 
 
 def _time(seconds: float) -> str:

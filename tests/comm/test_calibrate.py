@@ -11,31 +11,21 @@ import torch
 from ranks import run_ranks
 
 import ddp.comm.calibrate as calibration
-from ddp.collectives.catalog import ALL_REDUCE
-from ddp.collectives.cost import price
 from ddp.collectives.placed import Hosts
-from ddp.collectives.simulate import equal_hosts
-from ddp.comm.calibrate import Curve, Measured, calibrate
+from ddp.comm.calibrate import Curve, Measured, calibrate, figures, slowest
 from ddp.transport.edge import TransportError
 from ddp.transport.faulty import Faulty
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_known", {})
+CPU = torch.device("cpu")
 
 
 class Meeting:
-    """An all-gather of bytes between threads; counts its rounds."""
+    """An all-gather of bytes between threads."""
 
     def __init__(self, world_size: int) -> None:
-        self.num_gathers = 0
         self._texts: list[bytes] = [b""] * world_size
-        self._barrier = threading.Barrier(world_size, self._count)
-
-    def _count(self) -> None:
-        self.num_gathers += 1
+        self._barrier = threading.Barrier(world_size)
 
     def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
         def gather(mine: bytes) -> list[bytes]:
@@ -48,12 +38,12 @@ class Meeting:
         return gather
 
 
-def on_threads(hosts: Hosts, *, meeting: Meeting | None = None) -> list[Measured]:
+def on_threads(hosts: Hosts) -> list[Measured]:
     world_size = sum(map(len, hosts))
-    meet = meeting or Meeting(world_size)
+    meet = Meeting(world_size)
 
     def program(transport: SimulatedTransport) -> Measured:
-        return calibrate(transport, hosts, None, meet.of(transport.rank), timeout_s=20)
+        return calibrate(transport, hosts, None, meet.of(transport.rank), timeout_s=20, device=CPU)
 
     return SimulatedNetwork(world_size).run(program)
 
@@ -61,7 +51,7 @@ def on_threads(hosts: Hosts, *, meeting: Meeting | None = None) -> list[Measured
 def is_sane(measured: Measured) -> bool:
     network = measured.network
     links = (network.inside, network.between)
-    figures = [figure for link in links for figure in (link.alpha_s, link.beta_s, link.announce_s, link.gap_s)]
+    figures = [figure for link in links for figure in (link.alpha_s, link.beta_s, link.gap_s)]
     return (
         all(math.isfinite(f) and f >= 0 for f in figures) and network.gamma_s > 0 and min(x.alpha_s for x in links) > 0
     )
@@ -74,7 +64,7 @@ def test_all_ranks_agree(hosts: Hosts) -> None:
     first, *others = on_threads(hosts)
     assert is_sane(first)
     assert first.network.hosts == hosts
-    assert first.shared is None
+    assert first.ordinary is first.allocated is None
     assert all(other == first for other in others)
 
 
@@ -89,28 +79,14 @@ def test_one_rank_has_nothing_to_measure() -> None:
     assert alone.network.inside.alpha_s == alone.network.between.beta_s == 0.0
 
 
-def test_a_layout_is_measured_once() -> None:
-    """The second time a single gather finds out that everyone has the figures still; a rank that has not, ends that."""
-    hosts = equal_hosts(4, 2)
-    meeting = Meeting(4)
-    first = on_threads(hosts, meeting=meeting)
-    rounds = meeting.num_gathers
-    again = on_threads(((0, 2), (1, 3)), meeting=meeting)
-    assert meeting.num_gathers - rounds == rounds / 2
-    assert again[0].network.inside == first[0].network.inside
-    assert again[0].network.hosts == ((0, 2), (1, 3))
-    on_threads(equal_hosts(3, 3))
-    assert len(calibration._known) == 2
-
-
 def test_a_rank_that_fails_ends_it_within_the_deadline() -> None:
-    hosts = equal_hosts(3, 1)
+    hosts = ((0,), (1,), (2,))
     meet = Meeting(3)
 
     def program(transport: SimulatedTransport) -> str:
         faulty = Faulty(transport, fail_at={1: 3}, how="silent")
         try:
-            calibrate(faulty, hosts, None, meet.of(transport.rank), timeout_s=0.2)
+            calibrate(faulty, hosts, None, meet.of(transport.rank), timeout_s=0.2, device=CPU)
         except TransportError as error:
             return str(error)
         return "no error"
@@ -120,61 +96,38 @@ def test_a_rank_that_fails_ends_it_within_the_deadline() -> None:
 
 # --- from times to figures -------------------------------------------------------------------------------------------
 
-PLAN = calibration._Plan(num_rounds=8, num_repetitions=4, bulk_bytes=1_000_000, num_bulks=3)
-
-
-def measured_from(hosts: Hosts, whole_s: float, **more: float) -> Measured:
-    """What three repetitions of these times give, on every rank; the rest is a link of one microsecond."""
-    usual = "inside" if max(map(len, hosts)) > 1 else "between"
-    times = {"adding": 4e-4, "sums": 9e-6, "whole": whole_s, **more}
-    for link in ("inside", "between"):
-        times |= {f"{link} small": 7e-6, f"{link} one way": 4e-6, f"{link} many": 14e-6, f"{link} bulk": 7e-6 + 1e-3}
-    everyone = [{name: [seconds] * 3 for name, seconds in times.items()} for host in hosts for _ in host]
-    return calibration._measured(everyone, {"inside": PLAN, "between": PLAN}, hosts, usual)
-
 
 def test_what_the_times_become() -> None:
-    measured = measured_from(((0, 1), (2, 3)), 1.0)
-    link = measured.network.between
-    assert (link.alpha_s, link.announce_s, link.gap_s, link.beta_s) == pytest.approx((4e-6, 3e-6, 1e-6, 1e-9))
-    assert measured.network.inside.shared_s == 0.0  # no pair was measured alone
-    assert measured.network.addition_s == pytest.approx(2e-6)
-    assert measured.network.gamma_s == pytest.approx(4e-4 / calibration.ADD_BYTES)
+    """Ranks 0 and 2 stand for their hosts between the hosts; the slower one counts."""
+    inside = {
+        "inside alpha": [4e-6] * 3,
+        "inside gap": [11e-6] * 3,
+        "inside beta": [4e-6 + calibration.BULK_BYTES * 1e-10] * 3,
+    }
+    slow = {
+        "between alpha": [1e-3] * 3,
+        "between gap": [1e-3] * 3,
+        "between beta": [1e-3 + calibration.BULK_BYTES * 1e-9] * 3,
+    }
+    fast = {name: [1e-6] * 3 for name in slow}
+    adding = {"adding": [calibration.BULK_BYTES * 1e-11] * 3}
+    everyone = [adding | inside | slow, adding | inside, adding | inside | fast, adding | inside]
+    network = figures(everyone, ((0, 1), (2, 3))).network
+    assert (network.inside.alpha_s, network.inside.beta_s, network.inside.gap_s) == pytest.approx((4e-6, 1e-10, 1e-6))
+    assert (network.between.alpha_s, network.between.beta_s, network.between.gap_s) == pytest.approx((1e-3, 1e-9, 0))
+    assert network.gamma_s == pytest.approx(1e-11)
 
 
-def test_a_pair_alone_tells_what_the_ranks_of_a_host_share() -> None:
-    link = measured_from(((0, 1, 2, 3),), 1.0, **{"inside bulk one way": 4e-6 + 4e-4}).network.inside
-    assert (link.beta_s, link.shared_s) == pytest.approx((4e-10, 1e-9 / 4))
+def test_of_repetitions_the_median_counts_and_of_ranks_the_slowest() -> None:
+    assert slowest([{"a": [1.0, 9.0, 1.0]}, {}, {"a": [2.0, 1.0, 3.0]}], "a") == 3.0
+    assert slowest([{"a": [1.0]}], "b") == 0.0
 
 
-def test_what_an_exchange_takes_longer_among_all_than_alone_keeps_the_host_busy() -> None:
-    link = measured_from(((0, 1, 2, 3),), 1.0, **{"inside pair": 5e-6}).network.inside
-    assert (link.alpha_s, link.announce_s, link.busy_s) == pytest.approx((4e-6, 1e-6, 2e-6 / 4))
-    assert link.gap_s == 0.0  # eight times as many messages took no longer than their share
-
-
-@pytest.mark.parametrize("whole_s", [5e-6, 1e-3])
-def test_the_whole_collective_has_the_last_word(whole_s: float) -> None:
-    """Faster than its rounds: they are scaled down. Slower: that is what a call costs."""
-    measured = measured_from(equal_hosts(4, 1), whole_s)
-    price_s = price("recursive_doubling", ALL_REDUCE["recursive_doubling"], calibration.SMALL_BYTES, measured.network)
-    assert price_s + measured.call_s == pytest.approx(whole_s, rel=0.02)
-    assert (measured.call_s > 0) == (whole_s == 1e-3)
-
-
-def test_what_memory_and_wire_cost_together_beyond_their_parts() -> None:
-    memory = {f"ordinary {size}": 1e-5 for size in calibration.MEMORY_BYTES}
-    measured = measured_from(((0, 1), (2, 3)), 1e-3, mixed=1e-4, **memory)
-    assert measured.shared is not None
-    assert measured.shared.allocated == measured.shared.ordinary  # nobody could allocate
-    assert measured.mixed_call_s == pytest.approx(1e-4 - 1e-5 - 9e-6)
-
-
-def test_a_slow_link_is_measured_less_often_and_with_fewer_bytes() -> None:
-    fast, slow = calibration._Plan.after(2e-5, 1e-4), calibration._Plan.after(2e-2, 5e-2)
-    assert slow.num_rounds == 1 < fast.num_rounds
-    assert slow.num_repetitions < fast.num_repetitions
-    assert calibration.LOOK_BYTES <= slow.bulk_bytes < fast.bulk_bytes == calibration.BULK_BYTES
+def test_memory_that_nobody_could_allocate_is_as_slow_as_any() -> None:
+    small, large = calibration.MEMORY_BYTES[:2]
+    times = {"adding": [1e-4], f"ordinary {small}": [1e-5], f"ordinary {large}": [2e-5]}
+    measured = figures([times, times], ((0, 1),))
+    assert measured.ordinary == measured.allocated == Curve((small, large), (1e-5, 2e-5))
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------
@@ -212,9 +165,9 @@ def _calibrated() -> tuple[Measured, Measured]:
     transport = process_group_transport(cpu, "gloo", store=store, rank=rank, world_size=world_size, timeout_s=30)
     hosts, group, reason = meet(rank, gather, timeout_s=30)
     assert group is not None, reason
-    one_host = calibrate(transport, hosts, group, gather, timeout_s=30)
+    one_host = calibrate(transport, hosts, group, gather, timeout_s=30, device=cpu)
     pretended = tuple((r,) for r in range(world_size))
-    apart = calibrate(transport, pretended, None, gather, timeout_s=30)
+    apart = calibrate(transport, pretended, None, gather, timeout_s=30, device=cpu)
     group.close()
     return one_host, apart
 
@@ -224,9 +177,10 @@ def test_two_processes_agree_on_links_and_memory() -> None:
     assert others == [(one_host, apart)]
     assert is_sane(one_host)
     assert is_sane(apart)
-    assert apart.shared is None
-    assert one_host.shared is not None
-    for curve in (one_host.shared.ordinary, one_host.shared.allocated):
+    assert apart.ordinary is None
+    assert one_host.ordinary is not None
+    assert one_host.allocated is not None
+    for curve in (one_host.ordinary, one_host.allocated):
         assert curve.nbytes == calibration.MEMORY_BYTES
         assert all(math.isfinite(seconds) and seconds > 0 for seconds in curve.seconds)
         assert curve.at(1 << 28) > 0

@@ -1,68 +1,80 @@
-"""Selection: a pure function of agreed numbers that ranks every way as the network makes it pay."""
+"""Selection: a pure function of agreed numbers that ranks every way as the network makes it pay, and trials."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
-from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import ddp.comm.select as selection
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Schedule
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
-from ddp.comm.calibrate import Curve, Measured, SharedMemory
-from ddp.comm.carrier import CROSSING_BYTES
-from ddp.comm.select import Choice, explain, in_columns, is_canonical, rank_choices
+from ddp.comm.calibrate import Curve, Measured
+from ddp.comm.select import TRIAL_S, Auto, Choice, affordable, in_columns, rank, size_of_trial, table
+from ddp.comm.way import CROSSING_BYTES, Way, possible_ways
+from ddp.errors import ConfigError
+from ddp.transport.simulated import SimulatedNetwork
 
 FAST, SLOW = Link(2e-6, 1e-10), Link(1e-3, 1e-8)
-MEMORY = SharedMemory(
-    ordinary=Curve((1 << 10, 1 << 20), (1e-5, 1e-3)), allocated=Curve((1 << 10, 1 << 20), (1e-5, 2e-4))
-)
+ORDINARY, ALLOCATED = Curve((1 << 10, 1 << 20), (1e-5, 1e-3)), Curve((1 << 10, 1 << 20), (1e-5, 2e-4))
 ONE_HOST, TWO_HOSTS = equal_hosts(4, 4), equal_hosts(4, 2)
 
 
-def measured(hosts: Hosts, between: Link = SLOW) -> Measured:
-    return Measured(Network(hosts, FAST, between, 1e-10), MEMORY if any(len(host) > 1 for host in hosts) else None)
+def measured(hosts: Hosts) -> Measured:
+    network = Network(hosts, FAST, SLOW, 1e-10)
+    return Measured(network, ORDINARY, ALLOCATED) if any(len(host) > 1 for host in hosts) else Measured(network)
 
 
-def ways(hosts: Hosts) -> Mapping[str, Schedule | None]:
-    found: dict[str, Schedule | None] = {**all_reduce_schedules(hosts)}
-    if len(hosts) == 1:
-        return found | {"shared_memory": None}
-    return found | {f"shared_memory+{name}": schedule for name, schedule in ALL_REDUCE.items()}
+def ways(hosts: Hosts) -> Mapping[str, Way]:
+    return possible_ways(hosts, shared_memory=True)
 
 
-def names(nbytes: int, hosts: Hosts, **more: object) -> list[str]:
-    return [c.name for c in rank_choices(nbytes, ways(hosts), measured(hosts), hosts=hosts, **more)]  # type: ignore[arg-type]
+def ranked(nbytes: int, hosts: Hosts) -> list[Choice]:
+    return rank(ways(hosts).values(), nbytes, measured(hosts))
+
+
+def names(nbytes: int, hosts: Hosts) -> list[str]:
+    return [choice.way.name for choice in ranked(nbytes, hosts)]
+
+
+def found(choices: list[Choice], name: str) -> Choice:
+    return next(choice for choice in choices if choice.way.name == name)
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
 
 
 def test_every_way_is_ranked_by_its_time() -> None:
     for hosts in (ONE_HOST, TWO_HOSTS, ((0, 1, 2), (3,))):
-        choices = rank_choices(1 << 16, ways(hosts), measured(hosts), hosts=hosts)
-        assert {choice.name for choice in choices} == set(ways(hosts))
+        choices = ranked(1 << 16, hosts)
+        assert {choice.way.name for choice in choices} == set(ways(hosts))
         times = [choice.predicted_s for choice in choices]
-        assert all(earlier < 1.2 * later for earlier, later in pairwise(times))  # or nearly equal
+        assert times == sorted(times)
         assert times[0] > 0
 
 
 def test_the_order_of_the_ways_does_not_matter() -> None:
-    """Equal prices too come out alike: by name."""
-    items = list(ways(TWO_HOSTS).items())
-    expected = rank_choices(0, dict(items), measured(TWO_HOSTS), hosts=TWO_HOSTS)
+    """Equal costs too come out alike: by name."""
+    these = list(ways(TWO_HOSTS).values())
+    expected = rank(these, 0, measured(TWO_HOSTS))
     for seed in range(5):
-        random.Random(seed).shuffle(items)
-        assert rank_choices(0, dict(items), measured(TWO_HOSTS), hosts=TWO_HOSTS) == expected
-    over_transport = [choice for choice in expected if not choice.in_memory_s]
+        random.Random(seed).shuffle(these)
+        assert rank(these, 0, measured(TWO_HOSTS)) == expected
+    over_transport = [choice for choice in expected if not choice.way.in_memory]
     assert [choice.predicted_s for choice in over_transport] == [0.0] * len(over_transport)
-    assert [choice.name for choice in over_transport] == sorted(choice.name for choice in over_transport)
+    assert [choice.way.name for choice in over_transport] == sorted(choice.way.name for choice in over_transport)
 
 
 def test_memory_is_looked_up_and_allocated_memory_is_faster() -> None:
     for allocated, expected in ((False, 1e-3), (True, 2e-4)):
-        choices = rank_choices(1 << 20, ways(ONE_HOST), measured(ONE_HOST), hosts=ONE_HOST, allocated=allocated)
-        assert next(choice for choice in choices if choice.name == "shared_memory").predicted_s == expected
+        choices = rank(ways(ONE_HOST).values(), 1 << 20, measured(ONE_HOST), allocated=allocated)
+        assert found(choices, "shared_memory").predicted_s == expected
 
 
 def test_on_slow_links_memory_pays_and_few_rounds_do() -> None:
@@ -88,22 +100,11 @@ def test_a_slice_for_every_place_all_at_once_over_the_hosts_link() -> None:
     assert timeline.makespan_s == pytest.approx(6400e-8)
 
 
-def test_of_equal_prices_the_ranks_share_the_burden() -> None:
-    """Bytes go one after another through what the host shares: master-worker is as cheap as what spreads them."""
-    hosts = ((0, 1, 2, 3),)
-    network = Network(hosts, Link(1e-6, 1e-9, shared_s=1e-9), Link(1e-6, 1e-9))
-    both = {name: ALL_REDUCE[name] for name in ("master_worker", "all_to_all")}
-    choices = rank_choices(16 << 20, both, Measured(network, None), hosts=hosts)
-    assert choices[0].predicted_s == pytest.approx(choices[1].predicted_s, rel=0.05)
-    assert choices[0].name == "all_to_all"
-
-
 def test_hosts_of_different_size_carry_as_many_slices_as_the_smallest_has_ranks() -> None:
-    hosts = ((0, 1, 2), (3, 4))
-    (choice,) = rank_choices(4096, {"shared_memory+ring": ALL_REDUCE["ring"]}, measured(hosts), hosts=hosts)
-    assert choice.over_transport is not None
-    assert choice.over_transport.network.hosts == ((0, 1), (2, 3))
-    assert choice.predicted_s == pytest.approx(choice.in_memory_s + choice.over_transport.price_s())
+    choice = found(ranked(4096, ((0, 1, 2), (3, 4))), "shared_memory+ring")
+    assert choice.crossing is not None
+    assert choice.crossing.network.hosts == ((0, 1), (2, 3))
+    assert choice.predicted_s == pytest.approx(choice.memory_s + choice.crossing.cost_s)
 
 
 def test_memory_works_while_the_wire_does() -> None:
@@ -111,24 +112,107 @@ def test_memory_works_while_the_wire_does() -> None:
     nbytes = 10 * CROSSING_BYTES
     for memory_s in (1e-3, 10.0):
         memory = Curve((1 << 10, nbytes), (0.0, memory_s))
-        figures = Measured(Network(TWO_HOSTS, FAST, SLOW), SharedMemory(memory, memory), 5e-3, mixed_call_s=3e-3)
-        ring = {"shared_memory+ring": ALL_REDUCE["ring"]}
-        (choice,) = rank_choices(nbytes, ring, figures, hosts=TWO_HOSTS)
-        assert choice.num_crossings == 10
-        assert choice.over_transport is not None
-        crossing_s = choice.over_transport.price_s()
-        piece_s = memory.at(CROSSING_BYTES)
+        figures = Measured(Network(TWO_HOSTS, FAST, SLOW), memory, memory)
+        choice = found(rank(ways(TWO_HOSTS).values(), nbytes, figures), "shared_memory+ring")
+        assert choice.crossing is not None
+        assert choice.crossing.num_times == 10
+        crossing_s, piece_s = choice.crossing.cost_s, memory.at(CROSSING_BYTES)
         expected_s = piece_s + 10 * crossing_s if memory_s == 1e-3 else 10 * piece_s + crossing_s
-        assert choice.predicted_s == pytest.approx(3e-3 + expected_s)
+        assert choice.predicted_s == pytest.approx(expected_s)
 
 
-def test_a_call_has_its_price() -> None:
-    figures = Measured(Network(ONE_HOST, FAST, SLOW), None, call_s=1e-3)
-    (choice,) = rank_choices(0, {"ring": ALL_REDUCE["ring"]}, figures, hosts=ONE_HOST)
-    assert choice.predicted_s == choice.call_s == 1e-3
+# --- the choice ------------------------------------------------------------------------------------------------------
 
 
-# --- the canonical order ---------------------------------------------------------------------------------------------
+def auto(
+    hosts: Hosts, *, by_rank: list[dict[str, float]] | None = None, ran: list[str] | None = None, **more: Any
+) -> Auto:
+    """Auto of rank 0 in a world where nothing is measured.
+
+    Args:
+        by_rank: what a trial takes on every rank, by way; ways that are not in it take 1 s.
+        ran: gets the names of the ways that run.
+    """
+
+    def run(flat: Tensor, way: Way) -> None:
+        if ran is not None:
+            ran.append(way.name)
+
+    def gather(mine: bytes) -> list[bytes]:
+        timed = json.loads(mine)
+        return [json.dumps({name: [times.get(name, 1.0)] for name in timed}).encode() for times in by_rank or [{}]]
+
+    made = Auto(
+        SimulatedNetwork(4).transport(0),
+        hosts,
+        more.pop("ways", ways(hosts)),
+        None,
+        run,
+        gather,
+        device=torch.device("cpu"),
+        **{"algorithm": "auto", "order": "any", "segment_bytes": 1 << 22, "timeout_s": 1.0} | more,
+    )
+    made._measured = more.get("measured") or measured(hosts)
+    return made
+
+
+FAR = equal_hosts(4, 1)  # on SLOW links a small all-reduce takes 2 ms and more
+
+
+def test_the_fastest_of_what_was_timed_is_taken_and_the_slowest_rank_counts() -> None:
+    ran: list[str] = []
+    chooser = auto(FAR, by_rank=[{"tree": 1e-3, "all_to_all": 2e-3}, {"tree": 3e-3, "all_to_all": 2e-3}], ran=ran)
+    assert chooser.choose(1000) == "all_to_all"
+    assert set(ran) >= {"tree", "all_to_all", "recursive_doubling"}
+    assert chooser.choices == {1000: "all_to_all"}
+
+
+def test_sizes_up_to_the_same_power_of_two_share_a_trial() -> None:
+    ran: list[str] = []
+    chooser = auto(FAR, by_rank=[{"tree": 1e-3}], ran=ran)
+    assert [size_of_trial(nbytes) for nbytes in (0, 1, 4, 5, 1000, 1024, 1025)] == [4, 4, 4, 8, 1024, 1024, 2048]
+    first = chooser.choose(1000), len(ran)
+    assert first == (chooser.choose(600), len(ran)) == ("tree", len(ran))
+    chooser.choose(1025)
+    assert len(ran) > first[1]
+    assert chooser.choices == {1000: "tree", 600: "tree", 1025: "tree"}
+
+
+def test_what_takes_long_is_not_timed() -> None:
+    """16 MB at 10 ns a byte: the model has the last word."""
+    ran: list[str] = []
+    chooser = auto(FAR, by_rank=[{"tree": 1e-3}], ran=ran)
+    assert chooser.choose(1 << 24) == names(1 << 24, FAR)[0]
+    assert not ran
+    ranking = ranked(1 << 10, FAR)
+    few = affordable([choice for choice in ranking for _ in range(100)])
+    assert 1 < len(few) < 100 * len(ranking)
+    assert sum(map(selection.trial_s, few)) <= TRIAL_S
+
+
+def test_on_one_host_memory_is_taken_at_once() -> None:
+    ran: list[str] = []
+    assert auto(ONE_HOST, ran=ran).choose(1 << 20) == "shared_memory"
+    assert not ran
+
+
+def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() -> None:
+    flat = torch.zeros(1 << 20)
+    chooser = auto(TWO_HOSTS)
+    expected = next(name for name in names(1 << 22, TWO_HOSTS) if name.startswith("shared_memory+"))
+    assert chooser.way(flat, "shared_memory").name == expected
+    assert chooser.way(flat, "tree").name == "tree"
+    assert auto(TWO_HOSTS, algorithm="tree").way(flat, "auto").name == "tree"
+    with pytest.raises(ConfigError, match="algorithm='abacus' is not possible here; choose one of auto, ring, tree"):
+        chooser.check("abacus")
+
+
+def test_pinned_choices_are_taken() -> None:
+    ran: list[str] = []
+    chooser = auto(FAR, ran=ran)
+    chooser.pin({4000: "tree"})
+    assert chooser.way(torch.zeros(1000), "auto").name == "tree"
+    assert not ran
 
 
 @pytest.mark.parametrize(
@@ -136,43 +220,60 @@ def test_a_call_has_its_price() -> None:
 )
 def test_canonical_leaves_only_those(hosts: Hosts) -> None:
     num_ranks = sum(map(len, hosts))
-    left = set(names(1 << 16, hosts, order="canonical"))
+    left = {choice.way.name for choice in auto(hosts, order="canonical").ranking(1 << 16)}
     for name, schedule in all_reduce_schedules(hosts).items():
         assert (name in left) == schedule.check(num_ranks).canonical
     assert "tree" in left
     assert left <= set(ways(hosts))
 
 
-def test_memory_is_canonical_where_its_ranks_are_a_branch_of_the_tree() -> None:
-    ring, tree = ALL_REDUCE["ring"], ALL_REDUCE["tree"]
-    assert is_canonical("shared_memory", None, equal_hosts(7, 7))
-    assert is_canonical("shared_memory+ring", ring, TWO_HOSTS)  # a + b is b + a
-    assert is_canonical("shared_memory+tree", tree, equal_hosts(12, 4))
-    assert is_canonical("shared_memory+tree", tree, ((0, 1), (2,)))
-    assert not is_canonical("shared_memory+ring", ring, equal_hosts(6, 2))
-    assert not is_canonical("shared_memory+tree", tree, equal_hosts(6, 3))  # ((0, 1), 2) is no branch of it
-    assert not is_canonical("shared_memory+tree", tree, ((0, 2), (1, 3)))
-    assert not is_canonical("shared_memory+tree", tree, ((0,), (1, 2)))
+def test_a_trial_times_canonical_ways_only_if_asked_to() -> None:
+    ran: list[str] = []
+    chooser = auto(FAR, by_rank=[{"ring": 1e-3, "tree": 2e-3}], ran=ran, order="canonical")
+    assert chooser.choose(1000) == "tree"
+    assert all(ways(FAR)[name].is_canonical for name in ran)
+    hosts = equal_hosts(6, 3)
+    with pytest.raises(ConfigError, match="no way 'shared_memory' adds in canonical order here"):
+        auto(hosts, order="canonical").way(torch.zeros(10), "shared_memory")
 
 
 # --- what a user reads -----------------------------------------------------------------------------------------------
 
 
-def test_explain_is_a_table() -> None:
-    text = explain(1 << 22, rank_choices(1 << 22, ways(ONE_HOST), measured(ONE_HOST), hosts=ONE_HOST))
-    title, header, *rows = text.splitlines()
-    assert title.startswith("all-reduce of 4,194,304 bytes")
+def test_explain_is_a_table_that_says_how_far_predictions_were_off() -> None:
+    predicted = {choice.way.name: choice.predicted_s for choice in ranked(1 << 22, ONE_HOST)}
+    timed = [{name: seconds * (2.0 if name == "ring" else 1.5) for name, seconds in predicted.items()}]
+    title, header, *rows, last = auto(ONE_HOST, by_rank=timed).explain(4_000_000).splitlines()
+    assert title == "all-reduce of 4,000,000 bytes; auto takes shared_memory"
     assert header.split()[:3] == ["way", "predicted", "rounds"]
+    assert header.endswith("4 MB timed")
     assert len(rows) == len(ways(ONE_HOST))
     memory = next(row for row in rows if " shared_memory " in row)
-    assert memory.endswith("memory 100 %")
+    assert "memory 100 %" in memory
     ring = next(row for row in rows if " ring " in row)
-    assert " 6 MB" in ring  # 2(p−1)/p
+    assert " 5.72 MB" in ring  # 2(p−1)/p
     assert "bytes" in ring
     assert [row.split()[0] for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
+    assert last == "what was timed took 1.50 to 2.00 times what was predicted"
 
 
-def test_explain_of_nothing_and_of_tiny_times() -> None:
-    assert explain(0, []).count("\n") == 1
-    assert "0.250 µs" in explain(4, [Choice("ring", 2.5e-7)])
-    assert "1.50 s" in explain(4, [Choice("ring", 1.5)])
+def test_explain_times_the_cheapest_way_whatever_it_takes() -> None:
+    ran: list[str] = []
+    text = auto(FAR, by_rank=[{}], ran=ran).explain(1 << 24)
+    assert set(ran) == {names(1 << 24, FAR)[0]}
+    assert text.splitlines()[2].endswith(" 1.00 s")
+    assert text.splitlines()[-1].startswith("what was timed took ")
+
+
+def test_a_table_of_nothing_and_of_tiny_times() -> None:
+    ring = ways(FAR)["ring"]
+    assert len(table([], 4, {})) == 1
+    assert "0.250 µs" in table([Choice(ring, 2.5e-7, 0.0, None)], 4, {})[1]
+    assert "1.50 s" in table([Choice(ring, 1.5, 0.0, None)], 4, {})[1]
+
+
+def test_headlines() -> None:
+    assert auto(ONE_HOST).describe() == "shared memory"
+    assert auto(ONE_HOST, algorithm="ring").describe() == "ring"
+    assert auto(TWO_HOSTS).describe() == "auto over shared memory and transport, hosts of 2+2"
+    assert auto(FAR, order="canonical").describe() == "auto over transport, hosts of 1+1+1+1, canonical"
