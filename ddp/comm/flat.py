@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import SupportsInt
 
 import torch
 from torch import Tensor
@@ -125,7 +126,7 @@ def _check_op(op: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"op={op!r} on {dtype}: torch does not add these; use float16 or bfloat16")
 
 
-def check_divisor(divide_by: int | Callable[[], int], op: str, dtype: torch.dtype) -> None:
+def check_divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
     """Raises ConfigError for a division that is none, or that this operation or dtype does not allow."""
     if divide_by == 1:
         return

@@ -10,11 +10,25 @@ Read before: `gradients/totals.py`, `arrangement.py`. Read next: `reducer.py`, w
 
 from __future__ import annotations
 
-from ddp.comm.communicator import Communicator, Divisor
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import SupportsInt
+
+from ddp.comm.communicator import Communicator
 from ddp.comm.work import Work, done
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.totals import StepTotals
 from ddp.replica.arrangement import Arrangement
+
+
+@dataclass
+class Later:
+    """A number that is read once it is known."""
+
+    read: Callable[[], int]
+
+    def __int__(self) -> int:
+        return self.read()
 
 
 class Mean:
@@ -42,10 +56,10 @@ class Mean:
     def all_reduce(self, bucket: Bucket, *, async_op: bool, label: str) -> Work:
         """Sums a bucket over the ranks and divides it on its way. The first one carries what totals divide by."""
         flat = bucket.flat
-        divide_by: Divisor = self.divisor if self._mine is None or bucket.index else 1
+        divide_by: SupportsInt = Later(self.divisor) if self._mine is None or bucket.index else 1
         if flat.device == self._comm.device:
             if async_op:
-                return self._comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
+                return self._comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)  # type: ignore[no-any-return]
             return done(self._comm.all_reduce(flat, divide_by=divide_by, label=label))
         staged = flat.to(self._comm.device)  # a model on several devices
         flat.copy_(self._comm.all_reduce(staged, divide_by=divide_by, label=label))
