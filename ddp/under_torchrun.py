@@ -54,7 +54,7 @@ def main() -> NoReturn:
     from torch.distributed.rendezvous import rendezvous
 
     from ddp.comm.call import Call
-    from ddp.comm.meeting import meeting_place
+    from ddp.comm.rendezvous import rendezvous as find_ranks
     from ddp.comm.setup import ABORT_S, WARN_S
     from ddp.comm.watchdog import Watchdog
     from ddp.rendezvous import ON_LOOPBACK
@@ -64,7 +64,7 @@ def main() -> NoReturn:
     # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
     job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])  # outlives an attempt, where torchrun has it
     try:
-        attempt = meeting_place(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        attempt = find_ranks(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
         watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
         if rank == 0:
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None

@@ -1,4 +1,7 @@
-"""How two tensors become one: what stands behind `op=`. (The mean is a sum that is divided once, at the end.)"""
+"""How two tensors become one: what stands behind `op=`. (The mean is a sum that is divided once, at the end.)
+
+Read before: nothing. Read next: `execute.py`, which combines what arrives; `host_reduce.py`, which combines in memory.
+"""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def calibrate(
             mine |= timed(small, IN_A_ROW, device=device)
             mine |= timed({f"{name} beta": exchange(1, BULK_BYTES)}, device=device)
     if group is not None:
-        mine |= _in_memory(group, max(map(len, hosts)), timeout_s=timeout_s)
+        mine |= _in_memory(group, max(map(len, hosts)))
     return figures(exchanged(mine, gather), hosts)
 
 
@@ -205,13 +205,13 @@ def _link(everyone: Sequence[Times], name: str) -> Link | None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _in_memory(group: HostGroup, largest_host: int, *, timeout_s: float) -> Times:
+def _in_memory(group: HostGroup, largest_host: int) -> Times:
     """Times all-reduces among the ranks of this host, of an ordinary tensor and of one that they share."""
     sizes = [nbytes for nbytes in MEMORY_BYTES if nbytes * largest_host <= MEMORY_IN_ALL]
-    cpu, reduce = torch.device("cpu"), partial(group.all_reduce, op="sum", sequence=0, timeout_s=timeout_s)
+    cpu, reduce = torch.device("cpu"), partial(group.all_reduce, op="sum", sequence=0)
     tensors = {"ordinary": torch.zeros(sizes[-1] // 4, device=cpu)}
     try:
-        tensors["allocated"] = group.allocate(sizes[-1] // 4, torch.float32, timeout_s=timeout_s)
+        tensors["allocated"] = group.allocate(sizes[-1] // 4, torch.float32, sequence=0)
     except NoSharedMemory:  # on all ranks of the host alike
         pass
     times: Times = {}

@@ -1,7 +1,10 @@
-"""What a collective call is called: its number, and the words that messages, warnings and comparisons use for it.
+"""A collective call: its number, and the words that messages, warnings and comparisons use for it.
 
 The words are put together only when someone reads them. On the path of a collective that takes microseconds, a
 formatted string would be a tenth of the time.
+
+Read before: `work.py`. Read next: `watchdog.py`, which publishes the call that this rank is in; `turn.py`, which
+numbers calls.
 """
 
 from __future__ import annotations
@@ -25,19 +28,19 @@ class Call(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the caller called it; else the operation and the shape."""
+        """The caller's label; else the operation and the shape."""
         if self.name:
             return self.name
         return self.operation if self.shape is None else f"{self.operation} of {list(self.shape)}"
 
     @property
     def range(self) -> str:
-        """What a profile calls it: the label without a "step 12, " before it, so that the steps add up."""
+        """The name in a profile: the label without a "step 12, " before it, so that the steps add up."""
         step, comma, what = self.label.partition(", ")
         return f"ddp: {what if comma and step.startswith('step ') else self.label}"
 
     def describe(self) -> str:
-        """All that must agree between ranks."""
+        """Returns all that must agree between ranks."""
         words = [self.operation, self.op]
         if self.shape is not None:
             words.append(f"of {list(self.shape)}")
@@ -50,7 +53,7 @@ class Call(NamedTuple):
 
 
 def disagreement(descriptions: Sequence[bytes]) -> str:
-    """Which rank called what, if they differ; else nothing."""
+    """Returns which rank called what, if they differ; else ""."""
     if len(set(descriptions)) <= 1:
         return ""
     lines = [f"  rank {rank}: {text.decode(errors='replace').strip()}" for rank, text in enumerate(descriptions)]

@@ -9,7 +9,7 @@
 The third kind keeps a host's link busy with what must cross it and nothing else: each byte leaves a host as often as if
 the host were one rank. A long buffer crosses piece by piece, so that memory works while the wire does.
 
-Read before: `collectives/catalog.py`. Read next: `carrier.py`, which runs a way; `select.py`, which predicts its cost.
+Read before: `collectives/catalog.py`. Read next: `links.py`, which runs a way; `select.py`, which predicts its cost.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Expression, Schedule, canonical
+
+Order = Literal["any", "canonical"]
+"""Of the additions. "canonical": as the canonical binary tree over the ranks."""
 
 IN_MEMORY = "shared_memory"
 CROSSING_BYTES = 2 << 20  # the part of a buffer that crosses between hosts while the next part is added up inside them

@@ -1,13 +1,15 @@
 """A collective in flight, and the thread that runs collectives.
 
 One background thread per communicator runs asynchronous collectives one after another, in the order in which they
-were asked for: that order is the same on every rank, and it is all the agreement that the ranks need. Waits inside
-release the interpreter lock, so backward and optimizer go on meanwhile.
+were called. That order is the same on every rank, and it is all the agreement that the ranks need. Waits inside release
+the interpreter lock, so backward and optimizer go on meanwhile.
 
 A synchronous call that finds nothing in flight runs in the caller's own thread: two thread switches less.
 
 CUDA. The thread works on a stream of its own, which first waits for what the caller's stream has produced so far;
 `Work.wait` makes the caller's stream wait for the result. Nothing synchronises the device.
+
+Read before: `ddp/clock.py`. Read next: `call.py`, then `turn.py`, which decides which thread runs a call.
 """
 
 from __future__ import annotations
@@ -23,21 +25,44 @@ import torch
 
 from ddp.clock import now_s
 
+CPU = torch.device("cpu")
+
 
 class Work:
-    """What an asynchronous collective returns.
+    """An asynchronous collective: queued, running or complete.
 
     Attributes:
         done_s: when it ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, collective: Callable[[], Any], device: torch.device = CPU) -> None:
+        self._collective: Callable[[], Any] | None = collective
         self._future: Future[Any] = Future()
+        self._produced = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._finished: torch.cuda.Event | None = None
         self.done_s = 0.0
 
+    def run(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Runs the collective, once.
+
+        Args:
+            stream: the current one, on CUDA.
+        """
+        collective, self._collective = self._collective, None  # it holds tensors
+        assert collective is not None
+        try:
+            if stream is not None and self._produced is not None:
+                stream.wait_event(self._produced)
+            result = collective()
+            self.done_s = now_s()
+            if stream is not None:
+                self._finished = stream.record_event()
+            self._future.set_result(result)
+        except BaseException as error:
+            self._future.set_exception(error)
+
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Returns the collective's result once it is there, or raises its error.
+        """Returns the collective's result once it is complete, or raises its error.
 
         Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly (TimeoutError).
         """
@@ -50,15 +75,18 @@ class Work:
         return result
 
     def is_completed(self) -> bool:
-        """True once the collective has ended, well or badly."""
+        """Returns True once the collective has ended, well or badly."""
         return self._future.done()
+
+    def is_completed_within(self, timeout_s: float) -> bool:
+        """Waits for the end of the collective, well or badly; returns False if it has not come by then."""
+        return not wait([self._future], timeout_s).not_done
 
 
 def done(result: Any = None) -> Work:
-    """A work that has ended already."""
-    work = Work()
-    work.done_s = now_s()
-    work._future.set_result(result)
+    """Returns a work that has ended already."""
+    work = Work(lambda: result)
+    work.run()
     return work
 
 
@@ -67,30 +95,26 @@ class Runner:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any], torch.cuda.Event | None] | None]
-        self._queue = queue.SimpleQueue()
-        self._last: Work | None = None
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._last = done()
         self._thread: threading.Thread | None = None
 
     def is_idle(self) -> bool:
-        """True if all that was submitted has ended: the caller may as well run the next one itself."""
-        return self._last is None or self._last.is_completed()
+        """Returns True if all that was submitted has ended: the caller may as well run the next one itself."""
+        return self._last.is_completed()
 
     def submit(self, collective: Callable[[], Any]) -> Work:
         """Queues it behind everything submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        work = self._last = Work()
-        produced = None
-        if self._device.type == "cuda":
-            produced = torch.cuda.current_stream(self._device).record_event()
-        self._queue.put((work, collective, produced))
+        self._last = work = Work(collective, self._device)
+        self._queue.put(work)
         return work
 
     def is_idle_within(self, timeout_s: float) -> bool:
-        """Waits for what was submitted; False if it has not ended by then."""
-        return self._last is None or not wait([self._last._future], timeout_s).not_done
+        """Waits for what was submitted; returns False if it has not ended by then."""
+        return self._last.is_completed_within(timeout_s)
 
     def close(self) -> None:
         """Ends the thread after what is queued."""
@@ -100,19 +124,8 @@ class Runner:
             self._thread = None
 
     def _loop(self) -> None:
-        on_gpu = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if on_gpu else None
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            while (item := self._queue.get()) is not None:
-                work, collective, produced = item
-                try:
-                    if stream is not None and produced is not None:
-                        stream.wait_event(produced)
-                    result = collective()
-                    work.done_s = now_s()
-                    if stream is not None:
-                        work._finished = stream.record_event()
-                    work._future.set_result(result)
-                except BaseException as error:
-                    work._future.set_exception(error)
-                del item, work, collective  # they hold tensors
+            while (work := self._queue.get()) is not None:
+                work.run(stream)
+                del work  # its result holds tensors

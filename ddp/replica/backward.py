@@ -274,7 +274,8 @@ class Backward:
                 staged = flat.to(self.comm.device)
                 flat.copy_(self.comm.all_reduce(staged, divide_by=divide_by, label=label))
             elif async_op:
-                return self.comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
+                work: Work = self.comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
+                return work
             else:
                 self.comm.all_reduce(flat, divide_by=divide_by, label=label)
         return None

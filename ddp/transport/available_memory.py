@@ -1,4 +1,7 @@
-"""How much memory the host could still give this process, the limits of its container included."""
+"""How much memory the host could still give this process, the limits of its container included.
+
+Read before: `shared_memory.py`, which refuses to create more than that. Read next: `topology.py`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _left_in(root: Path, path: str, limit: str, usage: str, files: str) -> list[
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Reads lines of a name and a number."""
     words = (line.split() for line in _text(path).splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) >= 2 and line[1].isdigit()}
 

@@ -1,18 +1,27 @@
 """The contract of a transport: post a round, wait for it.
 
-A *round* is everything that a rank has in flight together. `post` starts all of it and returns at once;
+A *round* is everything that a rank has in flight together. `post` starts all of it and returns at once.
 `Pending.wait` returns when every transfer of the round is done, or raises `TransportError`. Tensors are contiguous
-and flat; the caller leaves them alone in between. Messages between two ranks arrive in the order in which they were
+and flat, and the caller leaves them alone in between. Messages between two ranks arrive in the order in which they were
 posted.
+
+Read before: `collectives/schedule.py` (what a round is made of). Read next: `simulated.py`, then `process_group.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+InVain = Callable[[], "tuple[int, str] | None"]
+"""Returns the rank that will never come, and why, once no wait can succeed any more."""
+
+
+def has_hope() -> None:
+    """Stands in for an `InVain`: nobody looks after the other ranks."""
 
 
 class Transfer(NamedTuple):
@@ -38,7 +47,7 @@ class Pending(Protocol):
     """A round in flight."""
 
     def wait(self, timeout_s: float) -> None:
-        """Returns once every transfer is done; TransportError after `timeout_s` seconds of silence from one peer."""
+        """Returns once every transfer is done; raises TransportError if one peer is silent for `timeout_s` seconds."""
 
 
 class Transport(Protocol):
@@ -50,17 +59,10 @@ class Transport(Protocol):
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Starts every transfer of one round."""
 
-    def among(self, ranks: Sequence[int], channel: int) -> Transport | None:
-        """The edges between some of the ranks, renumbered from 0 in the order given; None on a rank outside.
-
-        Every rank of the transport calls it with the same `ranks`.
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> Transport:
+        """Returns the edges between some of the ranks, numbered from 0 in the order given. Each of them calls it.
 
         Args:
             channel: a number that no other group with a rank in common has: messages of two groups never mix.
+            in_vain: a wait in progress asks it now and then, and ends with a TransportError if it tells of a rank.
         """
-
-    def interrupt(self, reason: str) -> None:
-        """Ends the waits of this process with a TransportError, also those that begin later. From any thread."""
-
-    def close(self) -> None:
-        """Gives up what it holds; no transfer may be in flight."""

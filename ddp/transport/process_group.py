@@ -9,9 +9,12 @@ NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by 
         the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
 
 Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
-while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline. It
-ends a wait by a second one, for a message that nobody sends, with a timeout of a millisecond: when that has passed,
-Gloo closes all connections of the process, and with them every wait ends. No collective could go on without them.
+while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline and
+asks whether the wait is in vain. It ends a wait by a second one, for a message that nobody sends, with a timeout of a
+millisecond. When that has passed, Gloo closes all connections of the process, and with them every wait ends. No
+collective could go on without them.
+
+Read before: `edge.py`. Read next: `shared_memory.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.clock import Patience
-from ddp.transport.edge import Pending, Transfer, TransportError
+from ddp.transport.edge import InVain, Pending, Transfer, TransportError, has_hope
 
 POLL_S = 0.0002
 WATCH_EVERY_S = 0.25
@@ -49,14 +52,14 @@ class GlooConnections:
     def __init__(self, backend: Any, rank: int) -> None:
         self.backend = backend
         self.interrupted = ""  # why no wait can succeed any more
-        self.waits: dict[int, float] = {}  # the timeouts of waits in progress, in seconds
+        self.waits: dict[int, tuple[float, InVain]] = {}  # those in progress: their timeout in seconds
         self.numbers = itertools.count()  # of the waits
         self._stranger, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
         name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
         threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True).start()
 
     def interrupt(self, reason: str) -> None:
-        """Ends all waits, now and from now on (note "interrupting Gloo")."""
+        """Ends all waits of this process, also those that begin later (note "interrupting Gloo")."""
         self.interrupted = self.interrupted or reason
         try:
             self.backend.recv([self._nothing], self._stranger, NOBODY_SENDS).wait(AT_ONCE)
@@ -72,10 +75,12 @@ def _end_overdue_waits(connections: weakref.ref[GlooConnections]) -> None:
         if here is None:
             return
         waits = here.waits.copy()
-        patience = {each: patience.get(each) or Patience(limit_s) for each, limit_s in waits.items()}
-        overdue = [each.limit_s for each in patience.values() if not each.left_s()]
-        if overdue:
-            here.interrupt(f"nothing came for {overdue[0]:g} s")
+        patience = {each: patience.get(each) or Patience(limit_s) for each, (limit_s, _) in waits.items()}
+        for each, (limit_s, in_vain) in waits.items():
+            if not patience[each].left_s():
+                here.interrupt(f"nothing came for {limit_s:g} s")
+            elif verdict := in_vain():
+                here.interrupt(f"rank {verdict[0]}: {verdict[1]}")
         del here
 
 
@@ -85,36 +90,30 @@ class GlooTransport:
     Args:
         ranks: the group's ranks, in the connections' numbers.
         rank: this one's place among them.
+        in_vain: see `Transport.among`.
         channel: tag of this group's messages; those of other groups over the same connections have others.
     """
 
-    def __init__(self, connections: GlooConnections, ranks: Sequence[int], rank: int, *, channel: int = 0) -> None:
+    def __init__(
+        self, connections: GlooConnections, ranks: Sequence[int], rank: int, in_vain: InVain, *, channel: int = 0
+    ) -> None:
         self.rank, self.world_size = rank, len(ranks)
-        self._connections, self._backend = connections, connections.backend
+        self._connections, self._backend, self._in_vain = connections, connections.backend, in_vain
         self._ranks, self._channel = ranks, channel
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        """Receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
+        """Posts receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
         works = [(peer, self._posted(self._backend.recv, data, peer)) for peer, data in receives]
         works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
-        return _GlooRound(self._connections, works)
+        return _GlooRound(self._connections, works, self._in_vain)
 
-    def among(self, ranks: Sequence[int], channel: int) -> GlooTransport | None:
-        """The same connections under another tag."""
-        if self.rank not in ranks:
-            return None
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> GlooTransport:
+        """Returns the same connections under another tag. They end when the last transport is forgotten."""
         names = [self._ranks[rank] for rank in ranks]
-        return type(self)(self._connections, names, list(ranks).index(self.rank), channel=channel)
-
-    def interrupt(self, reason: str) -> None:
-        """Ends all waits over these connections, on every channel."""
-        self._connections.interrupt(reason)
-
-    def close(self) -> None:
-        """The connections end when the last channel is forgotten."""
+        return type(self)(self._connections, names, list(ranks).index(self.rank), in_vain, channel=channel)
 
     def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
-        """Posting fails too, where the peer's connection has broken since the last round."""
+        """Posts one transfer. That fails, too, if the peer's connection has broken since the last round."""
         try:
             return operation([data], self._ranks[peer], self._channel)
         except RuntimeError as error:
@@ -122,13 +121,13 @@ class GlooTransport:
 
 
 class _GlooRound:
-    def __init__(self, connections: GlooConnections, works: list[tuple[int, dist.Work]]) -> None:
-        self._connections, self._works = connections, works
+    def __init__(self, connections: GlooConnections, works: list[tuple[int, dist.Work]], in_vain: InVain) -> None:
+        self._connections, self._works, self._in_vain = connections, works, in_vain
 
     def wait(self, timeout_s: float) -> None:
         connections = self._connections
         number = next(connections.numbers)
-        connections.waits[number] = timeout_s
+        connections.waits[number] = timeout_s, self._in_vain
         try:
             for peer, work in self._works:  # noqa: B007 - the error tells which
                 work.wait(NO_DEADLINE)
@@ -140,7 +139,7 @@ class _GlooRound:
 
 
 class StagedGlooTransport(GlooTransport):
-    """Gloo for CUDA tensors: out through pinned memory before a send, back in after a receive."""
+    """Gloo for CUDA tensors: copies them to pinned memory before a send, and back after a receive."""
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         outgoing = [Transfer(peer, _pinned(data).copy_(data, non_blocking=True)) for peer, data in sends]
@@ -169,13 +168,13 @@ class NcclTransport:
     """Point-to-point over NCCL, on CUDA tensors: one symmetric batch per round.
 
     Args:
-        ranks: this transport's ranks, in the group's numbers; all in order unless given.
+        ranks: this transport's ranks, in the group's numbers.
+        in_vain: see `Transport.among`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
-        self._group, self._ranks = group, list(range(group.size()) if ranks is None else ranks)
-        self.rank, self.world_size = self._ranks.index(group.rank()), group.size()
-        self.interrupted = ""
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], in_vain: InVain) -> None:
+        self._group, self._ranks, self._in_vain = group, ranks, in_vain
+        self.rank, self.world_size = ranks.index(group.rank()), len(ranks)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         ops = [dist.P2POp(dist.isend, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in sends]
@@ -183,36 +182,28 @@ class NcclTransport:
             dist.P2POp(dist.irecv, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in receives
         ]
         peer = (sends or receives)[0].peer
-        return _NcclRound(self, peer, dist.batch_isend_irecv(ops))
+        return _NcclRound(peer, dist.batch_isend_irecv(ops), self._in_vain)
 
-    def among(self, ranks: Sequence[int], channel: int) -> NcclTransport | None:
-        """NCCL knows no tags: a process group of its own."""
-        if self.rank not in ranks:
-            return None
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> NcclTransport:
+        """Makes a process group, because NCCL knows no tags. It ends with torch.distributed."""
         names = [dist.get_global_rank(self._group, self._ranks[rank]) for rank in ranks]
         group = dist.new_group(names, backend="nccl", use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         in_order = sorted(names)  # as new_group numbers them
-        return NcclTransport(group, [in_order.index(name) for name in names])
-
-    def interrupt(self, reason: str) -> None:
-        """Ends all waits, now and from now on."""
-        self.interrupted = reason
-
-    def close(self) -> None:
-        """The group ends with torch.distributed."""
+        return NcclTransport(group, [in_order.index(name) for name in names], in_vain)
 
 
 class _NcclRound:
-    def __init__(self, transport: NcclTransport, peer: int, works: list[dist.Work]) -> None:
-        self._transport, self._peer, self._works = transport, peer, works
+    def __init__(self, peer: int, works: list[dist.Work], in_vain: InVain) -> None:
+        self._peer, self._works, self._in_vain = peer, works, in_vain
 
     def wait(self, timeout_s: float) -> None:
         patience = Patience(timeout_s)
         while not all(work.is_completed() for work in self._works):
-            overdue = "" if patience.left_s() else f"NCCL did not finish within {timeout_s:g} s"
-            if why := self._transport.interrupted or overdue:
-                raise TransportError(self._peer, why, timed_out=True)
+            if not patience.left_s():
+                raise TransportError(self._peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
+            if verdict := self._in_vain():
+                raise TransportError(self._peer, f"rank {verdict[0]}: {verdict[1]}", timed_out=True)
             time.sleep(POLL_S)
         for work in self._works:
             work.wait()
@@ -226,14 +217,16 @@ def process_group_transport(
     rank: int,
     world_size: int,
     timeout_s: float,
+    in_vain: InVain = has_hope,
     ranks: list[int] | None = None,
 ) -> GlooTransport | NcclTransport:
-    """The transport for tensors of `device`. Collective over the ranks.
+    """Connects the ranks; returns the transport for tensors of `device`. Collective over the ranks.
 
     Args:
         store: where the ranks find each other's addresses; nobody may have used it before.
         rank, world_size: this process's number among the ranks, and how many there are.
         timeout_s: longest wait for the others' connections.
+        in_vain: see `Transport.among`.
         ranks: of torch.distributed; None for all.
 
     Raises:
@@ -243,8 +236,8 @@ def process_group_transport(
     if backend == "nccl":
         group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
         assert isinstance(group, dist.ProcessGroup)
-        return NcclTransport(group)
+        return NcclTransport(group, range(world_size), in_vain)
     # Not by `dist.new_group`: that has its addresses where an earlier session of the same store has left others.
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
     kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
-    return kind(GlooConnections(gloo, rank), range(world_size), rank)
+    return kind(GlooConnections(gloo, rank), range(world_size), rank, in_vain)

@@ -21,12 +21,13 @@ handled and somebody looks whether the other side is still alive. Where it is mi
 Note "patience". To sleep and be woken on another processor costs 10 to 50 µs, on a virtual machine mostly for waking
 up the processor; ranks that come at about the same time need not pay for that. So a wait tries for about as long as a
 sleep would cost before it sleeps, which is never more than twice the best possible cost (Karlin, Li, Manasse and
-Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP 1991). Where ranks
-outnumber processors, it gives the processor away after each try (`sched_yield`), to the very ranks that it waits for:
-going from one process to the next costs 2 µs there, and no processor falls asleep in between. Measured on two cores, a
-barrier of 2 ranks: 1 µs, against 25 µs without trying; of 4 ranks: 6 µs, against 40; of 8: 35, against 80.
+Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP 1991). After each try it
+gives the processor away (`sched_yield`), because the rank that it waits for may need that very processor: there are
+more ranks than processors, or a stranger keeps one busy. Going from one process to the next costs 2 µs, and no
+processor falls asleep in between. Measured on two cores, a barrier after 30 µs of work: of 2 ranks 1 µs with or without
+giving the processor away; of 2 ranks beside a stranger 35 µs with it and 52 without; of 4 ranks 40 and 156.
 
-Read next: `topology.py`, then `comm/host_memory.py`.
+Read before: `edge.py`. Read next: `topology.py`, then `comm/host_memory.py`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from ddp.clock import Patience
 from ddp.transport.available_memory import available_bytes
-from ddp.transport.edge import TransportError
+from ddp.transport.edge import InVain, TransportError, has_hope
 
 Kind = Literal["memfd", "/dev/shm"]
 KINDS: tuple[Kind, ...] = ("memfd", "/dev/shm")
@@ -61,25 +62,18 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Offer(NamedTuple):
-    """Where neighbours find a memory, as long as its creator has not forgotten it."""
-
-    path: str
-    num_bytes: int
-
-
 class SharedMemory:
     """One mapping. It ends with the last of: this object, a tensor over its `buffer`.
 
     Attributes:
+        path: where neighbours find the memory, as long as its creator has not called `forget`.
         buffer: the bytes.
         address: where they start in this process.
-        offer: where neighbours find the memory.
     """
 
-    def __init__(self, descriptor: int, offer: Offer) -> None:
-        self.offer = offer
-        self.buffer = mmap.mmap(descriptor, offer.num_bytes)
+    def __init__(self, descriptor: int, path: str, num_bytes: int) -> None:
+        self.path = path
+        self.buffer = mmap.mmap(descriptor, num_bytes)
         with torch.inference_mode(False):  # whoever allocates in inference mode wants to train in it later
             self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)  # [num_bytes]
         self.address = self.bytes.data_ptr()
@@ -87,7 +81,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, kind: Kind, num_bytes: int) -> SharedMemory:
-        """New memory, all zero.
+        """Makes new memory, all zero.
 
         Raises:
             OSError: there is not so much memory, or none of this kind.
@@ -107,7 +101,7 @@ class SharedMemory:
             os.ftruncate(descriptor, num_bytes)
             if kind == "/dev/shm":
                 os.posix_fallocate(descriptor, 0, num_bytes)
-            memory = cls(descriptor, Offer(path, num_bytes))
+            memory = cls(descriptor, path, num_bytes)
         except BaseException:
             _end(descriptor, path)
             raise
@@ -115,24 +109,24 @@ class SharedMemory:
         return memory
 
     @classmethod
-    def attach(cls, offer: Offer) -> SharedMemory:
-        """The memory that a neighbour offers.
+    def attach(cls, path: str, num_bytes: int) -> SharedMemory:
+        """Maps the memory that a neighbour has created.
 
         Raises:
             OSError: it cannot be reached from here, or is another one.
         """
-        descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(descriptor, offer)
+            return cls(descriptor, path, num_bytes)
         except ValueError as error:  # how mmap says that the file is shorter than that
-            raise OSError(errno.EINVAL, str(error), offer.path) from error
+            raise OSError(errno.EINVAL, str(error), path) from error
         finally:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """Takes the offer back, once everyone who should has attached. Harmless on attached memory."""
+        """Closes the path, once everyone who should has attached. Harmless on attached memory."""
         if self._descriptor is not None:
-            _end(self._descriptor, self.offer.path)
+            _end(self._descriptor, self.path)
             self._descriptor = None
 
     def prefault(self, start: int, stop: int) -> None:
@@ -181,7 +175,7 @@ class _Timespec(ctypes.Structure):
 
 
 def why_unsupported() -> str:
-    """What this platform lacks for semaphores between processes; "" if nothing."""
+    """Returns what this platform lacks for semaphores between processes; "" if nothing."""
     try:
         libc = ctypes.CDLL(None)
     except (OSError, TypeError):
@@ -206,12 +200,12 @@ class _Semaphores:
         self._until_reference = ctypes.pointer(self._until)
 
     def create(self, semaphore: int) -> None:
-        """Counts 0, shared between processes."""
+        """Makes a semaphore that counts 0 and is shared between processes."""
         if self._init(semaphore, 1, 0) != 0:
             raise OSError("sem_init failed")
 
     def sleep(self, semaphore: int, *, until_s: float) -> bool:
-        """Takes a post; False if none came by `until_s` on the monotonic clock, or a signal came first."""
+        """Takes a post. Returns False if none came by `until_s` on the monotonic clock, or a signal came first."""
         self._until.seconds = int(until_s)
         self._until.nanoseconds = int(until_s % 1 * 1e9)
         if self._clock_wait(semaphore, time.CLOCK_MONOTONIC, self._until_reference) == 0:
@@ -239,7 +233,7 @@ class Life:
             self._poll.register(self._descriptor, select.POLLIN)
 
     def goes_on(self) -> bool:
-        """False once the process has ended."""
+        """Returns False once the process has ended."""
         return not self._poll.poll(0)
 
     def close(self) -> None:
@@ -250,15 +244,11 @@ class Life:
             self._descriptor = None
 
 
-def _nothing() -> None:
-    pass
-
-
 _RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because of process i
 
 
 class Barrier:
-    """Where the processes of one group wait for each other; used by one thread of each at a time.
+    """Lets the processes of one group wait for each other; used by one thread of each at a time.
 
     Everyone posts to each other process, then takes one post from each: whoever comes last sleeps not at all. A process
     that has left or ended is missed only by those that wait for it, since it may have come to its last barrier before.
@@ -269,7 +259,7 @@ class Barrier:
             first, before the others attach.
         ranks: what the processes are called in errors.
         pids: by process; None where unknown.
-        crowded: there are more processes than processors (note "patience").
+        in_vain: a wait asks it now and then, and ends if it tells of a rank that will never come.
     """
 
     def __init__(
@@ -280,14 +270,13 @@ class Barrier:
         index: int,
         ranks: Sequence[int],
         pids: Sequence[int | None],
-        crowded: bool = False,
+        in_vain: InVain = has_hope,
     ) -> None:
         size = len(ranks)
         self._memory, self._index, self._ranks, self._pid = memory, index, tuple(ranks), os.getpid()
+        self._in_vain = in_vain
         self._semaphores = _Semaphores()
         self._post, self._try_wait = self._semaphores.post, self._semaphores.try_wait
-        self._tries = range(TRIES)
-        self._between_tries = os.sched_yield if crowded else _nothing
         others = [(index + distance) % size for distance in range(1, size)]  # not all in a row before one door
         address = memory.address + start
         self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
@@ -297,7 +286,7 @@ class Barrier:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Memory that a barrier of `size` processes takes."""
+        """Returns the memory that a barrier of `size` processes takes."""
         return LINE_BYTES * (size * size + size)
 
     @staticmethod
@@ -307,7 +296,7 @@ class Barrier:
         for number in range(size * size):
             semaphores.create(memory.address + start + LINE_BYTES * number)
 
-    def meet(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Returns once every process has come.
 
         Args:
@@ -319,14 +308,14 @@ class Barrier:
         for semaphore in self._outgoing:
             self._post(semaphore)
         missing = self._incoming
-        for _ in self._tries:
+        for _ in range(TRIES):
             missing = [each for each in missing if self._try_wait(each[0]) != 0]
             if not missing:
                 return
-            self._between_tries()
+            os.sched_yield()
         patience = Patience(timeout_s)
         while missing:
-            self._wait(*missing.pop(), patience)
+            self._sleep(*missing.pop(), patience)
             missing = [each for each in missing if self._try_wait(each[0]) != 0]
 
     def give_up(self, because_of: int | None = None) -> None:
@@ -342,16 +331,18 @@ class Barrier:
             for life in self._lives.values():
                 life.close()
 
-    def _wait(self, semaphore: int, other: int, patience: Patience) -> None:
+    def _sleep(self, semaphore: int, other: int, patience: Patience) -> None:
         while not self._semaphores.sleep(semaphore, until_s=time.monotonic() + min(patience.left_s(), SLICE_S)):
             lost = self._lost(other, late=not patience.left_s())
             if lost is not None and self._try_wait(semaphore) != 0:  # the post may have come just now, before the end
-                self.give_up(self._ranks.index(lost.peer))
+                self.give_up(self._ranks.index(lost.peer) if lost.peer in self._ranks else None)
                 raise lost
 
     def _lost(self, other: int, *, late: bool) -> TransportError | None:
-        """Why it is no use to wait for process `other` any longer; None if it is."""
-        for index in range(len(self._ranks)):  # this process, too: its watchdog may have given up for it
+        """Returns why it is no use to wait for process `other` any longer; None if it is."""
+        if verdict := self._in_vain():
+            return TransportError(*verdict)
+        for index in range(len(self._ranks)):
             if (state := self._state(index)) >= _GAVE_UP:
                 culprit, witness = self._ranks[state - _GAVE_UP], self._ranks[index]
                 if culprit == witness:

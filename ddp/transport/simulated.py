@@ -5,6 +5,8 @@
 
 Every directed edge is a first-in first-out queue of copied tensors. A send completes only when its receiver has taken
 it, as on the strictest real transport, so a schedule that would deadlock there deadlocks here (until its deadline).
+
+Read before: `edge.py`. Read next: `process_group.py`, the same over a network.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ddp.transport.edge import Pending, Transfer, TransportError
+from ddp.transport.edge import InVain, Pending, Transfer, TransportError
 
 Result = TypeVar("Result")
 
@@ -27,20 +29,20 @@ class SimulatedNetwork:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._edges: dict[tuple[int, int, int], queue.SimpleQueue[_Message | str]] = {}
+        self._edges: dict[tuple[int, int, int], queue.SimpleQueue[_Message]] = {}
         self._lock = threading.Lock()
 
     def transport(self, rank: int) -> SimulatedTransport:
-        """This rank's end of every edge."""
+        """Returns this rank's end of every edge."""
         return SimulatedTransport(self, range(self.world_size), rank, channel=0)
 
-    def edge(self, source: int, target: int, channel: int) -> queue.SimpleQueue[_Message | str]:
-        """What is on its way from one rank to another."""
+    def edge(self, source: int, target: int, channel: int) -> queue.SimpleQueue[_Message]:
+        """Returns the messages on their way from one rank to another."""
         with self._lock:
             return self._edges.setdefault((source, target, channel), queue.SimpleQueue())
 
     def run(self, program: Callable[[SimulatedTransport], Result]) -> list[Result]:
-        """Runs `program` on all ranks at once; its results by rank. The first rank's error is raised."""
+        """Runs `program` on all ranks at once and returns its results by rank. Raises the first rank's error."""
         with ThreadPoolExecutor(self.world_size) as threads:
             runs = [threads.submit(program, self.transport(rank)) for rank in range(self.world_size)]
             return [run.result() for run in runs]
@@ -70,32 +72,19 @@ class SimulatedTransport:
             self._edge(self.rank, peer).put(message)
         return _SimulatedRound(self, messages, receives)
 
-    def among(self, ranks: Sequence[int], channel: int) -> SimulatedTransport | None:
-        """The edges between some of the ranks."""
-        if self.rank not in ranks:
-            return None
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> SimulatedTransport:
+        """Returns the edges between some of the ranks."""
         names = [self._ranks[rank] for rank in ranks]
         return SimulatedTransport(self._network, names, list(ranks).index(self.rank), channel=channel)
 
-    def interrupt(self, reason: str) -> None:
-        """Makes every neighbour's next message one that cannot be had."""
-        for peer in range(self.world_size):
-            self._edge(peer, self.rank).put(reason)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
     def take(self, peer: int, timeout_s: float) -> _Message:
-        """The oldest message from `peer`."""
+        """Returns the oldest message from `peer`."""
         try:
-            message = self._edge(peer, self.rank).get(timeout=timeout_s)
+            return self._edge(peer, self.rank).get(timeout=timeout_s)
         except queue.Empty:
             raise TransportError(peer, f"nothing arrived within {timeout_s:g} s", timed_out=True) from None
-        if isinstance(message, str):
-            raise TransportError(peer, message, timed_out=True)
-        return message
 
-    def _edge(self, source: int, target: int) -> queue.SimpleQueue[_Message | str]:
+    def _edge(self, source: int, target: int) -> queue.SimpleQueue[_Message]:
         return self._network.edge(self._ranks[source], self._ranks[target], self._channel)
 
 

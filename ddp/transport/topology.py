@@ -13,6 +13,8 @@ number settles both. If some pair with equal boot ids misses each other through 
 with files in /dev/shm, which containers may share where processes hide from each other.
 
 Cost: two gathers (four in the second case) of some hundred bytes, one open and one read per neighbour.
+
+Read before: `shared_memory.py`. Read next: `comm/host_memory.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.transport.shared_memory import KINDS, Kind, Offer, SharedMemory
+from ddp.transport.shared_memory import KINDS, Kind, SharedMemory
 
 Hosts = tuple[tuple[int, ...], ...]  # ranks per host, ascending; hosts ordered by their first rank
-Gather = Callable[[bytes], list[bytes]]  # everyone's bytes, by rank
+Gather = Callable[[bytes], list[bytes]]  # all-gather of bytes: everyone's, by rank
 Reached = Mapping[int, Sequence[Kind]]  # rank → the kinds of memory through which it was reached
 
 PROBE_BYTES = 64
@@ -36,7 +38,7 @@ PROBE_BYTES = 64
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says about itself."""
+    """A rank's account of itself."""
 
     boot_id: str  # "" where the kernel does not tell
     pid_namespace: str
@@ -46,7 +48,7 @@ class Facts:
 
 
 class Layout(NamedTuple):
-    """What was found out. The same on every rank, but for `reasons`.
+    """The result of the discovery. The same on every rank, but for `pids` and `reasons`.
 
     Attributes:
         hosts: ranks per host.
@@ -61,7 +63,7 @@ class Layout(NamedTuple):
     reasons: Mapping[int, str]
 
     def host_of(self, rank: int) -> tuple[tuple[int, ...], Kind | None]:
-        """The ranks of this rank's host, and what they share."""
+        """Returns the ranks of this rank's host, and the kind of memory that they share."""
         return next((host, kind) for host, kind in zip(self.hosts, self.kinds, strict=True) if rank in host)
 
 
@@ -90,7 +92,7 @@ def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Lay
 
 
 def group(reached: Sequence[Reached]) -> tuple[Hosts, tuple[Kind | None, ...]]:
-    """Ranks that all reach each other by one kind of memory: each joins the first host where that holds, or founds one.
+    """Groups ranks that all reach each other by one kind of memory: each joins the first such host, or founds one.
 
     Args:
         reached: by rank, whom it reached and how.
@@ -123,7 +125,11 @@ def _same_kernel(facts: Sequence[Facts], rank: int) -> list[int]:
 
 
 def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[Facts], list[list[int]], dict[int, str]]:
-    """Steps 1 to 3 with one kind of memory: everyone's facts, whom each rank reached, why this one missed others."""
+    """Takes steps 1 to 3 with one kind of memory.
+
+    Returns:
+        Everyone's facts; by rank, whom it reached; and by rank, why this one missed it.
+    """
     number = secrets.token_bytes(PROBE_BYTES)
     memory, own_reason = None, ""
     try:
@@ -134,7 +140,7 @@ def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[Facts], list[list[
         path = ""
         if memory is not None:
             memory.buffer[:] = number
-            path = memory.offer.path
+            path = memory.path
         mine = Facts(_boot_id(), _pid_namespace(), os.getpid(), path, number.hex())
         facts = [Facts(**json.loads(payload)) for payload in gather(json.dumps(asdict(mine)).encode())]
         neighbours = _same_kernel(facts, rank)
@@ -151,7 +157,7 @@ def _why_out_of_reach(neighbour: Facts) -> str:
     if not neighbour.path:
         return "it has no shared memory to offer"
     try:
-        memory = SharedMemory.attach(Offer(neighbour.path, PROBE_BYTES))
+        memory = SharedMemory.attach(neighbour.path, PROBE_BYTES)
     except OSError as error:
         return str(error)
     if memory.buffer[:].hex() != neighbour.number:

@@ -21,7 +21,7 @@ from ddp.collectives.simulate import (
     repeats,
     simulate,
 )
-from ddp.comm import communicator
+from ddp.comm import settings
 from ddp.comm.execute import Scratch, execute
 from ddp.comm.execute import program as program_for
 from ddp.transport.edge import Pending, Transfer
@@ -133,7 +133,7 @@ def test_counts_are_those_of_the_proof(name: str, num_ranks: int) -> None:
 
 
 def test_segments_are_the_communicators() -> None:
-    assert SEGMENT_BYTES == communicator.SEGMENT_BYTES
+    assert SEGMENT_BYTES == settings.SEGMENT_BYTES
 
 
 @pytest.mark.parametrize("name", ["ring", "butterfly", "double_tree", "all_to_all", "master_worker", "circulant"])

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from faulty import Faulty
 from ranks import run_ranks
 
 import ddp.comm.calibrate as calibration
 from ddp.collectives.placed import Hosts
 from ddp.comm.calibrate import Curve, Measured, calibrate, figures, slowest
 from ddp.transport.edge import TransportError
-from ddp.transport.faulty import Faulty
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def _calibrated() -> tuple[Measured, Measured]:
     """Two ranks of one host: with their memory, and without it."""
     import torch.distributed as dist
 
-    from ddp.comm.host_reduce import meet
+    from ddp.comm.links import join
     from ddp.transport.process_group import process_group_transport
 
     dist.init_process_group("gloo")
@@ -163,9 +163,10 @@ def _calibrated() -> tuple[Measured, Measured]:
 
     cpu, store = torch.device("cpu"), dist.distributed_c10d._get_default_store()
     transport = process_group_transport(cpu, "gloo", store=store, rank=rank, world_size=world_size, timeout_s=30)
-    hosts, group, reason = meet(rank, gather, timeout_s=30)
-    assert group is not None, reason
-    one_host = calibrate(transport, hosts, group, gather, timeout_s=30, device=cpu)
+    joined = join(rank, gather, timeout_s=30)
+    group = joined.group
+    assert group is not None, joined.obstacle
+    one_host = calibrate(transport, joined.hosts, group, gather, timeout_s=30, device=cpu)
     pretended = tuple((r,) for r in range(world_size))
     apart = calibrate(transport, pretended, None, gather, timeout_s=30, device=cpu)
     group.close()

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from faulty import Faulty
 from torch import Tensor
 
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.comm.call import Call
 from ddp.comm.communicator import Communicator
-from ddp.comm.watchdog import Note, Watchdog
+from ddp.comm.settings import Settings
+from ddp.comm.watchdog import Wait, Watchdog
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
-from ddp.transport.edge import Pending, Transfer
-from ddp.transport.faulty import Faulty
+from ddp.transport.edge import Pending, Transfer, Transport
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -35,11 +36,21 @@ def hosts_of(world_size: int) -> Hosts:
     return tuple(tuple(range(first, min(first + 3, world_size))) for first in range(0, world_size, 3))
 
 
+def over(transport: Transport, hosts: Hosts | None = None, watchdog: Watchdog | None = None, **settings: Any) -> Any:
+    """A communicator over a transport alone: by a ring, unless told otherwise."""
+    chosen = Settings(**{"algorithm": "ring", "abort_s": 20, "shared_memory": False, **settings})
+    return Communicator(transport, chosen, watchdog=watchdog, hosts=hosts or hosts_of(transport.world_size))
+
+
 def each_rank(world_size: int, program: Callable[[Communicator], Any], **settings: Any) -> list[Any]:
     """What `program` returns on each rank, each with a communicator of its own."""
 
     def run(transport: SimulatedTransport) -> Any:
-        return program(Communicator(transport, **{"hosts": hosts_of(world_size), "abort_s": 20, **settings}))
+        comm = over(transport, **settings)
+        try:
+            return program(comm)
+        finally:
+            comm.close()
 
     return SimulatedNetwork(world_size).run(run)
 
@@ -76,7 +87,7 @@ def test_means_that_a_type_holds_do_not_overflow_where_sums_would(world_size: in
 
         every_way = [comm.all_reduce(large(), "mean", algorithm=name) for name in ways(world_size)]
         divided = comm.all_reduce(large(), divide_by=world_size)
-        later = comm.all_reduce(large(), divide_by=lambda: 2 * world_size)
+        later = comm.all_reduce(large(), divide_by=torch.tensor(2 * world_size))
         one, other = comm.all_reduce([large(), large(torch.float32)], "mean")
         narrow = comm.all_reduce(large(torch.float32), "mean", wire_dtype=torch.float16)
         scattered = torch.cat(comm.all_gather(comm.reduce_scatter(large(), "mean")))
@@ -423,14 +434,14 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None
     """Two threads take turns in another order on every rank."""
 
     def program(transport: SimulatedTransport) -> str:
-        comm = Communicator(transport, abort_s=20)
+        comm = over(transport)
         if comm.rank == 1:
             is_refused.wait(20)
             comm.barrier()
             return ""
         first = threading.Thread(target=comm.barrier, name="first")
         first.start()
-        while comm._running.operation != "barrier":
+        while comm._turns._running.operation != "barrier":
             time.sleep(0.001)
         with pytest.raises(RuntimeError, match="one thread at a time: give each") as refused:
             comm.all_reduce(torch.ones(3), label="gradients")
@@ -454,11 +465,14 @@ def test_a_fault_in_any_round_of_any_algorithm(name: str, how: str) -> None:
 
         def run(transport: SimulatedTransport, fail_round: int = fail_round) -> Tensor | str:
             faulty = Faulty(transport, fail_at={1: fail_round}, how=how)  # type: ignore[arg-type]
-            comm = Communicator(faulty, abort_s=0.05, hosts=hosts_of(5))
+            comm = over(faulty, abort_s=0.05)
             try:
-                return comm.all_reduce(values(comm.rank, 10), algorithm=name, label="gradients of fc")
+                total: Tensor = comm.all_reduce(values(comm.rank, 10), algorithm=name, label="gradients of fc")
+                return total
             except PeerLost as lost:
                 return str(lost)
+            finally:
+                comm.close()
 
         results = SimulatedNetwork(5).run(run)
         assert isinstance(results[1], str)
@@ -472,7 +486,7 @@ def test_a_fault_in_any_round_of_any_algorithm(name: str, how: str) -> None:
 
 def test_after_an_error_the_communicator_refuses_further_calls() -> None:
     def program(transport: SimulatedTransport) -> str:
-        comm = Communicator(Faulty(transport, fail_at={1: 0}), abort_s=0.3)
+        comm = over(Faulty(transport, fail_at={1: 0}), abort_s=0.3)
         with pytest.raises(PeerLost):
             comm.all_reduce(torch.zeros(10), label="gradients of fc")
         with pytest.raises(CommunicatorBroken) as refused:
@@ -518,7 +532,7 @@ def test_debug_mode_names_both_sides_of_a_mismatch(odd_one: Callable[[Communicat
 
 
 def test_wrong_arguments() -> None:
-    comm = Communicator(SimulatedNetwork(1).transport(0))
+    comm = over(SimulatedNetwork(1).transport(0))
     with pytest.raises(ConfigError, match="algorithm='star' is not possible here; choose one of auto, ring, tree"):
         comm.all_reduce(torch.zeros(1), algorithm="star")
     for verb in (comm.all_reduce, comm.reduce_scatter):
@@ -586,12 +600,12 @@ def test_an_error_of_any_kind_ends_the_communicator() -> None:
         def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
             raise KeyboardInterrupt
 
-    comm = Communicator(Interrupted(SimulatedNetwork(2), range(2), 0, channel=0))
+    comm = over(Interrupted(SimulatedNetwork(2), range(2), 0, channel=0))
     with pytest.raises(KeyboardInterrupt):
         comm.all_reduce(torch.ones(3))
     with pytest.raises(CommunicatorBroken):
         comm.barrier()
-    comm = Communicator(SimulatedNetwork(1).transport(0))
+    comm = over(SimulatedNetwork(1).transport(0))
     comm.close()
     with pytest.raises(CommunicatorBroken, match="out of use since: it was closed"):
         comm.barrier()
@@ -614,12 +628,12 @@ class Listener(Watchdog):
     """Keeps what it is told, and tells nobody."""
 
     def __init__(self) -> None:
-        self._note, self._last_note = None, Note(Call(0, "start-up"), 0, 0.0)
+        self._wait, self._last_wait = None, Wait(Call(0, "start-up"), 0, 0.0)
         self.heard: list[tuple[int, str]] = []
 
     def waits_for(self, peer: int) -> None:
         super().waits_for(peer)
-        self.heard.append((self._last_note.call.sequence, self._last_note.call.label))
+        self.heard.append((self._last_wait.call.sequence, self._last_wait.call.label))
 
 
 def test_calibration_is_part_of_the_call_that_needs_it() -> None:
@@ -627,7 +641,7 @@ def test_calibration_is_part_of_the_call_that_needs_it() -> None:
 
     def program(transport: SimulatedTransport) -> list[tuple[int, str]]:
         watchdog = Listener()
-        comm = Communicator(transport, watchdog=watchdog, algorithm="auto", hosts=hosts_of(3), abort_s=20)
+        comm = over(transport, watchdog=watchdog, algorithm="auto")
         works = [comm.all_reduce(torch.ones(1000), async_op=True, label=f"bucket {number}") for number in (1, 2)]
         for work in works:
             work.wait()

@@ -84,7 +84,7 @@ def test_survivors_name_the_lost_rank(how: str, shared_memory: bool, says: str) 
         results = collect([started[0], started[2]], timeout_s=30)
         for message, rank, sequence, label, took_s, afterwards in results:
             assert rank == CULPRIT, message
-            assert (sequence, label) == (3, "bucket 0 (fc)")  # 1 is the barrier of init
+            assert (sequence, label) == (2, "bucket 0 (fc)")
             assert took_s < ABORT_S + 2
             assert "out of use since: lost rank 1" in afterwards
         assert any(says in message for message, *_ in results), results
@@ -105,21 +105,21 @@ class SilentStore(HashStore):
 
 def test_a_silent_store_does_not_hold_up_the_verdict() -> None:
     watchdog = Watchdog(SilentStore(), 1, 3, generation=0, warn_s=100, abort_s=1)
-    watchdog.know_hosts(["a", "b", "c"])
+    watchdog.know_hosts(["a", "b", "c"], {})
     start_s = time.monotonic()
     watchdog.begin(Call(7, "barrier"), 2)
     lost = watchdog.find_culprit(2)
     assert time.monotonic() - start_s < 1 + 2
     assert (lost.rank, lost.host, lost.sequence) == (0, "a", 7)
-    assert "the store that the ranks meet at, kept on rank 0's host, does not answer" in str(lost)
-    watchdog.stop()
+    assert "the store that the ranks share, kept on rank 0's host, does not answer" in str(lost)
+    watchdog.leave()
 
 
 def test_a_pause_is_no_wait_that_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     store, told, now = HashStore(), list[str](), 1000.0
     watchdog, _ = pair = [Watchdog(store, rank, 2, generation=0, warn_s=10, abort_s=600) for rank in range(2)]
     for each in pair:
-        each.stop()
+        each._stopped.set()
         each._thread.join()
     monkeypatch.setattr(watchdog_module, "now_s", lambda: now)
     monkeypatch.setattr(watchdog_module.log, "warning", lambda text, *values: told.append(text % values))

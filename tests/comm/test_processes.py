@@ -86,6 +86,17 @@ def canonical_sum(terms: list[Tensor]) -> Tensor:
     return canonical_sum(terms[:middle]) + canonical_sum(terms[middle:])
 
 
+class Later:
+    """A divisor that is read when its turn has come."""
+
+    def __init__(self, on_reading: Callable[[], object] = lambda: None) -> None:
+        self.on_reading = on_reading
+
+    def __int__(self) -> int:
+        self.on_reading()
+        return 4096
+
+
 def ways_are_right(comm: Communicator) -> None:
     """Near the formula, in each length and operation; and the same bits on all ranks.
 
@@ -105,14 +116,13 @@ def ways_are_right(comm: Communicator) -> None:
             terms = torch.stack([normal(rank, numel) for rank in range(comm.world_size)])
             results.append(comm.all_reduce(terms[comm.rank].clone(), op, algorithm=way))
             torch.testing.assert_close(results[-1], reference[op](terms), rtol=1e-12, atol=1e-12)
-        for divisor in (3, lambda: 4096):  # known now, or when its turn has come
+        for divisor in (3, Later()):  # known now, or when its turn has come
             for async_op in (False, True):
                 terms = torch.stack([normal(rank, 40_000) for rank in range(comm.world_size)])
                 mine = terms[comm.rank].clone()
                 answer = comm.all_reduce(mine, algorithm=way, divide_by=divisor, async_op=async_op)
                 results.append(answer.wait() if async_op else answer)
-                by = divisor if isinstance(divisor, int) else divisor()
-                torch.testing.assert_close(mine, terms.sum(0) / by, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(mine, terms.sum(0) / int(divisor), rtol=1e-12, atol=1e-12)
         wide = normal(comm.rank, 100, torch.float32)
         results.append(comm.all_reduce(wide, algorithm=way, wire_dtype=torch.bfloat16).double())
         first, *others = comm.all_gather(torch.cat(results))
@@ -158,16 +168,12 @@ def allocated_memory_is_shared_and_freed(comm: Communicator) -> None:
 def memory_is_freed_from_any_thread(comm: Communicator) -> None:
     """Finalizers run wherever they like, also in the midst of a collective."""
     inside, others = comm.allocate(500, torch.float32), [comm.allocate(3, torch.float32) for _ in range(40)]
-
-    def free_and_divide() -> int:
-        comm.free(inside)
-        return 2
-
+    divide_and_free = Later(lambda: comm.free(inside))
     finalizer = threading.Thread(target=lambda: [comm.free(each) for each in others])
     finalizer.start()
     for numel in range(3000, 3300):
-        flat = torch.full((numel,), 2.0)
-        assert (comm.all_reduce(flat, divide_by=free_and_divide if numel == 3100 else 2) == comm.world_size).all()
+        flat = torch.full((numel,), 4096.0)
+        assert (comm.all_reduce(flat, divide_by=divide_and_free if numel == 3100 else 4096) == comm.world_size).all()
     finalizer.join()
     with pytest.raises(ConfigError, match="a tensor that allocate has given, once"):
         comm.free(inside)
@@ -242,8 +248,8 @@ def call_something_else(odd_one: Callable[[Communicator], Any]) -> str:
 
 def test_a_different_call_is_named_on_every_rank() -> None:
     for message in run_ranks(call_something_else, 3, lambda comm: comm.all_reduce(torch.ones(5))):
-        assert "#2 all_reduce of 4 × float32 by sum" in message
-        assert "#2 all_reduce of 5 × float32 by sum" in message
+        assert "#1 all_reduce of 4 × float32 by sum" in message
+        assert "#1 all_reduce of 5 × float32 by sum" in message
 
 
 def ask_for_a_way_that_is_not_there() -> None:

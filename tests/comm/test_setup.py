@@ -20,18 +20,18 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import setup
-from ddp.comm.meeting import meeting_place
+from ddp.comm.rendezvous import rendezvous
 from ddp.errors import PeerLost
 
 ROOT = Path(__file__).parents[2]
 
 
-def meet(store: Store, world_size: int, *, late: float = 0.0) -> list[int]:
-    """Each rank counts itself where the ranks meet; the last one comes `late` seconds after the others."""
+def come_together(store: Store, world_size: int, *, late: float = 0.0) -> list[int]:
+    """Each rank counts itself in its session's part; the last one comes `late` seconds after the others."""
 
     def one(rank: int) -> int:
         time.sleep(late * (rank == world_size - 1))
-        return meeting_place(store, rank, world_size, warn_s=10, abort_s=20).add("visits", 1)
+        return rendezvous(store, rank, world_size, warn_s=10, abort_s=20).add("visits", 1)
 
     with ThreadPoolExecutor(world_size) as threads:
         return sorted(threads.map(one, range(world_size)))
@@ -43,14 +43,14 @@ def test_sessions_in_one_store_have_places_of_their_own(world_size: int) -> None
     store = HashStore()
     for size in (world_size, world_size + 1, world_size):
         for late in (0.0, 0.1):
-            assert meet(store, size, late=late) == list(range(1, size + 1))
+            assert come_together(store, size, late=late) == list(range(1, size + 1))
 
 
 def test_a_rank_of_an_earlier_session_does_not_stand_in_for_one_that_never_comes() -> None:
     store = HashStore()
-    meet(store, 3)
+    come_together(store, 3)
     with ThreadPoolExecutor(2) as threads:
-        ranks = [threads.submit(meeting_place, store, rank, 3, warn_s=9, abort_s=0.5) for rank in (0, 2)]
+        ranks = [threads.submit(rendezvous, store, rank, 3, warn_s=9, abort_s=0.5) for rank in (0, 2)]
         for rank in ranks:
             with pytest.raises(PeerLost, match=r"lost rank 1.*of 3 ranks, \[1\] did not come within 0.5 s"):
                 rank.result()

@@ -217,14 +217,14 @@ def several_forwards_then_one_backward(comm: ddp.Communicator) -> None:
 
 def module_alone_does_not_communicate(comm: ddp.Communicator) -> None:
     replica = ddp.DistributedDataParallel(nn.Linear(3, 1))
-    before = comm._sequence
+    before = comm.num_calls
     replica.module(torch.full((1, 3), float(comm.rank))).sum().backward()
-    assert comm._sequence == before
+    assert comm.num_calls == before
     assert replica.module.weight.grad is not None
     assert replica.module.weight.grad[0, 0] == comm.rank
     with torch.no_grad():
         replica(torch.randn(1, 3))
-    assert comm._sequence == before
+    assert comm.num_calls == before
 
 
 def layouts_and_dtypes(comm: ddp.Communicator) -> None:
@@ -274,9 +274,9 @@ def no_sync_covers_the_forward(comm: ddp.Communicator) -> None:
     replica = ddp.DistributedDataParallel(nn.Linear(3, 1))
     with replica.no_sync():
         loss = replica(torch.full((1, 3), float(comm.rank))).sum()
-    before = comm._sequence
+    before = comm.num_calls
     loss.backward()
-    assert comm._sequence == before
+    assert comm.num_calls == before
     replica(torch.full((1, 3), float(comm.rank))).sum().backward()
     assert replica.module.weight.grad is not None
     torch.testing.assert_close(replica.module.weight.grad, torch.full((1, 3), 2.0))  # 2 × mean of ranks 0, 1, 2

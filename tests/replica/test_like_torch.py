@@ -271,13 +271,13 @@ def other_gradients_do_not_communicate(comm: ddp.Communicator) -> None:
     replica = ddp.DistributedDataParallel(module)
     replica(torch.randn(3, 4)).sum().backward()
     module.zero_grad()
-    before = comm._sequence
+    before = comm.num_calls
     x = torch.randn(3, 4, requires_grad=True)
     torch.autograd.grad(replica(x).sum(), x)
     torch.autograd.grad(replica(x).sum(), list(module.parameters()))
     replica(x).sum().backward(inputs=[x])
     assert x.grad is not None
-    assert comm._sequence - before == 0, "only forwards, and no buffers: nothing to send"
+    assert comm.num_calls - before == 0, "only forwards, and no buffers: nothing to send"
     assert all(p.grad is None for p in module.parameters())
     replica(x).sum().backward()
     verify_replicas(comm, [(n, p.grad) for n, p in module.named_parameters()])
@@ -380,9 +380,9 @@ def a_forward_that_runs_backward_itself(comm: ddp.Communicator) -> None:
             replica(torch.tensor(mine), [nullcontext()])
         with pytest.raises(TypeError):
             replica(torch.tensor(mine), [nullcontext(), None])
-        before = comm._sequence
+        before = comm.num_calls
         replica.module(torch.tensor(mine), [nullcontext()])  # nothing is expected after a forward that has failed
-        assert comm._sequence == before
+        assert comm.num_calls == before
         assert replica.module.seen == [mean, mine, mean, mean, mine, mean, mine, mean, mine]
 
 
@@ -454,9 +454,9 @@ def functional_calls(comm: ddp.Communicator) -> None:
     module = nn.Linear(2, 1)
     replica = ddp.DistributedDataParallel(module)
     given = {"module.weight": torch.ones(1, 2, requires_grad=True), "module.bias": torch.zeros(1, requires_grad=True)}
-    before = comm._sequence
+    before = comm.num_calls
     torch.func.functional_call(replica, given, torch.full((1, 2), float(comm.rank))).sum().backward()
-    assert comm._sequence == before
+    assert comm.num_calls == before
     assert module.weight.grad is None
     assert given["module.weight"].grad.tolist() == [[comm.rank, comm.rank]]
     replica(torch.full((1, 2), float(comm.rank))).sum().backward()
@@ -725,7 +725,7 @@ def replicas_that_are_gone_leave_nothing_behind(comm: ddp.Communicator) -> None:
     module = mlp(4, 3, 2)
 
     def num_regions() -> int:
-        return len(comm._carrier.group._memory._regions)
+        return len(comm._links.group._memory._regions)
 
     gc.collect()
     before = num_regions()
@@ -936,7 +936,7 @@ def no_sync_nested_and_without_gradients(comm: ddp.Communicator) -> None:
         x = torch.randn(3, 4) + comm.rank
         for replica in pair:
             replica(x).sum().backward()
-            before = comm._sequence
+            before = comm.num_calls
             with replica.no_sync():
                 replica(x).sum().backward()
                 with replica.no_sync(), torch.no_grad():
@@ -944,7 +944,7 @@ def no_sync_nested_and_without_gradients(comm: ddp.Communicator) -> None:
                 replica(2 * x).sum().backward()
             with torch.no_grad():
                 replica(x)
-            assert comm._sequence == before
+            assert comm.num_calls == before
             replica(x).square().sum().backward()
         assert_same_gradients(comm, *pair)
 
@@ -955,12 +955,12 @@ def evaluation_on_one_rank(comm: ddp.Communicator) -> None:
         replica = ddp.DistributedDataParallel(net, **kw)
         replica(torch.randn(3, 4)).sum().backward()
         if comm.rank == 1:
-            before = comm._sequence
+            before = comm.num_calls
             replica.eval()
             replica(torch.randn(3, 4))
             with torch.no_grad():
                 replica(torch.randn(3, 4))
-            assert comm._sequence == before
+            assert comm.num_calls == before
             replica.train()
         replica(torch.randn(3, 4)).sum().backward()
     replica = ddp.DistributedDataParallel(nn.BatchNorm1d(4), comm=comm.subgroup(range(comm.world_size)))
@@ -1029,10 +1029,10 @@ def saved_loaded_and_copied(comm: ddp.Communicator) -> None:
         stream = io.BytesIO()
         torch.save(replica, stream)
         stream.seek(0)
-        before = comm._sequence
+        before = comm.num_calls
         loaded = torch.load(stream, weights_only=False)
         twin = copy.deepcopy(replica)
-        assert comm._sequence == before, "nothing collective"
+        assert comm.num_calls == before, "nothing collective"
         for name, value in replica.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], value)
             assert torch.equal(twin.state_dict()[name], value)

@@ -154,21 +154,21 @@ def eval_mode_is_local(comm: ddp.Communicator) -> None:
     group = _group_of(comm)
     x = torch.randn(4 + comm.rank, CHANNELS)
     for layer in (SyncBatchNorm(CHANNELS), SyncBatchNorm(CHANNELS, track_running_stats=False)):
-        before = comm._sequence, group._sequence
+        before = comm.num_calls, group.num_calls
         if comm.rank == 0:
             layer.eval()(x)
-        assert before == (comm._sequence, group._sequence)
+        assert before == (comm.num_calls, group.num_calls)
         layer.train()(x)
-        assert (comm._sequence, group._sequence) == (before[0], before[1] + 1)
+        assert (comm.num_calls, group.num_calls) == (before[0], before[1] + 1)
 
 
 def nothing_is_sent_backward_unless_needed(comm: ddp.Communicator) -> None:
     layer, group = SyncBatchNorm(CHANNELS), _group_of(comm)
     for requires_grad in (False, True):
         output = layer(torch.randn(4, CHANNELS, requires_grad=requires_grad))
-        before = group._sequence
+        before = group.num_calls
         output.sum().backward()
-        assert group._sequence == before + requires_grad
+        assert group.num_calls == before + requires_grad
 
 
 def too_few_values_are_refused_everywhere(comm: ddp.Communicator) -> None:
@@ -242,19 +242,19 @@ def copies_share_the_communicator(comm: ddp.Communicator) -> None:
     alone = [comm.subgroup([rank]) for rank in range(comm.world_size)][comm.rank]
     model = SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(CHANNELS)), comm=alone)
     group, x = _group_of(comm), torch.randn(4, CHANNELS) + comm.rank
-    before = group._sequence
+    before = group.num_calls
     for each in (model, copy.deepcopy(model), copy.copy(model)):
         each(x)
-    assert group._sequence == before
+    assert group.num_calls == before
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     for each in (pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
         torch.testing.assert_close(each.state_dict(), model.state_dict())
         each(x)  # all ranks' again: the pickle knows no communicator
-    assert group._sequence == before + 2
+    assert group.num_calls == before + 2
     SyncBatchNorm.convert(model, comm=comm)(x)
-    assert group._sequence == before + 3
+    assert group.num_calls == before + 3
 
 
 def small_cnn() -> nn.Module:

@@ -20,7 +20,7 @@ from ranks import collect, run_ranks, start_ranks
 from ddp.transport import shared_memory
 from ddp.transport.available_memory import available_bytes
 from ddp.transport.edge import TransportError
-from ddp.transport.shared_memory import KINDS, Barrier, Kind, Offer, SharedMemory, copy_bytes, why_unsupported
+from ddp.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, copy_bytes, why_unsupported
 
 PAGE = 4096
 RANKS = [10, 20, 30]  # what the processes are called, unlike their places
@@ -38,11 +38,11 @@ def _leaves_no_names() -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_writes_the_other_reads_also_after_the_name_is_gone(kind: Kind) -> None:
     mine = SharedMemory.create(kind, 3 * PAGE)
-    yours = SharedMemory.attach(mine.offer)
+    yours = SharedMemory.attach(mine.path, 3 * PAGE)
     assert mine.address != yours.address
     mine.forget()
     with pytest.raises(OSError, match=r"."):
-        SharedMemory.attach(mine.offer)
+        SharedMemory.attach(mine.path, 3 * PAGE)
     assert not yours.bytes.any()
     mine.prefault(PAGE, 3 * PAGE)
     mine.bytes[PAGE + 5] = 7
@@ -64,7 +64,7 @@ def test_more_memory_than_there_is_is_refused_at_once(kind: Kind, monkeypatch: p
 def test_an_offer_of_more_than_there_is_is_not_mapped() -> None:
     memory = SharedMemory.create("memfd", PAGE)
     with pytest.raises(OSError, match="mmap length"):
-        SharedMemory.attach(Offer(memory.offer.path, 2 * PAGE))
+        SharedMemory.attach(memory.path, 2 * PAGE)
     memory.forget()
     memory.forget()
 
@@ -143,7 +143,7 @@ def test_a_platform_without_the_semaphores_says_what_it_lacks(monkeypatch: pytes
 # --- the barrier -----------------------------------------------------------------------------------------------------
 
 
-def barriers(size: int, ranks: list[int] | None = None, *, crowded: bool = False) -> tuple[SharedMemory, list[Barrier]]:
+def barriers(size: int, ranks: list[int] | None = None) -> tuple[SharedMemory, list[Barrier]]:
     """A barrier of `size` members of this process, each with a mapping of its own; counters stand behind it."""
     start = Barrier.num_bytes(size)
     memory = SharedMemory.create("memfd", 2 * PAGE * size)
@@ -151,12 +151,11 @@ def barriers(size: int, ranks: list[int] | None = None, *, crowded: bool = False
     assert start + 64 * size <= 2 * PAGE * size
     members = [
         Barrier(
-            SharedMemory.attach(memory.offer),
+            SharedMemory.attach(memory.path, 2 * PAGE * size),
             0,
             index=index,
             ranks=ranks or range(size),
             pids=[os.getpid()] * size,
-            crowded=crowded,
         )
         for index in range(size)
     ]
@@ -164,10 +163,9 @@ def barriers(size: int, ranks: list[int] | None = None, *, crowded: bool = False
     return memory, members
 
 
-@pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("size", range(1, 9))
-def test_nobody_passes_before_everyone_has_come(size: int, crowded: bool) -> None:
-    memory, members = barriers(size, crowded=crowded)
+def test_nobody_passes_before_everyone_has_come(size: int) -> None:
+    memory, members = barriers(size)
     counters = memory.bytes[Barrier.num_bytes(size) :].view(torch.int64)[:size]
 
     def run(index: int) -> None:
@@ -175,7 +173,7 @@ def test_nobody_passes_before_everyone_has_come(size: int, crowded: bool) -> Non
             if (number + index) % 7 == 0:
                 time.sleep(0.001)
             counters[index] = number
-            members[index].meet(30)
+            members[index].wait(30)
             assert number <= int(counters.min()) <= int(counters.max()) <= number + 1
 
     with ThreadPoolExecutor(size) as threads:
@@ -187,7 +185,7 @@ def test_nobody_passes_before_everyone_has_come(size: int, crowded: bool) -> Non
 
 def lost(member: Barrier, timeout_s: float) -> TransportError:
     with pytest.raises(TransportError) as raised:
-        member.meet(timeout_s)
+        member.wait(timeout_s)
     return raised.value
 
 
@@ -214,13 +212,13 @@ def test_who_leaves_or_gives_up_is_named() -> None:
 def test_who_leaves_after_its_last_barrier_is_not_missed() -> None:
     _, (a, b) = barriers(2)
     with ThreadPoolExecutor(1) as threads:
-        passed = threads.submit(b.meet, 30)
+        passed = threads.submit(b.wait, 30)
         while not passed.running():
             time.sleep(0.001)
-        a.meet(30)
+        a.wait(30)
         passed.result()
-        last = threads.submit(b.meet, 30)
-        a.meet(30)
+        last = threads.submit(b.wait, 30)
+        a.wait(30)
         a.leave()
         last.result()
 
@@ -228,14 +226,14 @@ def test_who_leaves_after_its_last_barrier_is_not_missed() -> None:
 def test_a_forked_child_is_no_member() -> None:
     _, (a, b) = barriers(2)
     threads = ThreadPoolExecutor(1)
-    waiting = threads.submit(a.meet, 30)
+    waiting = threads.submit(a.wait, 30)
     here = os.getpid
     try:
         os.getpid = lambda: -1  # type: ignore[assignment]
         b.leave()  # as an exit handler in a child would
     finally:
         os.getpid = here  # type: ignore[assignment]
-    b.meet(30)
+    b.wait(30)
     waiting.result()
     threads.shutdown()
 
@@ -247,16 +245,16 @@ def test_signals_are_handled_in_the_wait() -> None:
     def come_late(number: int, frame: object) -> None:
         handled.append(number)
         if len(handled) == 3:
-            threading.Thread(target=b.meet, args=(30,)).start()
+            threading.Thread(target=b.wait, args=(30,)).start()
 
     before = signal.signal(signal.SIGALRM, come_late)
     signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     try:
-        a.meet(30)
+        a.wait(30)
         assert len(handled) >= 3
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
-            a.meet(30)
+            a.wait(30)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -268,19 +266,19 @@ def test_signals_are_handled_in_the_wait() -> None:
 def wait_for_the_lost(path: str, pids_at: str, how: str) -> tuple[int, bool, float]:
     """The last of three processes is lost after the first barrier. What the others say, after how many seconds."""
     index = int(os.environ["RANK"])
-    memory = SharedMemory.attach(Offer(path, 4 * PAGE))
+    memory = SharedMemory.attach(path, 4 * PAGE)
     (Path(pids_at) / str(index)).write_text(str(os.getpid()))
     wait_until(
         lambda: all((Path(pids_at) / str(i)).exists() and (Path(pids_at) / str(i)).read_text() for i in range(3))
     )
     pids = [int((Path(pids_at) / str(i)).read_text()) for i in range(3)]
-    barrier = Barrier(memory, 0, index=index, ranks=RANKS, pids=pids, crowded=True)
-    barrier.meet(30)
+    barrier = Barrier(memory, 0, index=index, ranks=RANKS, pids=pids)
+    barrier.wait(30)
     if index == 2:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     start_s = time.monotonic()
     try:
-        barrier.meet(2.0 if how == "stopped" else 60.0)
+        barrier.wait(2.0 if how == "stopped" else 60.0)
     except TransportError as error:
         return error.peer, error.timed_out, time.monotonic() - start_s
     return -1, False, 0.0
@@ -297,7 +295,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 def test_survivors_name_the_lost_process(how: str, tmp_path: Path) -> None:
     memory = SharedMemory.create("memfd", 4 * PAGE)
     Barrier.create(memory, 0, size=3)
-    started = start_ranks(wait_for_the_lost, 3, memory.offer.path, str(tmp_path), how)
+    started = start_ranks(wait_for_the_lost, 3, memory.path, str(tmp_path), how)
     try:
         for peer, timed_out, took_s in collect(started[:2], timeout_s=50):
             assert peer == 30

@@ -1,4 +1,4 @@
-"""A transport that fails on script, for tests: `Faulty(inner, fail_at={rank: round})`.
+"""A transport that fails on script: `Faulty(inner, fail_at={rank: round})`.
 
 The scripted rank raises in the given round (counted from 0 over the transport's life) instead of posting it, or goes
 silent (`how="silent"`): it posts nothing and its wait never completes.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ddp.transport.edge import Pending, Transfer, Transport, TransportError
+from ddp.transport.edge import InVain, Pending, Transfer, Transport, TransportError
 
 
 class Faulty:
-    """Wraps a transport; fails at the scripted round."""
+    """Wraps a transport and fails at the scripted round."""
 
     def __init__(
         self, inner: Transport, *, fail_at: Mapping[int, int], how: Literal["raise", "silent"] = "raise"
@@ -32,17 +32,9 @@ class Faulty:
             raise TransportError(peer, f"scripted to fail in round {this_round}")
         return _Silence(peer)
 
-    def among(self, ranks: Sequence[int], channel: int) -> Transport | None:
-        """The inner transport's: faults are scripted by round of the whole group."""
-        return self._inner.among(ranks, channel)
-
-    def interrupt(self, reason: str) -> None:
-        """Interrupts the inner transport."""
-        self._inner.interrupt(reason)
-
-    def close(self) -> None:
-        """Closes the inner transport."""
-        self._inner.close()
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> Transport:
+        """Returns the inner transport's: faults are scripted by round of the whole group."""
+        return self._inner.among(ranks, channel, in_vain)
 
 
 class _Silence:

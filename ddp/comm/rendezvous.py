@@ -1,6 +1,8 @@
-"""Where ranks meet before they are connected: a part of a store that belongs to one session of theirs alone.
+"""The rendezvous: how ranks find each other, in a part of a store that belongs to one session of theirs alone.
 
 Used by `setup.py` before every session, and by `launcher.py` before every attempt under torchrun.
+
+Read before: `watchdog.py`. Read next: `setup.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from ddp.clock import Patience
 from ddp.errors import PeerLost
 from ddp.log import log
 
-MEET_EVERY_S = 0.05
+LOOK_EVERY_S = 0.05
 
 
-def meeting_place(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
+def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
     """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
 
     A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
@@ -65,7 +67,7 @@ def meeting_place(store: Store, rank: int, world_size: int, *, warn_s: float, ab
                 has_warned = True
                 log.warning("start-up has waited %.0f s for rank(s) %s of %d", warn_s, missing, world_size)
             time.sleep(min(left_s, pause_s))
-            pause_s = min(2 * pause_s, MEET_EVERY_S)
+            pause_s = min(2 * pause_s, LOOK_EVERY_S)
     except DistError as error:
         raise out_of_reach(error) from error
 

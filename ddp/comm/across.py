@@ -1,0 +1,110 @@
+"""An all-reduce over several hosts: in the memory of each host, across between the hosts, and in memory again.
+
+    host 0    ranks 0 1        add up in memory    rank 0 ── slice 0 ── rank 2        hand the slices
+    host 1    ranks 2 3        on each host        rank 1 ── slice 1 ── rank 3        out in memory
+
+Ranks in the same place on every host are *counterparts*; each group of counterparts carries its own slice across, by
+any algorithm of the catalog. Where hosts differ in size, the smallest says how many ranks of each host carry.
+
+Read before: `wire.py`, `host_reduce.py`. Read next: `links.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ddp.collectives.catalog import SCHEDULES
+from ddp.collectives.chunks import offsets
+from ddp.collectives.placed import Hosts
+from ddp.collectives.schedule import Schedule
+from ddp.comm.host_reduce import HostGroup
+from ddp.comm.way import num_pieces
+from ddp.comm.wire import Wire
+from ddp.comm.work import Runner, Work, done
+
+
+class Across:
+    """This rank's part between its host and the others.
+
+    Args:
+        wire: edges to all ranks.
+        group: this host's memory; None where the rank is alone.
+        channel: a channel of the transport that nobody uses.
+    """
+
+    def __init__(self, wire: Wire, hosts: Hosts, group: HostGroup | None, *, channel: int) -> None:
+        self._group = group
+        self._place = group.index if group is not None else 0
+        self._num_slices = min(map(len, hosts))
+        self._counterparts = None  # where this rank carries nothing
+        if self._place < self._num_slices:
+            self._counterparts = wire.among([host[self._place] for host in hosts], channel)
+        self._runner = Runner(f"ddp-crossings-{wire.rank}", torch.device("cpu"))
+
+    def all_reduce(
+        self,
+        flat: Tensor,  # [numel]
+        op: str,
+        schedule: Schedule,
+        *,
+        sequence: int,
+        divide_by: int,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        """Combines `flat` over all ranks, piece by piece, so that memory works while the wire does.
+
+        While piece k crosses, on a thread of its own, this one adds up piece k+1 and then hands out piece k−1.
+        """
+        crossing: deque[tuple[Tensor, list[int], Work]] = deque()
+        bounds = offsets(flat.numel(), num_pieces(flat.nbytes))
+        for start, stop in pairwise(bounds):
+            piece = flat[start:stop]
+            slices = offsets(len(piece), self._num_slices)
+            if self._group is not None:
+                slices += [len(piece)] * (self._group.size + 1 - len(slices))  # the others have nothing to carry
+                self._group.reduce_scatter(piece, slices, op, sequence=sequence)
+            cross = partial(self._cross, piece, slices, schedule, op=op, divide_by=divide_by, wire_dtype=wire_dtype)
+            crossing.append((piece, slices, self._runner.submit(cross) if len(bounds) > 2 else done(cross())))
+            if len(crossing) == 2:
+                self._hand_out(*crossing.popleft(), sequence=sequence)
+        self._hand_out(*crossing.popleft(), sequence=sequence)
+
+    def barrier(self, *, sequence: int) -> None:
+        """Returns once every rank has called it."""
+        if self._group is not None:
+            self._group.barrier(sequence=sequence)  # all of this host are here
+        if self._place == 0 and self._counterparts is not None:
+            flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            self._counterparts.run(SCHEDULES["recursive_doubling"], flag, op="max")
+        if self._group is not None:
+            self._group.barrier(sequence=sequence)  # and all of the others
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._runner.close()
+
+    def _cross(
+        self,
+        piece: Tensor,
+        slices: Sequence[int],
+        schedule: Schedule,
+        *,
+        op: str,
+        divide_by: int,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        """Combines this rank's slice with its counterparts', if it carries one."""
+        if self._counterparts is not None:
+            mine = piece[slices[self._place] : slices[self._place + 1]]
+            self._counterparts.run(schedule, mine, op=op, divide_by=divide_by, wire_dtype=wire_dtype)
+
+    def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work, *, sequence: int) -> None:
+        crossed.wait()
+        if self._group is not None:
+            self._group.all_gather(piece, slices, sequence=sequence)

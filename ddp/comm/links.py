@@ -1,0 +1,209 @@
+"""All that connects one rank with the others: edges, the memory of its host, and both together.
+
+    join        finds out which ranks share a host, and joins those that share this one in its memory
+    connect     the same, and edges to this rank's counterparts on the other hosts: everything that a communicator uses
+
+Read before: `wire.py`, `host_reduce.py`, `across.py`, `way.py`. Read next: `select.py`, then `communicator.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ddp.collectives.placed import Hosts
+from ddp.comm.across import Across
+from ddp.comm.host_memory import HostMemory, tried
+from ddp.comm.host_reduce import HostGroup
+from ddp.comm.settings import Settings
+from ddp.comm.watchdog import Watchdog
+from ddp.comm.way import Way, possible_ways
+from ddp.comm.wire import Wire
+from ddp.log import log
+from ddp.transport.edge import InVain, has_hope
+from ddp.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
+from ddp.transport.topology import Gather, discover
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one rank reaches the others by.
+
+    Attributes:
+        wire: edges to all ranks.
+        hosts: the ranks of every host.
+        ways: every way that an all-reduce can go here, by name.
+        group: this host's ranks in memory, if it has several and they share it.
+        across: what joins the memories of several hosts, if they share any.
+    """
+
+    wire: Wire
+    hosts: Hosts
+    ways: Mapping[str, Way]
+    group: HostGroup | None = None
+    across: Across | None = None
+
+    def memory_of(self, flat: Tensor) -> HostGroup | None:
+        """Returns the memory in which all ranks reach such a tensor, if they share any."""
+        return self.group if self.across is None and flat.is_cpu else None
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self.across is not None:
+            self.across.close()
+        if self.group is not None:
+            self.group.close()
+
+
+class Channels:
+    """Numbers the channels of the transport. The groups of one process share one of these."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def take(self, gather: Gather) -> int:
+        """Returns a channel that no group with any of these ranks has. Collective over the ranks of `gather`."""
+        self._last = max(int(last) for last in gather(str(self._last).encode())) + 1
+        return self._last
+
+
+def connect(wire: Wire, watchdog: Watchdog, settings: Settings, channels: Channels) -> Links:
+    """Connects this rank with the others in every way that is possible here. Collective.
+
+    Raises:
+        TransportError: a rank did not take part.
+    """
+    joined = join(
+        wire.rank,
+        wire.gather_bytes,
+        shared_memory=settings.shared_memory and settings.device.type == "cpu",
+        timeout_s=settings.abort_s,
+        in_vain=watchdog.in_vain,
+    )
+    watchdog.know_hosts(joined.names, joined.pids)
+    if joined.obstacle and wire.rank == 0:
+        log.warning("collectives inside a host go over the network's transport: %s", joined.obstacle)
+    across = None
+    if joined.shares_memory and len(joined.hosts) > 1:
+        channel = channels.take(wire.gather_bytes)
+        across = Across(wire, joined.hosts, joined.group, channel=channel)
+    ways = possible_ways(joined.hosts, shared_memory=joined.shares_memory)
+    return Links(wire, joined.hosts, ways, joined.group, across)
+
+
+class Joined(NamedTuple):
+    """What the ranks found out about their hosts. The same on all ranks, but for `pids` and `group`.
+
+    Attributes:
+        hosts: the ranks of every host.
+        names: by rank, the name of its host.
+        pids: by rank of this host, its process, where that can be known here.
+        shares_memory: the ranks of every host with several are in its memory together.
+        group: this host's memory; None where the rank is alone, or nobody shares any.
+        obstacle: why ranks of one host cannot share memory, if they should.
+    """
+
+    hosts: Hosts
+    names: Sequence[str]
+    pids: Mapping[int, int]
+    shares_memory: bool
+    group: HostGroup | None
+    obstacle: str
+
+
+def join(
+    rank: int,
+    gather: Gather,
+    *,
+    shared_memory: bool = True,
+    timeout_s: float,
+    in_vain: InVain = has_hope,
+    kinds: Sequence[Kind] = KINDS,
+) -> Joined:
+    """Finds out which ranks share a host and joins those that share this one. Collective over all ranks of `gather`.
+
+    Args:
+        gather: all-gather of bytes; keeps a deadline of its own.
+        shared_memory: join them in the host's memory, too.
+        timeout_s: longest wait for a rank of this host.
+        in_vain: see `Barrier`.
+        kinds: which memory to try, in order of preference; the same on every rank.
+
+    Raises:
+        TransportError: a rank of this host did not come.
+    """
+    layout = discover(rank, gather, kinds=kinds)
+    ranks, kind = layout.host_of(rank)
+    pids = {other: pid for other in ranks if (pid := layout.pids[other]) is not None}
+    memory, path, problem = None, "", ""
+    if shared_memory:
+        problem = "; ".join(sorted(set(layout.reasons.values()))) if kind is None else why_unsupported()
+    num_bytes = HostMemory.num_bytes(len(ranks))
+    try:
+        if shared_memory and kind is not None and not problem and rank == ranks[0]:
+            memory, problem = tried(lambda: _first(kind, num_bytes, len(ranks)))
+            path = memory.path if memory is not None else ""
+        paths = gather(path.encode())
+        if rank != ranks[0] and (path := paths[ranks[0]].decode()):
+            memory, problem = tried(lambda: _further(path, num_bytes))
+        about = [json.loads(text) for text in gather(json.dumps([_name(), problem, _processors()]).encode())]
+    finally:
+        if memory is not None:
+            memory.forget()
+    names, problems, processors = zip(*about, strict=True)
+    obstacle = "; ".join(f"rank {other}: {why}" for other, why in enumerate(problems) if why)
+    shares_memory = shared_memory and not obstacle and len(layout.hosts) < len(names)
+    group = None
+    if shares_memory and kind is not None and memory is not None:
+        index = ranks.index(rank)
+        barrier = Barrier(
+            memory, 0, index=index, ranks=ranks, pids=[layout.pids[other] for other in ranks], in_vain=in_vain
+        )
+        group = HostGroup(
+            HostMemory(
+                memory,
+                barrier,
+                kind=kind,
+                ranks=ranks,
+                index=index,
+                names=[names[other] for other in ranks],
+                timeout_s=timeout_s,
+            ),
+            num_processors=len(set().union(*(processors[other] for other in ranks))),
+        )
+        barrier.wait(timeout_s)
+    return Joined(layout.hosts, names, pids, shares_memory, group, obstacle)
+
+
+def _name() -> str:
+    return socket.gethostname()
+
+
+def _processors() -> list[int]:
+    """Returns those that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def _first(kind: Kind, num_bytes: int, size: int) -> SharedMemory:
+    """Makes the memory of a host, on its first rank."""
+    memory = SharedMemory.create(kind, num_bytes)
+    try:
+        memory.prefault(0, num_bytes)
+        Barrier.create(memory, 0, size=size)
+    except OSError:
+        memory.forget()
+        raise
+    return memory
+
+
+def _further(path: str, num_bytes: int) -> SharedMemory:
+    """Maps the memory of a host, on its other ranks."""
+    memory = SharedMemory.attach(path, num_bytes)
+    memory.prefault(0, num_bytes)
+    return memory

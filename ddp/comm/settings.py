@@ -1,0 +1,41 @@
+"""What a communicator is asked for when it begins; its subgroups inherit it.
+
+Read before: `way.py`. Read next: `wire.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ddp.comm.way import Order
+
+SEGMENT_BYTES, CPU = 4 << 20, torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The choices of one communicator. The same on all ranks, but for `device` and `local_rank`.
+
+    Attributes:
+        device: where this rank's tensors live.
+        local_rank: this process's number on its host.
+        generation: version of the membership.
+        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the way with the least predicted time.
+        order: "canonical" lets "auto" take only ways whose additions follow the canonical binary tree over the ranks.
+        shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
+        segment_bytes: size of a pipelining piece of a chunk.
+        abort_s: longest wait for a neighbour, in seconds.
+        debug: compare what the ranks call before every collective.
+    """
+
+    device: torch.device = CPU
+    local_rank: int = 0
+    generation: int = 0
+    algorithm: str = "auto"
+    order: Order = "any"
+    shared_memory: bool = True
+    segment_bytes: int = SEGMENT_BYTES
+    abort_s: float = 60.0
+    debug: bool = False

@@ -1,0 +1,215 @@
+"""Whose turn it is: numbers the calls of one communicator, runs them one at a time, and blames whoever breaks one.
+
+All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, since two
+threads would take turns in another order on every rank. A second one that comes while a collective runs in the first is
+refused (`subgroup` gives it a communicator of its own); calls with `async_op=True` are queued in their order.
+
+A call is numbered when it is made. The number, its label and whom it waits for are what the watchdog publishes, and
+what a `PeerLost` carries. After an error the communicator refuses further calls: the ranks no longer agree on what came
+last. With `debug=True` the ranks compare what they call before every collective, so that a wrong operation, shape or
+dtype is reported instead of undefined.
+
+Read before: `call.py`, `work.py`, `watchdog.py`. Read next: `communicator.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from ddp.clock import Patience
+from ddp.comm.call import Call, disagreement
+from ddp.comm.host_memory import NoSharedMemory
+from ddp.comm.watchdog import Watchdog
+from ddp.comm.work import Runner
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
+from ddp.transport.edge import TransportError
+from ddp.transport.shared_memory import SLICE_S
+from ddp.transport.topology import Gather
+
+LET_GO_S = 2.0  # what is still in flight when the program ends may take so long
+
+
+class Turns:
+    """Runs the collectives of one communicator.
+
+    Args:
+        watchdog: is told what this rank does, and says who is missing.
+        world_ranks: what the ranks are called in the communicator that `ddp.init` made.
+        device: where this rank's tensors live.
+        gather: all-gather of bytes, by which the ranks compare their calls; None: they do not.
+
+    Attributes:
+        num_calls: how many have been made; the number of the last one.
+        error: what ended the communicator, if anything has.
+    """
+
+    def __init__(
+        self, watchdog: Watchdog, rank: int, world_ranks: Sequence[int], *, device: torch.device, gather: Gather | None
+    ) -> None:
+        self.num_calls = 0
+        self.error: BaseException | None = None
+        self._rank, self._world_ranks = rank, world_ranks
+        self._neighbour = (rank + 1) % len(world_ranks)
+        self._watchdog, self._gather = watchdog, gather
+        self._runner = Runner(f"ddp-collectives-{rank}", device)
+        self._turn = threading.Lock()  # held while a collective runs
+        self._running = Call(0, "start-up")
+
+    def number(
+        self,
+        operation: str,
+        op: str = "",
+        tensors: Tensor | Sequence[Tensor] | None = None,
+        label: str = "",
+        how: tuple[object, ...] = (),
+    ) -> Call:
+        """Returns this call's number, and what it says of itself: the same on every rank.
+
+        Raises:
+            CommunicatorBroken: an earlier collective failed.
+        """
+        self._refuse_if_broken()
+        self.num_calls += 1
+        if tensors is None:
+            return Call(self.num_calls, operation, op, name=label, how=how)
+        if isinstance(tensors, Tensor):
+            return Call(self.num_calls, operation, op, tensors.shape, tensors.dtype, label, how)
+        if self._gather is not None:
+            how = (*how, *((list(tensor.shape), tensor.dtype) for tensor in tensors))
+        total = sum(tensor.numel() for tensor in tensors)
+        return Call(self.num_calls, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
+
+    def run(self, call: Call, collective: Callable[[], Any], *, async_op: bool = False) -> Any:
+        """Runs a collective now, or on the background thread: behind what is in flight.
+
+        Returns:
+            What the collective returns; with `async_op` a `Work`.
+
+        Raises:
+            PeerLost: a rank did not take part within the deadline.
+            CollectiveMismatch: a rank called another collective.
+            CommunicatorBroken: an earlier collective failed.
+        """
+        if not async_op and self._runner.is_idle():
+            return self.run_here(call, collective)
+        work = self._runner.submit(partial(self.run_here, call, collective))
+        return work if async_op else work.wait()
+
+    def run_here(self, call: Call, collective: Callable[[], Any]) -> Any:
+        """Runs one collective in this thread, alone; a failure becomes a PeerLost with the culprit's name."""
+        self._refuse_if_broken()  # what was in flight may have failed since the call was made
+        if not self._turn.acquire(False):
+            self._refuse_second_thread(call)
+        self._running = call
+        self._watchdog.begin(call, self._neighbour)
+        try:
+            if self._gather is not None and (difference := disagreement(self._gather(call.describe().encode()))):
+                raise CollectiveMismatch(difference)
+            if profiler._is_profiler_enabled:  # on any thread
+                with profiler.record_function(call.range):
+                    return collective()
+            return collective()
+        except TransportError as error:
+            self.error = lost = self._lost(error)
+            raise lost from error
+        except (ConfigError, NoSharedMemory):
+            raise  # said by every rank alike, before anything was sent
+        except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
+            self.error = error
+            if not isinstance(error, CollectiveMismatch):
+                self._watchdog.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._watchdog.end()
+            self._turn.release()
+
+    def wait_for_rank_zero(self, label: str) -> None:
+        """Returns once rank 0 has called it too, however long that takes while rank 0 lives.
+
+        Raises:
+            PeerLost: rank 0 failed, left, or shows no sign of life.
+        """
+        call = self.number("wait_for_rank_zero", label=label)
+        try:
+            if self._rank == 0:
+                self._watchdog.say(f"passed/{call.sequence}", "")
+            else:
+                self._watchdog.wait_for_word(f"passed/{call.sequence}", 0, call)
+        except PeerLost as lost:
+            self.error = lost
+            raise
+
+    def wait_for(self, wait: Callable[[float], bool], timeout_s: float, *, label: str) -> None:
+        """Calls `wait` as a collective, for slices of time, until it returns True.
+
+        Raises:
+            PeerLost: it did not within `timeout_s`.
+        """
+
+        def until_there() -> None:
+            patience = Patience(timeout_s)
+            while not wait(min(patience.left_s(), SLICE_S)):
+                if verdict := self._watchdog.in_vain():
+                    raise TransportError(self._neighbour, f"rank {verdict[0]}: {verdict[1]}", timed_out=True)
+                if not patience.left_s():
+                    raise TransportError(self._neighbour, f"nothing came for {timeout_s:g} s", timed_out=True)
+
+        self.run(self.number("wait", label=label), until_there)
+
+    def find_lost(self, label: str) -> PeerLost | None:
+        """Returns the rank that is surely lost, after an error outside of this communicator. Not collective."""
+        lost = self._watchdog.find_lost(Call(self.num_calls, "wait", name=label), self._neighbour)
+        self.error = self.error or lost
+        return lost
+
+    def close(self) -> None:
+        """Ends after what is in flight, and says goodbye."""
+        self._runner.close()
+        self._watchdog.leave()
+        self.error = self.error or CommunicatorBroken("it was closed")
+
+    def abandon(self, reason: str = "") -> None:
+        """Ends this rank's part when it stops early, or the program ends.
+
+        The interpreter ends a thread that is inside one of torch's waits in a way that ends the process by SIGABRT.
+        So what is still in flight is broken off.
+
+        Args:
+            reason: why this rank stops early: the others are told, and nothing is waited for. "": the program ends.
+        """
+        if reason:
+            self._watchdog.fail(reason)
+        self._watchdog.leave()
+        if not self._runner.is_idle_within(0.0 if reason else LET_GO_S):
+            self._watchdog.give_up(self._rank, "the program has ended")
+            self._runner.is_idle_within(LET_GO_S)
+        self.error = self.error or CommunicatorBroken(reason or "the program has ended")
+
+    def _refuse_if_broken(self) -> None:
+        if self.error is not None:
+            raise CommunicatorBroken(f"the communicator is out of use since: {self.error}") from self.error
+
+    def _refuse_second_thread(self, call: Call) -> None:
+        """Two threads of one rank take turns in an order of their own, and not in the other ranks'."""
+        error = RuntimeError(
+            f"collective #{call.sequence} [{call.label}] began in thread {threading.current_thread().name!r} while "
+            f"#{self._running.sequence} [{self._running.label}] was running in another one; a communicator serves one "
+            "thread at a time: give each a communicator of its own, comm.subgroup(range(comm.world_size))"
+        )
+        self.error = self.error or error
+        self._watchdog.fail(f"RuntimeError: {error}")
+        raise error
+
+    def _lost(self, error: TransportError) -> PeerLost:
+        """Returns who is to blame, by what the ranks publish about themselves."""
+        lost = self._watchdog.find_culprit(error.peer, str(error))
+        if self._world_ranks[lost.rank] != lost.rank:
+            lost.reason += f" (of this group; it is rank {self._world_ranks[lost.rank]} of all)"
+        return lost

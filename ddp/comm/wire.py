@@ -1,0 +1,141 @@
+"""One rank's edges: runs the schedules of collectives over a transport.
+
+All tensors here are flat, contiguous, and of the same length on all ranks. A failed transfer is a `TransportError` that
+names the peer by its rank in the communicator.
+
+Read before: `execute.py`. Read next: `links.py`, which puts it beside the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ddp.collectives.catalog import SCHEDULES
+from ddp.collectives.chunks import offsets
+from ddp.collectives.schedule import Schedule
+from ddp.comm.arithmetic import COMBINE
+from ddp.comm.execute import Scratch, execute, program
+from ddp.comm.settings import Settings
+from ddp.comm.watchdog import Watchdog
+from ddp.transport.edge import Transport, TransportError
+
+FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all together; up to so many, rounds cost more than messages
+
+
+class Wire:
+    """Runs schedules on this rank, over one transport.
+
+    Args:
+        watchdog: is told whom each wait is for.
+        ranks: what the transport's ranks are called in the communicator; its own numbers unless given.
+    """
+
+    def __init__(
+        self, transport: Transport, watchdog: Watchdog, settings: Settings, *, ranks: Sequence[int] = ()
+    ) -> None:
+        self.rank, self.world_size, self.transport = transport.rank, transport.world_size, transport
+        self._watchdog, self._settings, self._ranks = watchdog, settings, ranks or range(self.world_size)
+        self._scratch = Scratch()
+
+    def among(self, ranks: Sequence[int], channel: int) -> Wire:
+        """Returns the edges between some of the ranks, of which this is one. Collective over them.
+
+        Args:
+            channel: a channel of the transport that nobody uses.
+        """
+        edges = self.transport.among(ranks, channel, self._watchdog.in_vain)
+        return Wire(edges, self._watchdog, self._settings, ranks=ranks)
+
+    def run(
+        self,
+        schedule: Schedule,
+        flat: Tensor,
+        bounds: Sequence[int] | None = None,
+        *,
+        op: str = "sum",
+        divide_by: int = 1,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Runs a schedule over one buffer.
+
+        Args:
+            bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
+            divide_by: what every sum is divided by, once.
+            wire_dtype: what travels, if not the buffer's own type.
+        """
+        if self.world_size == 1 and divide_by != 1:
+            flat.div_(divide_by)  # nobody adds to it
+        if bounds is None:
+            bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size))
+        self._execute(schedule, [flat], [bounds], op=op, divide_by=divide_by, wire_dtype=wire_dtype)
+
+    def exchange(
+        self, outgoing: Tensor, going: Sequence[int], incoming: Tensor, coming: Sequence[int], *, longest: int
+    ) -> None:
+        """Makes chunk r of every rank's `outgoing` chunk (that rank) of rank r's `incoming`.
+
+        Args:
+            going, coming: where their chunks begin, and where the last one ends.
+            longest: elements of the longest chunk on any rank.
+        """
+        mine = slice(going[self.rank], going[self.rank + 1])
+        incoming[coming[self.rank] : coming[self.rank + 1]].copy_(outgoing[mine])
+        self._execute(SCHEDULES["all_to_all_exchange"], [outgoing, incoming], [going, coming], longest=longest)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Returns everyone's bytes, by rank."""
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._settings.device)
+        sizes[self.rank] = len(payload)
+        self.run(by_size("all_gather", sizes, self.world_size), sizes, range(self.world_size + 1))
+        bounds = [0, *accumulate(sizes.tolist())]
+        data = torch.zeros(bounds[-1], dtype=torch.uint8, device=self._settings.device)
+        if payload:
+            data[bounds[self.rank] : bounds[self.rank + 1]] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self.run(by_size("all_gather", data, self.world_size), data, bounds)
+        everything = data.cpu().numpy().tobytes()
+        return [everything[start:stop] for start, stop in pairwise(bounds)]
+
+    def _execute(
+        self,
+        schedule: Schedule,
+        buffers: Sequence[Tensor],
+        bounds: Sequence[Sequence[int]],
+        *,
+        op: str = "sum",
+        divide_by: int = 1,
+        wire_dtype: torch.dtype | None = None,
+        longest: int | None = None,
+    ) -> None:
+        try:
+            execute(
+                program(
+                    schedule.algorithm,
+                    self.rank,
+                    self.world_size,
+                    tuple(map(tuple, bounds)),
+                    segment_numel=max(1, self._settings.segment_bytes // buffers[0].element_size()),
+                    longest=longest,
+                ),
+                buffers,
+                self.transport,
+                scratch=self._scratch,
+                combine=COMBINE[op].into,
+                timeout_s=self._settings.abort_s,
+                wire_dtype=wire_dtype,
+                waiting_for=lambda peer: self._watchdog.waits_for(self._ranks[peer]),
+                finish=None if divide_by == 1 else lambda part: part.div_(divide_by),
+            )
+        except TransportError as error:
+            error.peer = self._ranks[error.peer]
+            raise
+
+
+def by_size(operation: str, flat: Tensor, num_ranks: int) -> Schedule:
+    """Returns one that moves no byte twice: a ring, which keeps to neighbours; for few bytes one of few rounds."""
+    if flat.nbytes > FEW_BYTES:
+        return SCHEDULES[f"ring_{operation}"]
+    return SCHEDULES[f"{'all_to_all' if num_ranks <= FEW_RANKS else 'circulant'}_{operation}"]
