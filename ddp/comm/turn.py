@@ -61,6 +61,7 @@ class Turns:
         self._runner = Runner(f"ddp-collectives-{rank}", device)
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
+        self._has_ended = False
 
     def number(
         self,
@@ -187,6 +188,7 @@ class Turns:
         if reason:
             self._watchdog.fail(reason)
         self._watchdog.leave()
+        self._has_ended = True
         if not self._runner.is_idle_within(0.0 if reason else LET_GO_S):
             self._watchdog.give_up(self._rank, "the program has ended")
             self._runner.is_idle_within(LET_GO_S)
@@ -209,6 +211,8 @@ class Turns:
 
     def _lost(self, error: TransportError) -> PeerLost:
         """Returns who is to blame, by what the ranks publish about themselves."""
+        if self._has_ended:  # nobody reads it; and a thread must not be inside the store when the program ends
+            raise CommunicatorBroken(str(error)) from error
         lost = self._watchdog.find_culprit(error.peer, str(error))
         if self._world_ranks[lost.rank] != lost.rank:
             lost.reason += f" (of this group; it is rank {self._world_ranks[lost.rank]} of all)"

@@ -53,10 +53,6 @@ class StaticGraph:
     times: Counter[int] | None = None
     never: frozenset[str] | None = None
 
-    def knows(self, ids: Collection[int]) -> bool:
-        """Returns True if a first backward has shown how often these parameters get a gradient."""
-        return self.times is not None and all(each in self.times for each in ids)
-
     def learn(self, ids: Iterable[int], ready: Iterable[Tensor]) -> None:
         """Notes how often each of these parameters has got a gradient."""
         self.times = Counter(dict.fromkeys(ids, 0))
@@ -73,17 +69,24 @@ class Wishes:
 
     Attributes:
         finds_unused: the graph is asked which gradients it will bring.
-        static_graph: every step uses the same parameters equally often; None: no such promise.
+        static_graphs: every step that trains the same parameters uses them equally often; one graph for each set of
+            parameters, by their ids. None: no such promise.
         hook: takes the place of the all-reduce.
         stepper: steps each bucket's parameters when their mean is complete.
         others: finds optimizers inside backward that are not ours.
     """
 
     finds_unused: bool = False
-    static_graph: StaticGraph | None = None
+    static_graphs: dict[frozenset[int], StaticGraph] | None = None
     hook: CommHook | None = None
     stepper: StepInBackward | None = None
     others: StepsOfOthers = field(default_factory=StepsOfOthers)
+
+    def static_graph_of(self, layout: Layout) -> StaticGraph | None:
+        """Returns the graph of the layout's parameters, if it is static."""
+        if self.static_graphs is None:
+            return None
+        return self.static_graphs.setdefault(frozenset(layout.slot_of), StaticGraph())
 
 
 class TorchBackward(Backward):
@@ -93,9 +96,12 @@ class TorchBackward(Backward):
         is_differentiable: gradients stay out of their buckets, and can be differentiated (create_graph).
     """
 
-    def __init__(self, comm: Communicator, step: int, *, overlap: bool, wishes: Wishes) -> None:
-        super().__init__(comm, step, overlap=overlap)
+    def __init__(
+        self, comm: Communicator, step: int, *, overlap: bool, former: Backward | None, wishes: Wishes
+    ) -> None:
+        super().__init__(comm, step, overlap=overlap, former=former)
         self._wishes, self.is_differentiable = wishes, False
+        self._static: StaticGraph | None = None
         self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known
         self._sparse_ready: set[int] = set()
 
@@ -105,6 +111,9 @@ class TorchBackward(Backward):
         Raises:
             ConfigError: it creates a graph, and parameters are to be stepped meanwhile.
         """
+        if self._wishes.hook is not None and not layout.is_for_hook:
+            layout = layout.for_hooks()  # of a forward from before the hook was registered
+        self._static = self._wishes.static_graph_of(layout)
         in_backward = is_in_backward()
         self.is_differentiable = in_backward and torch.is_grad_enabled()
         if self.is_differentiable and self._wishes.stepper is not None:
@@ -116,9 +125,9 @@ class TorchBackward(Backward):
         super().begin(layout, totals=totals, divide_by=divide_by)
 
     def _awaited(self, bucket: Bucket) -> tuple[frozenset[int], int]:
-        static = self._wishes.static_graph
+        static = self._static
         if static is not None:
-            if static.times is None or not static.knows(bucket.ids):
+            if static.times is None:
                 return bucket.ids, sys.maxsize  # note "static graph"
             awaited = frozenset(each for each in bucket.ids if static.times[each])
             num_awaited = sum(static.times[each] for each in bucket.ids)
@@ -164,7 +173,7 @@ class TorchBackward(Backward):
         return id(parameter) in self.layout.slot_of
 
     def _missing(self) -> list[Slot]:
-        ready = self._sparse_ready.union(map(id, self.early))
+        ready = self._sparse_ready.union(self.early)
         sparse = [slot for slot in self.layout.sparse if id(slot.parameter) not in ready]
         return sorted(super()._missing() + sparse, key=lambda slot: slot.index)
 
@@ -172,6 +181,7 @@ class TorchBackward(Backward):
         if not self.is_differentiable:
             super()._fill(bucket)
             return
+        bucket.mend()
         for slot in bucket.slots:
             if slot.parameter.grad is None:
                 self._note_undefined(slot)
@@ -201,8 +211,8 @@ class TorchBackward(Backward):
             self._wishes.stepper.step(reduction.bucket)
 
     def finish(self, *, had_backward: bool = True) -> Totals:
-        static = self._wishes.static_graph
-        if static is not None and had_backward and not static.knows(self.layout.index_of):
+        static = self._static
+        if static is not None and had_backward and static.times is None:
             static.learn(self.layout.index_of, self._ready_so_far())
         return super().finish(had_backward=had_backward)
 
@@ -231,7 +241,7 @@ class TorchBackward(Backward):
     def _used_by_none(
         self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts
     ) -> Iterable[Slot]:
-        static = self._wishes.static_graph
+        static = self._static
         if static is None:
             return super()._used_by_none(missing, undefined, verdicts)
         slots, uses = self.layout.slots, list[Use]()
@@ -248,5 +258,5 @@ class TorchBackward(Backward):
         return [slot for slot in slots if uses[slot.index] is not Use.GRADIENT] if uses else never
 
     def _complain(self, missing: Sequence[Slot] | None) -> None:
-        if not self._wishes.finds_unused and self._wishes.static_graph is None:
+        if not self._wishes.finds_unused and self._static is None:
             super()._complain(missing)

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
 from ddp.drop_in.arguments import check_devices, check_engine, check_keywords, choose_communicator, input_device, moved
-from ddp.drop_in.backward import StaticGraph, TorchBackward, Wishes
+from ddp.drop_in.backward import TorchBackward, Wishes
 from ddp.drop_in.buffer_hook import BufferHook, HookedBuffers, When
 from ddp.drop_in.comm_hook import CommHook, Hook, check_hook
 from ddp.drop_in.higher_order import hand_out_differentiable
@@ -44,7 +44,7 @@ from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
-from ddp.replica.backward import State
+from ddp.replica.backward import Backward, State
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync, Mode
 from ddp.replica.parameters import check_trainable, managed
@@ -145,7 +145,7 @@ class DistributedDataParallel(UnevenInputs):
         self._is_in_forward = False  # a forward is running that synchronises; it may run backward itself
         self._wishes = Wishes(
             finds_unused=self.find_unused_parameters and not self.static_graph,
-            static_graph=StaticGraph() if self.static_graph else None,
+            static_graphs={} if self.static_graph else None,
         )
         self._start(self.parameters_to_ignore)
 
@@ -235,8 +235,8 @@ class DistributedDataParallel(UnevenInputs):
             hand_out_differentiable(layout.slots, partial(self._begin, layout), self._finish)
         return totals
 
-    def _new_backward(self, step: int = 0) -> TorchBackward:
-        return TorchBackward(self.comm, step, overlap=self.overlaps, wishes=self._wishes)
+    def _new_backward(self, step: int = 0, former: Backward | None = None) -> TorchBackward:
+        return TorchBackward(self.comm, step, overlap=self.overlaps, former=former, wishes=self._wishes)
 
     def _make_layout(self) -> Layout:
         sparse = {id(child.weight) for child in self.module.modules() if produces_sparse_gradient(child)}
@@ -344,7 +344,7 @@ class DistributedDataParallel(UnevenInputs):
         if self.num_steps or self.steps_in_backward:
             what = "after the first step" if self.num_steps else "beside step_in_backward"
             raise ConfigError(f"_set_static_graph {what}: pass static_graph=True when you make the replica")
-        self.static_graph, self._wishes.static_graph, self._wishes.finds_unused = True, StaticGraph(), False
+        self.static_graph, self._wishes.static_graphs, self._wishes.finds_unused = True, {}, False
 
     # --- copies ------------------------------------------------------------------------------------------------------
 

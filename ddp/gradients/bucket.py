@@ -86,6 +86,7 @@ class Bucket:
 
     def __init__(self, index: int, slots: list[Slot], num_tail: int = 0) -> None:
         self.index, self.slots, self.num_tail = index, slots, num_tail
+        self._addresses: list[int] = []
         self.ids = frozenset(id(slot.parameter) for slot in slots)
         names = [slot.name for slot in slots]
         what = f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]
@@ -111,6 +112,17 @@ class Bucket:
         self.gradients, self.tail = self.flat.split([numel, self.num_tail])
         for slot, view in zip(self.slots, self.views_of(self.flat), strict=True):
             slot.view = view
+        self._addresses = [view.data_ptr() for view in self.views_of(self.flat)]
+
+    def mend(self) -> None:
+        """Makes those views anew that somebody has put elsewhere, as `p.grad.data = …` does.
+
+        The gradient was the view itself. It is an ordinary gradient then, and is copied to its place like any other.
+        """
+        if [slot.view.data_ptr() for slot in self.slots if slot.view is not None] != self._addresses:
+            for slot, view, address in zip(self.slots, self.views_of(self.flat), self._addresses, strict=True):
+                if slot.view is None or slot.view.data_ptr() != address:
+                    slot.view = view
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
@@ -123,6 +135,7 @@ class Bucket:
     def fill(self) -> list[Slot]:
         """Moves in every gradient that is not in its place yet. Returns the slots without one, which hold zeros."""
         empty: list[Slot] = []
+        self.mend()
         here: list[Tensor] = []
         there: list[Tensor] = []
         try:

@@ -46,6 +46,7 @@ class Layout:
         slot_of: by the parameter's id, its slot.
         buckets: in the order of reduction.
         index_of: by the parameter's id, the index of its bucket.
+        is_for_hook: a communication hook reduces the buckets.
         totals, verdicts: the tails that carry them, or tensors of their own; there from `allocate` on.
         totals_ride, verdicts_ride: a bucket carries them.
     """
@@ -64,14 +65,16 @@ class Layout:
         for_hook: bool = False,
     ) -> None:
         self._comm, self._named, self._limits = comm, named, limits
-        self._sparse, self._for_hook, self.is_learned = sparse, for_hook, order is not None
+        self._sparse, self.is_for_hook, self.is_learned = sparse, for_hook, order is not None
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.parameters = [parameter for _, parameter in named]
         self.sparse = [slot for slot in self.slots if slot.name in sparse]
         self.slot_of = {id(slot.parameter): slot for slot in self.slots}
         by_name = {slot.name: slot for slot in reversed(self.slots) if slot.name not in sparse}
         known = [by_name[name] for name in order or () if name in by_name]
-        groups = plan_buckets(dict.fromkeys([*known, *by_name.values()]), limits=limits)
+        in_order = dict.fromkeys([*known, *by_name.values()])
+        self._order = [slot.name for slot in in_order]
+        groups = plan_buckets(in_order, limits=limits)
         self.totals_ride = not for_hook and bool(groups) and self._is_wide(groups[0])
         self.verdicts_ride = not for_hook and bool(groups) and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
@@ -83,8 +86,6 @@ class Layout:
         self.index_of = {each: bucket.index for bucket in self.buckets for each in bucket.ids}
         self._successor: Layout | None = None
         self._has_memory = False
-        self._views: list[Tensor] = []
-        self._addresses: list[int] = []
         self._shared: list[Tensor] = []  # what belongs to the communicator
         self._release = weakref.finalize(self, _release, comm, self._shared)
         self._release.atexit = False
@@ -92,7 +93,7 @@ class Layout:
     @property
     def order(self) -> list[str] | None:
         """Names in the order in which gradients become ready; None as long as that is not known."""
-        return [name for bucket in self.names for name in bucket] if self.is_learned else None
+        return self._order if self.is_learned else None
 
     @property
     def names(self) -> list[list[str]]:
@@ -110,17 +111,19 @@ class Layout:
     @property
     def latest(self) -> Layout:
         """The last successor, or this layout if there is none."""
-        return self if self._successor is None else self._successor.latest
+        layout = self
+        while layout._successor is not None:
+            layout = layout._successor
+        return layout
 
     def _succeeded_by(self, **changed: Any) -> Layout:
-        same: dict[str, Any] = {"limits": self._limits, "sparse": self._sparse, "for_hook": self._for_hook}
+        same: dict[str, Any] = {"limits": self._limits, "sparse": self._sparse, "for_hook": self.is_for_hook}
         self._successor = Layout(self._comm, self._named, **(same | changed))
         return self._successor
 
     def allocate(self) -> None:
-        """Makes the buckets' memory, unless it is there (collective then), or sees to it that it is where it was."""
+        """Makes the buckets' memory, unless it is there. Collective then."""
         if self._has_memory:
-            self._mend_views()
             return
         for bucket in self.buckets:
             bucket.allocate(self._memory_for)
@@ -128,26 +131,9 @@ class Layout:
         self.totals = self.buckets[0].tail[:NUM_TOTALS] if self.totals_ride else apart[:NUM_TOTALS]
         self.verdicts = self.buckets[-1].tail[-NUM_VERDICTS:] if self.verdicts_ride else apart[NUM_TOTALS:]
         self._has_memory = True
-        self._remember_views()
-
-    def _mend_views(self) -> None:
-        """Makes those views anew that somebody has put elsewhere, as `p.grad.data = …` does.
-
-        The gradient is the view itself, so it would not be reduced any more.
-        """
-        if list(map(Tensor.data_ptr, self._views)) != self._addresses:
-            for bucket in self.buckets:
-                for slot, view in zip(bucket.slots, bucket.views_of(bucket.flat), strict=True):
-                    if slot.view is None or slot.view.data_ptr() != view.data_ptr():
-                        slot.view = view
-            self._remember_views()
-
-    def _remember_views(self) -> None:
-        self._views = [slot.view for slot in self.slots if slot.view is not None]
-        self._addresses = list(map(Tensor.data_ptr, self._views))
 
     def _memory_for(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device != self._comm.device or self._for_hook:
+        if device != self._comm.device or self.is_for_hook:
             return torch.zeros(numel, dtype=dtype, device=device)
         self._shared.append(self._comm.allocate(numel, dtype))
         return self._shared[-1]

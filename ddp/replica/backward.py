@@ -107,9 +107,10 @@ class Backward:
     Args:
         step: number of backwards before this one, for messages.
         overlap: reduce in the background (note "foreground").
+        former: the backward before this one.
 
     Attributes:
-        early: parameters that have accumulated gradients (in `no_sync`) since the last synchronised backward.
+        early: parameters that have accumulated gradients (in `no_sync`) which no backward has reduced yet, by id.
         layout: where the gradients live; from `begin` on.
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
@@ -120,9 +121,9 @@ class Backward:
 
     layout: Layout
 
-    def __init__(self, comm: Communicator, step: int, *, overlap: bool) -> None:
+    def __init__(self, comm: Communicator, step: int, *, overlap: bool, former: Backward | None = None) -> None:
         self.comm, self.step, self.overlap, self.state = comm, step, overlap, State.EXPECTED
-        self.early: list[Tensor] = []
+        self.early: dict[int, Tensor] = {} if former is None else former.left_over
         self.reductions: list[Reduction] = []
         self.index_of: dict[int, int] = {}
         self.error: UnusedParameters | None = None
@@ -160,7 +161,7 @@ class Backward:
             if not layout.totals_ride:
                 self._all_reduce(layout.totals, label=f"step {self.step}, totals")
         self.reductions, self.index_of = [Reduction(bucket) for bucket in layout.buckets], layout.index_of
-        for parameter in (*self.early, *self._seen):
+        for parameter in (*self.early.values(), *self._seen):
             if (index := self.index_of.get(id(parameter))) is not None:
                 self.reductions[index].ready.append(parameter)
 
@@ -187,12 +188,17 @@ class Backward:
         """
         if self.state is State.EXPECTED:
             if parameter.requires_grad:  # frozen after its forward: autograd calls the hook, but without a gradient
-                self.early.append(parameter)
+                self.early[id(parameter)] = parameter
         elif not self.reductions and id(parameter) in self.layout.index_of:
             self._seen.append(parameter)
         else:
             return False
         return True
+
+    @property
+    def left_over(self) -> dict[int, Tensor]:
+        """The parameters in `early` that this backward had no place for, because they were frozen in its forward."""
+        return {each: parameter for each, parameter in self.early.items() if each not in self.layout.slot_of}
 
     def move_in(self, parameter: Tensor) -> None:
         """Moves a large gradient into its bucket as soon as it is ready."""

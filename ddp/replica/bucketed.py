@@ -91,6 +91,7 @@ class BucketedDataParallel(Replica):
             self._overlap = True  # its layers communicate in backward: else a rank could wait in two places at once
         self._ignored = frozenset(ignored)
         self._watch = ParameterWatch(self.module)
+        self._has_layout = True
         self._layouts = Layouts(self.comm, self._watch, self._make_layout())
         self._backward = self._new_backward()
         self._last = self._backward  # the last one that has ended, once there is one
@@ -113,8 +114,10 @@ class BucketedDataParallel(Replica):
             self._buffer_sync.look_again()
         if change is Change.KINDS:
             self._layouts.forget()
-        if change is not Change.NONE:
+        if change is not Change.NONE or not self._has_layout:
+            self._has_layout = False  # as long as choosing one fails
             self._choose_layout()
+            self._has_layout = True
 
     def raise_pending(self) -> None:
         """Raises what the last backward has found wrong: an error of the program on every rank alike."""
@@ -187,13 +190,14 @@ class BucketedDataParallel(Replica):
         self._waiting = None
         totals = self._backward.finish(had_backward=had_backward)
         self.waited.total_s += self._backward.waited.total_s
-        self._last, self._backward = self._backward, self._new_backward(self.num_steps + 1)
+        self._last, self._backward = self._backward, self._new_backward(self.num_steps + 1, self._backward)
+        self._layouts.settle()
         return totals
 
     # --- what a step is made of; `drop_in/` has others ---------------------------------------------------------------
 
-    def _new_backward(self, step: int = 0) -> Backward:
-        return Backward(self.comm, step, overlap=self.overlaps)
+    def _new_backward(self, step: int = 0, former: Backward | None = None) -> Backward:
+        return Backward(self.comm, step, overlap=self.overlaps, former=former)
 
     def _make_layout(self) -> Layout:
         """Returns a layout of the parameters that need a gradient now."""

@@ -8,9 +8,7 @@ Read before: `gradient_hooks.py`. Read next: `unused.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from torch import Tensor
+from collections.abc import Callable, Collection
 
 from ddp.comm.communicator import Communicator
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
@@ -41,12 +39,12 @@ class Layouts:
         """The layout for the parameters that needed a gradient when `choose` was called last."""
         return self._current.latest
 
-    def choose(self, make: Callable[[], Layout], *, early: Iterable[Tensor]) -> None:
+    def choose(self, make: Callable[[], Layout], *, early: Collection[int]) -> None:
         """Makes the layout for the parameters that need a gradient now the current one. Collective if it is a new one.
 
         Args:
             make: returns a new layout of these parameters.
-            early: parameters that have accumulated gradients which no backward has reduced yet.
+            early: ids of parameters that have accumulated gradients which no backward has reduced yet.
 
         Raises:
             ConfigError: one of these was frozen.
@@ -60,7 +58,7 @@ class Layouts:
             while len(self._by_needed) >= NUM_KEPT:
                 self._by_needed.pop(next(iter(self._by_needed)))
         self._by_needed[needed] = self._current = layout  # behind the others: those used longest ago are dropped
-        if frozen := {id(parameter) for parameter in early}.difference(layout.slot_of):
+        if frozen := set(early).difference(layout.slot_of):
             raise ConfigError(
                 f"{', '.join(self._watch.names_of(frozen))}: frozen with a gradient from no_sync that has not been "
                 "sent. Freeze parameters after a backward that synchronises"
@@ -72,12 +70,20 @@ class Layouts:
 
     def adopt_order(self, names: list[str]) -> None:
         """Expects gradients in this order from now on."""
-        self.current.in_order(names)
+        if self.current.order != names:
+            self.current.in_order(names)
+            self.settle()
 
     def prepare_for_hook(self) -> None:
         """Lets a communication hook reduce the buckets from now on."""
         for layout in self._by_needed.values():
             layout.latest.for_hooks()
+        self.settle()
+
+    def settle(self) -> None:
+        """Lets layouts go that have a successor, and with them their memory."""
+        self._current = self._current.latest
+        self._by_needed = {needed: layout.latest for needed, layout in self._by_needed.items()}
 
     def _check_same_on_every_rank(self, layout: Layout) -> None:
         try:

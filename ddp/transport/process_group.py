@@ -19,6 +19,7 @@ Read before: `edge.py`. Read next: `shared_memory.py`.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 import time
@@ -56,7 +57,9 @@ class GlooConnections:
         self.numbers = itertools.count()  # of the waits
         self._stranger, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
         name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
-        threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True).start()
+        thread = threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True)
+        _watching.add(thread)
+        thread.start()
 
     def interrupt(self, reason: str) -> None:
         """Ends all waits of this process, also those that begin later (note "interrupting Gloo")."""
@@ -67,10 +70,21 @@ class GlooConnections:
             return
 
 
+_watching: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_program_ends = threading.Event()
+
+
+@atexit.register
+def _end_watching() -> None:
+    """Ends the threads beside the waits: one that is inside Gloo when the interpreter exits would abort the process."""
+    _program_ends.set()
+    for thread in list(_watching):
+        thread.join(timeout=1)
+
+
 def _end_overdue_waits(connections: weakref.ref[GlooConnections]) -> None:
     patience: dict[int, Patience] = {}
-    while True:
-        time.sleep(WATCH_EVERY_S)
+    while not _program_ends.wait(WATCH_EVERY_S):
         here = connections()
         if here is None:
             return

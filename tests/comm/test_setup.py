@@ -133,7 +133,7 @@ for stream, name in ((1, "out"), (2, "err")):
 comm = ddp.init(shared_memory=False)
 comm.barrier()
 if how == "ends" or rank == 0:
-    comm.all_reduce(torch.ones(3), async_op=True)  # unless all end, nobody else takes part
+    comm.broadcast(torch.ones(3), 1, async_op=True)  # unless all end, nobody sends
 if how == "raises" and rank == 0:
     atexit.register(ddp.shutdown)
     raise OSError("bad pixel")
@@ -144,7 +144,7 @@ if how == "shuts down" and rank == 0:
         ddp.shutdown()
 if how != "ends":
     try:
-        comm.all_reduce(torch.ones(4), label="gradients")
+        comm.broadcast(torch.ones(3), 0, label="gradients")
     except ddp.PeerLost as lost:
         print(lost)
 """

@@ -872,6 +872,124 @@ def an_unannounced_sparse_gradient_is_an_error_with_a_name(comm: ddp.Communicato
     comm.barrier()
 
 
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    """Layers that are used by name."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        return torch.stack([self.layers[name](x).float().square().sum() for name in use]).sum()
+
+    def train_only(self, names: str) -> None:
+        for name, layer in self.layers.items():
+            layer.requires_grad_(name in names)
+
+
+def a_hook_registered_before_backwards_of_earlier_forwards(comm: ddp.Communicator) -> None:
+    """Also before those whose layout is not kept any more."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    torch.manual_seed(0)
+    net = Named(a=nn.Linear(2, 2), b=nn.Linear(2, 2), c=nn.Linear(2, 2))
+    replica, losses = ddp.DistributedDataParallel(net, find_unused_parameters=True), []
+    for name in "abc":
+        net.train_only(name)
+        losses.append(replica(torch.ones(1, 2) + comm.rank, name))
+    replica.register_comm_hook(None, default_hooks.allreduce_hook)
+    replica.ride_along(Totals(1.0, 3 + comm.rank))
+    net.train_only("abc")
+    losses[0].backward()
+    assert replica.totals.num_items == sum(range(3, 3 + comm.world_size))
+    verify_replicas(comm, [("a", net.layers["a"].weight.grad)])
+
+
+def an_order_that_is_adopted_gives_the_same_buckets(comm: ddp.Communicator) -> None:
+    net = Named(a=mlp(8, 8, 8, 8).bfloat16(), b=mlp(8, 8, 8, 8), c=mlp(8, 8).bfloat16())
+    caps = {"bucket_cap_mb_list": [100 / 2**20, 300 / 2**20, 600 / 2**20]}
+    replica = ddp.DistributedDataParallel(net, **caps)
+    order = sorted((name for bucket in replica.bucket_layout for name in bucket), key=lambda name: name[::-1])
+    replica.adopt_gradient_order(order)
+    twin = ddp.DistributedDataParallel(copy.deepcopy(net), **caps)
+    twin.adopt_gradient_order(replica.gradient_order)
+    assert twin.bucket_layout == replica.bucket_layout
+    assert twin.gradient_order == replica.gradient_order == order
+
+
+def static_graphs_of_several_sets_of_parameters(comm: ddp.Communicator) -> None:
+    """Each set has parameters of its own that are never used; the other set's come too late for nobody."""
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(2, 2) for name in ("a", "b", "u", "v")}
+    net = Named(**layers)
+    replica = ddp.DistributedDataParallel(net, static_graph=True, **TINY)
+    for step in range(8):
+        used, unused = ("a", "u") if step % 2 == 0 else ("b", "v")
+        net.train_only(used + unused)
+        replica.zero_grad()
+        replica(torch.ones(1, 2) + comm.rank, used).backward()
+        assert layers[unused].weight.grad is None, step
+        verify_replicas(comm, [(used, layers[used].weight.grad)])
+    assert replica.logging_data()["order_is_learned"]
+
+
+def layouts_that_are_superseded_give_their_memory_back(comm: ddp.Communicator) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    def num_regions() -> int:
+        return len(comm._links.group._memory._regions)
+
+    before = num_regions()
+    replica = ddp.DistributedDataParallel(mlp(4, 3, 2), **TINY)
+    replica.reduce_without_backward()
+    for _ in range(3):
+        replica(torch.ones(1, 4)).sum().backward()
+        assert num_regions() - before == 4
+        replica.adopt_gradient_order(list(reversed(replica.gradient_order)))
+    replica.register_comm_hook(None, default_hooks.allreduce_hook)
+    replica(torch.ones(1, 4)).sum().backward()
+    assert num_regions() == before
+    for _ in range(2000):
+        replica.adopt_gradient_order(list(reversed(replica.gradient_order)))
+    assert len(replica.bucket_layout) == 4
+
+
+def gradients_of_no_sync_wait_until_their_parameters_take_part(comm: ddp.Communicator) -> None:
+    layers = {name: nn.Linear(1, 1, bias=False) for name in "gd"}
+    net = Named(**layers)
+    replica = ddp.DistributedDataParallel(net, find_unused_parameters=True)
+    for layer in layers.values():
+        nn.init.ones_(layer.weight)
+    x = torch.full((1, 1), 1.0 + comm.rank)
+    net.train_only("g")
+    earlier = replica(x, "g")
+    net.train_only("gd")
+    with replica.no_sync():
+        replica(x, "d").backward()
+    earlier.backward()
+    replica(x, "g").backward()
+    mean = sum(2 * (1.0 + rank) ** 2 for rank in range(comm.world_size)) / comm.world_size
+    assert layers["d"].weight.grad.item() == pytest.approx(mean)
+    assert layers["g"].weight.grad.item() == pytest.approx(2 * mean)
+
+
+def gradients_that_a_hook_of_the_user_puts_elsewhere(comm: ddp.Communicator) -> None:
+    for width in (2, 200):  # small, and worth a copy of its own
+        net = nn.Linear(width, width, bias=False)
+        pair = both(net, {})
+        for replica in pair:
+            weight = replica.module.weight
+            weight.register_post_accumulate_grad_hook(lambda p: setattr(p.grad, "data", p.grad.data * 2))
+        for _ in range(3):
+            for replica in pair:
+                replica.zero_grad()
+                replica(torch.ones(1, width) + comm.rank).sum().backward()
+            assert_same_gradients(comm, *pair)
+
+
 # --- contexts --------------------------------------------------------------------------------------------------------
 
 
@@ -1242,6 +1360,12 @@ CASES = [
     all_forwards_then_all_backwards,
     unfrozen_inside_a_forward,
     unfrozen_too_late_to_be_averaged,
+    a_hook_registered_before_backwards_of_earlier_forwards,
+    an_order_that_is_adopted_gives_the_same_buckets,
+    static_graphs_of_several_sets_of_parameters,
+    layouts_that_are_superseded_give_their_memory_back,
+    gradients_of_no_sync_wait_until_their_parameters_take_part,
+    gradients_that_a_hook_of_the_user_puts_elsewhere,
     an_unannounced_sparse_gradient_is_an_error_with_a_name,
     a_sparse_layer_that_is_also_a_dense_one,
 ]

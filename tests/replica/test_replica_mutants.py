@@ -36,7 +36,7 @@ MUTANTS = {
     ),
     "gradients are not synchronised in the background": Mutant(
         f"{BACKWARD}.Backward._all_reduce",
-        "return work",
+        "work: Work = self.comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)",
         "return None",
         LIKE_TORCH,
         "saved_loaded_and_copied",
