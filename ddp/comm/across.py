@@ -23,6 +23,7 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Schedule
+from ddp.comm.arithmetic import Reduction
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.way import num_pieces
 from ddp.comm.wire import Wire
@@ -47,19 +48,14 @@ class Across:
             self._counterparts = wire.among([host[self._place] for host in hosts], channel)
         self._runner = Runner(f"ddp-crossings-{wire.rank}", torch.device("cpu"))
 
-    def all_reduce(
-        self,
-        flat: Tensor,  # [numel]
-        op: str,
-        schedule: Schedule,
-        *,
-        sequence: int,
-        divide_by: int,
-        wire_dtype: torch.dtype | None,
-    ) -> None:
+    def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
         """Combines `flat` over all ranks, piece by piece, so that memory works while the wire does.
 
         While piece k crosses, on a thread of its own, this one adds up piece k+1 and then hands out piece k−1.
+
+        Args:
+            flat: [numel].
+            schedule: of the crossing.
         """
         crossing: deque[tuple[Tensor, list[int], Work]] = deque()
         bounds = offsets(flat.numel(), num_pieces(flat.nbytes))
@@ -68,8 +64,8 @@ class Across:
             slices = offsets(len(piece), self._num_slices)
             if self._group is not None:
                 slices += [len(piece)] * (self._group.size + 1 - len(slices))  # the others have nothing to carry
-                self._group.reduce_scatter(piece, slices, op, sequence=sequence)
-            cross = partial(self._cross, piece, slices, schedule, op=op, divide_by=divide_by, wire_dtype=wire_dtype)
+                self._group.reduce_scatter(piece, slices, reduction.op, sequence=sequence)
+            cross = partial(self._cross, piece, slices, schedule, reduction)
             crossing.append((piece, slices, self._runner.submit(cross) if len(bounds) > 2 else done(cross())))
             if len(crossing) == 2:
                 self._hand_out(*crossing.popleft(), sequence=sequence)
@@ -81,7 +77,7 @@ class Across:
             self._group.barrier(sequence=sequence)  # all of this host are here
         if self._place == 0 and self._counterparts is not None:
             flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            self._counterparts.run(SCHEDULES["recursive_doubling"], flag, op="max")
+            self._counterparts.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
         if self._group is not None:
             self._group.barrier(sequence=sequence)  # and all of the others
 
@@ -89,20 +85,11 @@ class Across:
         """Ends the thread."""
         self._runner.close()
 
-    def _cross(
-        self,
-        piece: Tensor,
-        slices: Sequence[int],
-        schedule: Schedule,
-        *,
-        op: str,
-        divide_by: int,
-        wire_dtype: torch.dtype | None,
-    ) -> None:
+    def _cross(self, piece: Tensor, slices: Sequence[int], schedule: Schedule, reduction: Reduction) -> None:
         """Combines this rank's slice with its counterparts', if it carries one."""
         if self._counterparts is not None:
             mine = piece[slices[self._place] : slices[self._place + 1]]
-            self._counterparts.run(schedule, mine, op=op, divide_by=divide_by, wire_dtype=wire_dtype)
+            self._counterparts.run(schedule, mine, reduction=reduction)
 
     def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work, *, sequence: int) -> None:
         crossed.wait()

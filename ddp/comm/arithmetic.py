@@ -26,5 +26,16 @@ COMBINE = {
     "max": Combination(lambda here, other: torch.maximum(here, other, out=here), torch.maximum),
 }
 
+
+class Reduction(NamedTuple):
+    """What becomes of the ranks' tensors: how they are combined, and what happens to the result on its way."""
+
+    op: str = "sum"
+    divide_by: int = 1  # of every sum, once
+    wire_dtype: torch.dtype | None = None  # what travels between hosts, if not the tensors' own type
+
+
+SUM = Reduction()
+
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Types that torch hardly computes with, and those whose sums and products have the same bits."""

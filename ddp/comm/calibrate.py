@@ -33,13 +33,12 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from ddp.clock import now_s
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Recv, Round, Send
 from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network
-from ddp.comm.execute import Scratch, execute, program_of
+from ddp.comm.execute import Scratch, execute, program
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
 from ddp.transport.edge import Transport
 
@@ -185,11 +184,16 @@ def _exchange(
     flat = torch.zeros(2 * num_messages * num_bytes, dtype=torch.uint8, device=device)
     return partial(
         execute,
-        program_of([exchange], [range(0, flat.numel() + 1, num_bytes)], segment_numel=SEGMENT_BYTES),
+        program(
+            lambda rank, num_ranks: iter([exchange]),
+            transport.rank,
+            transport.world_size,
+            (tuple(range(0, flat.numel() + 1, num_bytes)),),
+            segment_numel=SEGMENT_BYTES,
+        ),
         [flat],
         transport,
         scratch=Scratch(),
-        combine=Tensor.add_,
         timeout_s=timeout_s,
     )
 

@@ -16,7 +16,7 @@ Each verb checks its tensors, shapes them into flat ones, and runs over one of i
 share, or a schedule on the wire. `Turns` numbers the calls and gives them their turn. Only an all-reduce has more ways
 than these two; `auto` chooses.
 
-Read before: `links.py`, `turn.py`, `flat.py`, `select.py`. Read next: `setup.py`, which makes the first one.
+Read before: `checks.py`, `flat.py`, `links.py`, `select.py`, `turn.py`. Read next: `setup.py`.
 """
 
 from __future__ import annotations
@@ -35,25 +35,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
+from ddp.comm import checks
+from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.call import Call
-from ddp.comm.flat import (
-    bounds_of,
-    by_rank,
-    check_all_reduce,
-    check_divisor,
-    check_in_place,
-    check_nbytes,
-    check_op,
-    check_pieces,
-    check_rows,
-    check_tensors,
-    flatten,
-    in_place,
-    sum_overflows,
-    together,
-    with_rows,
-    write_back,
-)
+from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, together, with_rows, write_back
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.links import Channels, Links, connect
 from ddp.comm.select import Auto, cheapest
@@ -102,9 +87,8 @@ class Communicator:
     ) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
         self.device, self.local_rank, self.generation = settings.device, settings.local_rank, settings.generation
-        self.abort_s = settings.abort_s
-        self.settings, self._channels = settings, channels or Channels()
-        self._world_ranks = world_ranks or range(self.world_size)
+        self.abort_s, self.settings = settings.abort_s, settings
+        self._channels, self._world_ranks = channels or Channels(), world_ranks or range(self.world_size)
         self._watchdog = watchdog or Watchdog(
             HashStore(), self.rank, 1, generation=self.generation, warn_s=math.inf, abort_s=self.abort_s
         )
@@ -166,9 +150,11 @@ class Communicator:
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
         """
-        for one in (tensor,) if isinstance(tensor, Tensor) else check_tensors(tensor):
-            check_all_reduce(one, op, wire_dtype)
-            check_divisor(divide_by, op, one.dtype)
+        for one in checks.tensors(tensor):
+            checks.operation(op, one.dtype)
+            checks.wire(wire_dtype, one.dtype)
+            checks.holds_result(one)
+            checks.divisor(divide_by, op, one.dtype)
         self.auto.check(algorithm)
         call = self._turns.number("all_reduce", op, tensor, label, how=(algorithm, wire_dtype))
         if op == "mean":
@@ -179,35 +165,26 @@ class Communicator:
             narrow = divisor != 1 and sum_overflows(flat.dtype, wire_dtype)
             if narrow:
                 flat.mul_(1 / self._enough)
-            self._all_reduce(flat, way, _summing(op), call.sequence, 1 if narrow else divisor, wire_dtype)
+            self._all_reduce(flat, way, Reduction(_adding(op), 1 if narrow else divisor, wire_dtype), call.sequence)
             if narrow:
                 flat.mul_(self._enough / divisor)
 
         run = partial(in_place, reduce, tensor) if isinstance(tensor, Tensor) else partial(together, reduce, tensor)
         return self._turns.run(call, run, async_op=async_op)
 
-    def _all_reduce(
-        self,
-        flat: Tensor,  # [numel]
-        way: Way,
-        op: str = "sum",
-        sequence: int = 0,
-        divide_by: int = 1,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Combines `flat` over all ranks in the given way; then divides, once for each element."""
-        links, memory = self._links, self._links.memory_of(flat)
+    def _all_reduce(self, flat: Tensor, way: Way, reduction: Reduction = SUM, sequence: int = 0) -> None:
+        """Combines `flat` over all ranks in the given way."""
+        links = self._links
         if way.schedule is None:
+            memory = links.memory_of(flat)
             if memory is None:
                 raise ConfigError(f"a tensor on {flat.device}: this communicator's are on {self.device}; move it there")
-            memory.all_reduce(flat, op, divide_by=divide_by, sequence=sequence)
+            memory.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
         elif way.in_memory:
             assert links.across is not None
-            links.across.all_reduce(
-                flat, op, way.schedule, sequence=sequence, divide_by=divide_by, wire_dtype=wire_dtype
-            )
+            links.across.all_reduce(flat, way.schedule, reduction, sequence=sequence)
         else:
-            links.wire.run(way.schedule, flat, op=op, divide_by=divide_by, wire_dtype=wire_dtype)
+            links.wire.run(way.schedule, flat, reduction=reduction)
 
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Returns this rank's chunk of the combined tensor; `tensor` itself is left as it was.
@@ -215,17 +192,17 @@ class Communicator:
         Returns:
             [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
         """
-        check_op(op, tensor.dtype)
+        checks.operation(op, tensor.dtype)
         call = self._turns.number("reduce_scatter", op, tensor)
 
         def run() -> Tensor:
             flat = self._divided(flatten(tensor).clone(), op)
             bounds = offsets(flat.numel(), self.world_size)
             if memory := self._links.memory_of(flat):
-                memory.reduce_scatter(flat, bounds, _summing(op), sequence=call.sequence)
+                memory.reduce_scatter(flat, bounds, _adding(op), sequence=call.sequence)
             else:
                 schedule = by_size("reduce_scatter", flat, self.world_size)
-                self._links.wire.run(schedule, flat, bounds, op=_summing(op))
+                self._links.wire.run(schedule, flat, bounds, Reduction(_adding(op)))
             return self._averaged(flat[bounds[self.rank] : bounds[self.rank + 1]].clone(), op).view(tensor.dtype)
 
         return self._turns.run(call, run, async_op=async_op)
@@ -247,6 +224,7 @@ class Communicator:
         return self._turns.run(call, run, async_op=async_op)
 
     def _all_gather(self, flat: Tensor, bounds: Sequence[int], call: Call) -> None:
+        """Gives everyone rank r's flat[bounds[r]:bounds[r + 1]]."""
         if memory := self._links.memory_of(flat):
             memory.all_gather(flat, bounds, sequence=call.sequence)
         else:
@@ -254,8 +232,8 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Any:
         """Gives every rank the root's values, in place."""
-        self._check_root(root)
-        check_in_place(tensor)
+        checks.root(root, self.world_size)
+        checks.holds_result(tensor)
         call = self._turns.number("broadcast", f"from {root}", tensor, label)
 
         def run(flat: Tensor) -> None:
@@ -268,14 +246,14 @@ class Communicator:
 
     def reduce(self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
-        self._check_root(root)
-        check_op(op, tensor.dtype)
-        check_in_place(tensor)
+        checks.root(root, self.world_size)
+        checks.operation(op, tensor.dtype)
+        checks.holds_result(tensor)
         call = self._turns.number("reduce", f"{op} to {root}", tensor)
 
         def run() -> Tensor:
             flat = self._divided(flatten(tensor).clone(), op)  # inner ranks of the tree add up in it
-            self._links.wire.run(rooted(SCHEDULES["tree_reduce"], root), flat, op=_summing(op))
+            self._links.wire.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=Reduction(_adding(op)))
             return write_back(self._averaged(flat, op), tensor) if self.rank == root else tensor
 
         return self._turns.run(call, run, async_op=async_op)
@@ -286,7 +264,7 @@ class Communicator:
         Args:
             tensor: as in `all_gather`.
         """
-        self._check_root(root)
+        checks.root(root, self.world_size)
         mine = with_rows(tensor)
         call = self._turns.number("gather", f"to {root}", how=_alike(mine))
 
@@ -303,16 +281,17 @@ class Communicator:
         Raises:
             ConfigError: the root has not one tensor per rank, or they differ in dtype.
         """
-        self._check_root(root)
+        checks.root(root, self.world_size)
         if self.rank == root:
-            check_pieces(tensors, self.world_size)
+            checks.pieces(tensors, self.world_size)
         call = self._turns.number("scatter", f"from {root}")
 
         def run() -> Tensor:
             pieces = [] if tensors is None or self.rank != root else list(tensors)
-            shapes, dtype = self._told_by(root, [list(piece.shape) for piece in pieces], pieces[:1])
-            bounds = [0, *accumulate(math.prod(shape) for shape in shapes)]
-            flat = torch.empty(bounds[-1], dtype=dtype, device=self.device)
+            about = [[list(piece.shape) for piece in pieces], str(pieces[0].dtype)[len("torch.") :]] if pieces else ""
+            shapes, dtype = json.loads(self._links.wire.gather_bytes(json.dumps(about).encode())[root])
+            bounds = [0, *accumulate(map(math.prod, shapes))]
+            flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=self.device)
             if pieces:
                 torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
             self._links.wire.run(rooted(SCHEDULES["tree_scatter"], root), flat, bounds)
@@ -326,21 +305,18 @@ class Communicator:
         Args:
             tensors: one per rank, [n, ...]; n may differ and may be 0, all else must agree between all ranks.
         """
-        check_pieces(tensors, self.world_size)
+        checks.pieces(tensors, self.world_size)
         pieces = [with_rows(piece) for piece in tensors]
-        check_rows(pieces)
+        checks.rows(pieces)
         call = self._turns.number("all_to_all", how=_alike(pieces[0]))
 
         def run() -> list[Tensor]:
-            ranks = self.world_size
-            counts = torch.zeros(ranks, ranks, dtype=torch.int64, device=self.device)  # [from, to]
-            counts[self.rank] = torch.tensor([len(piece) for piece in pieces], device=self.device)
-            self._all_gather(counts.view(-1), range(0, ranks**2 + 1, ranks), call)
-            rows = counts[:, self.rank].tolist()
-            going, coming = bounds_of(counts[self.rank].tolist(), pieces[0]), bounds_of(rows, pieces[0])
+            table = self._gathered([len(piece) for piece in pieces], call)  # [from][to], in rows
+            rows = [row[self.rank] for row in table]
+            going, coming = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
             outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
             incoming = outgoing.new_empty(coming[-1])
-            longest = int(counts.max()) * pieces[0].shape[1:].numel()
+            longest = max(map(max, table)) * pieces[0].shape[1:].numel()
             self._links.wire.exchange(outgoing, going, incoming, coming, longest=longest)
             return by_rank(incoming, rows, pieces[0])
 
@@ -352,13 +328,14 @@ class Communicator:
         self._turns.run(call, partial(self._barrier, call.sequence))
 
     def _barrier(self, sequence: int) -> None:
-        if self._links.across is not None:
-            self._links.across.barrier(sequence=sequence)
-        elif self._links.group is not None:
-            self._links.group.barrier(sequence=sequence)
+        links = self._links
+        if links.across is not None:
+            links.across.barrier(sequence=sequence)
+        elif links.group is not None:
+            links.group.barrier(sequence=sequence)
         else:
             flag = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            self._links.wire.run(SCHEDULES["recursive_doubling"], flag, op="max")
+            links.wire.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
 
     def agree_any(self, flag: bool) -> bool:
         """Returns True on every rank if `flag` is true on any."""
@@ -431,7 +408,7 @@ class Communicator:
         return str(self._ask("choose", self.auto.choose, nbytes))
 
     def _ask(self, operation: str, question: Callable[[int], Any], nbytes: int) -> Any:
-        check_nbytes(nbytes)
+        checks.size(nbytes)
         return self._turns.run(self._turns.number(operation), partial(question, nbytes))
 
     # --- memory, groups, the end -------------------------------------------------------------------------------------
@@ -472,8 +449,7 @@ class Communicator:
 
         Its collectives are numbered and watched by themselves and may run beside this one's.
         """
-        if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.world_size)) or not ranks:
-            raise ConfigError(f"ranks={list(ranks)}: a subgroup needs distinct ranks from 0 to {self.world_size - 1}")
+        checks.subgroup(ranks, self.world_size)
         call = self._turns.number("subgroup", f"of {list(ranks)}")
         group: Communicator | None = self._turns.run(call, partial(self._subgroup, list(ranks)))
         return group
@@ -523,24 +499,22 @@ class Communicator:
 
     # --- what the verbs are made of ----------------------------------------------------------------------------------
 
-    def _told_by(
-        self, root: int, shapes: list[list[int]], example: list[Tensor]
-    ) -> tuple[list[list[int]], torch.dtype]:
-        """Returns the root's shapes, by rank, and its dtype."""
-        words = json.dumps([shapes, str(example[0].dtype).removeprefix("torch.")]) if example else ""
-        shapes, dtype = json.loads(self._links.wire.gather_bytes(words.encode())[root])
-        return shapes, getattr(torch, dtype)
-
     def _laid_out(self, mine: Tensor, call: Call) -> tuple[Tensor, list[int]]:
         """Returns a flat buffer with room for every rank's tensor and this one's in it, and how many rows each has."""
-        counts = torch.zeros(self.world_size, dtype=torch.int64, device=mine.device)
-        counts[self.rank] = len(mine)
-        self._all_gather(counts, range(self.world_size + 1), call)
-        rows = counts.tolist()
+        rows = [num_rows for (num_rows,) in self._gathered([len(mine)], call)]
         bounds = bounds_of(rows, mine)
         flat = mine.new_empty(bounds[-1])
         flat[bounds[self.rank] : bounds[self.rank + 1]] = mine.reshape(-1)
         return flat, rows
+
+    def _gathered(self, numbers: list[int], call: Call) -> list[list[int]]:
+        """Returns every rank's numbers, by rank; equally many."""
+        count = len(numbers)
+        table = torch.zeros(self.world_size, count, dtype=torch.int64, device=self.device)
+        table[self.rank] = torch.tensor(numbers, device=self.device)
+        self._all_gather(table.view(-1), range(0, self.world_size * count + 1, count), call)
+        rows: list[list[int]] = table.tolist()
+        return rows
 
     def _divided(self, flat: Tensor, op: str) -> Tensor:
         """Divides what a mean is to be taken of so that no sum overflows: by a power of two, which loses nothing."""
@@ -550,12 +524,8 @@ class Communicator:
         """Makes means of the sums of what was divided."""
         return sums.div_(self.world_size / self._enough) if op == "mean" else sums
 
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.world_size:
-            raise ConfigError(f"root={root} is no rank of a world of {self.world_size}")
 
-
-def _summing(op: str) -> str:
+def _adding(op: str) -> str:
     return "sum" if op == "mean" else op
 
 

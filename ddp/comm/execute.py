@@ -6,7 +6,7 @@
 
 Segments and lanes. Every chunk is cut into segments of at most `segment_numel` elements. Segment j of all chunks is
 *lane* j: a whole collective of its own, on its own pieces of the buffer. All lanes post their first round at once; then
-the executor takes them in turn: wait for the lane's round, add what came in, post the lane's next round. So while
+the executor takes them in turn: wait for the lane's round, add what arrived, post the lane's next round. So while
 one segment is being added, the others are on the wire: that is the pipelining.
 
     lane 0   ▓ post ─── wire ─── ▓ add, post ─── wire ─── ▓ …
@@ -19,15 +19,17 @@ there: the sums are accumulated in the tensor's own type. A sender rounds its ow
 their parts and both add them (recursive doubling) get the same bits, and so does whoever keeps what it passed on.
 What never travelled is rounded at the end.
 
-Note "finishing". A mean divides every sum once. Whoever adds the last term to an element divides it there and then, and
-the others get it divided: that is the last time that a rank receives the element, if it adds it; if not, it comes
-finished. So most ranks divide their share only, while other lanes are on the wire.
+Note "complete sums". A mean divides every sum once. Whoever adds the last term to an element divides it there and then,
+and the others get it divided: that is the last time that a rank receives the element, if it adds it; if not, it comes
+divided. So most ranks divide their share only, while other lanes are on the wire.
+
+Read before: `collectives/schedule.py`, `transport/edge.py`, `arithmetic.py`. Read next: `wire.py`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -36,19 +38,19 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.schedule import Algorithm, Recv, Round, Send
+from ddp.comm.arithmetic import COMBINE, SUM, Reduction
 from ddp.transport.edge import Pending, Transfer, Transport
 
-Combine = Callable[[Tensor, Tensor], object]  # combine(here, arrived) updates `here` in place
 Offsets = tuple[int, ...]  # where a buffer's chunks begin, in elements; the last entry is its length
 
 # --- what is to be done ----------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
-    """One message of a round: a run of elements of a buffer."""
+    """A run of elements of a buffer: one message of a round, or sums that are complete after it."""
 
     peer: int
-    slot: int
+    buffer: int
     start: int
     stop: int
     add: bool  # what arrives is added; else it replaces what is there
@@ -59,15 +61,7 @@ class Step(NamedTuple):
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
-    summed: tuple[Part, ...]  # sums that are complete after it (note "finishing")
-
-
-class Part(NamedTuple):
-    """A run of elements of a buffer."""
-
-    slot: int
-    start: int
-    stop: int
+    sums: tuple[Piece, ...]  # note "complete sums"
 
 
 Program = tuple[tuple[Step, ...], ...]  # by lane, by round
@@ -83,68 +77,51 @@ def program(
     segment_numel: int,
     longest: int | None = None,
 ) -> Program:
-    """What `rank` does in a schedule.
+    """Returns what `rank` does in a schedule.
 
     Args:
         offsets: by buffer; almost always of one.
         segment_numel: elements of a pipelining piece of a chunk. The same on all ranks.
         longest: elements of the longest chunk on any rank, where this rank's offsets do not tell.
     """
-    return program_of(list(algorithm(rank, num_ranks)), offsets, segment_numel=segment_numel, longest=longest)
-
-
-def program_of(
-    rounds: Sequence[Round], offsets: Sequence[Sequence[int]], *, segment_numel: int, longest: int | None = None
-) -> Program:
-    """What these rounds mean; see `program`."""
+    rounds = list(algorithm(rank, num_ranks))
     if longest is None:
         longest = max((stop - start for bounds in offsets for start, stop in pairwise(bounds)), default=0)
     num_lanes = max(1, -(-longest // segment_numel))
-    cuts = [_Cuts(offsets, segment_numel, lane, num_lanes) for lane in range(num_lanes)]
-    summed = _summed(rounds)
-    return tuple(tuple(cut.step(ops, chunks) for ops, chunks in zip(rounds, summed, strict=True)) for cut in cuts)
+    complete = _complete_sums(rounds)
+
+    def runs(lane: int, buffer: int, chunks: range) -> Iterator[tuple[int, int]]:
+        """None of them empty; where a lane has all of its chunks, neighbours travel as one."""
+        bounds, done = offsets[buffer], lane * segment_numel
+        found = [(bounds[k] + done, min(bounds[k] + done + segment_numel, bounds[k + 1])) for k in chunks]
+        if num_lanes == 1:
+            found = [(bounds[chunks.start], bounds[chunks.stop])]
+        return ((start, stop) for start, stop in found if stop > start)
+
+    def step(lane: int, number: int, ops: Round) -> Step:
+        sends, receives, sums = list[Piece](), list[Piece](), list[Piece]()
+        for op in ops:
+            pieces, add = (sends, False) if isinstance(op, Send) else (receives, op.add)
+            pieces += [Piece(op.peer, op.buffer, *run, add) for run in runs(lane, op.buffer, op.chunks)]
+        for buffer, chunk in complete[number]:
+            sums += [Piece(rank, buffer, *run, True) for run in runs(lane, buffer, range(chunk, chunk + 1))]
+        return Step(tuple(sends), tuple(receives), tuple(sums))
+
+    return tuple(tuple(step(lane, number, ops) for number, ops in enumerate(rounds)) for lane in range(num_lanes))
 
 
-def _summed(rounds: Sequence[Round]) -> list[list[tuple[int, int]]]:
-    """By round, the chunks (slot, number) that are received in it for the last time, and added."""
+def _complete_sums(rounds: Sequence[Round]) -> dict[int, list[tuple[int, int]]]:
+    """Returns, by round, the chunks (buffer, number) that are received in it for the last time, and added."""
     last: dict[tuple[int, int], tuple[int, bool]] = {}
     for number, ops in enumerate(rounds):
         for op in ops:
             if isinstance(op, Recv):
                 last.update({(op.buffer, chunk): (number, op.add) for chunk in op.chunks})
-    found: list[list[tuple[int, int]]] = [[] for _ in rounds]
+    complete = defaultdict[int, list[tuple[int, int]]](list)
     for place, (number, is_added) in last.items():
         if is_added:
-            found[number].append(place)
-    return found
-
-
-class _Cuts(NamedTuple):
-    """Which elements a lane has of given chunks."""
-
-    offsets: Sequence[Sequence[int]]
-    segment_numel: int
-    lane: int
-    num_lanes: int
-
-    def step(self, ops: Round, summed: Sequence[tuple[int, int]]) -> Step:
-        sends = tuple(piece for op in ops if isinstance(op, Send) for piece in self._pieces(op, add=False))
-        receives = tuple(piece for op in ops if isinstance(op, Recv) for piece in self._pieces(op, add=op.add))
-        parts = (part for slot, chunk in summed for part in self._parts(slot, range(chunk, chunk + 1)))
-        return Step(sends, receives, tuple(parts))
-
-    def _pieces(self, op: Send | Recv, *, add: bool) -> Iterable[Piece]:
-        return (Piece(op.peer, *part, add) for part in self._parts(op.buffer, op.chunks))
-
-    def _parts(self, slot: int, chunks: range) -> Iterable[Part]:
-        """None of them empty; where a lane has all of its chunks, neighbours travel as one."""
-        bounds = self.offsets[slot]
-        if self.num_lanes == 1:
-            runs = [(bounds[chunks.start], bounds[chunks.stop])]
-        else:
-            done = self.lane * self.segment_numel
-            runs = [(bounds[k] + done, min(bounds[k] + done + self.segment_numel, bounds[k + 1])) for k in chunks]
-        return (Part(slot, start, stop) for start, stop in runs if stop > start)
+            complete[number].append(place)
+    return complete
 
 
 # --- doing it --------------------------------------------------------------------------------------------------------
@@ -156,38 +133,33 @@ def execute(
     transport: Transport,
     *,
     scratch: Scratch,
-    combine: Combine,
+    reduction: Reduction = SUM,
     timeout_s: float,
-    wire_dtype: torch.dtype | None = None,
     waiting_for: Callable[[int], object] = lambda peer: None,
-    finish: Callable[[Tensor], object] | None = None,
 ) -> None:
     """Runs one collective on this rank, in place.
 
     Args:
         buffers: [numel] each, contiguous.
         scratch: where incoming parts land before they are added; kept by the caller from one collective to the next.
-        combine: adds (or takes the maximum of, …) what arrived into what is there.
         timeout_s: longest silence of a neighbour, in seconds.
-        wire_dtype: what travels, if not the buffers' own type (note "narrow wire").
         waiting_for: told, before each wait, which peer a round's first transfer is with.
-        finish: done with every sum before anyone else gets it, by the ranks that make it (note "finishing").
 
     Raises:
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.
     """
     scratch.reset()
-    lanes = [_Lane(steps, buffers, transport, scratch, combine, wire_dtype) for steps in program]
+    lanes = [_Lane(steps, buffers, transport, scratch, reduction) for steps in program]
     active = deque(lane for lane in lanes if lane.post_next())
     while active:
         lane = active.popleft()
         waiting_for(lane.first_peer)
-        lane.end_round(timeout_s, finish)
+        lane.end_round(timeout_s)
         if lane.post_next():
             active.append(lane)
-    if wire_dtype is not None:
+    if reduction.wire_dtype is not None:
         for flat in buffers:
-            flat.copy_(flat.to(wire_dtype))
+            flat.copy_(flat.to(reduction.wire_dtype))
 
 
 class Scratch:
@@ -205,7 +177,7 @@ class Scratch:
         self._used = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel], shared with no one until `reset`."""
+        """Returns [numel], shared with no one until `reset`."""
         start, self._used = self._used, self._used + numel
         block = self._blocks.get((dtype, device))
         if block is None or block.numel() < self._used:
@@ -223,80 +195,73 @@ class _Lane:
         buffers: Sequence[Tensor],
         transport: Transport,
         scratch: Scratch,
-        combine: Combine,
-        wire_dtype: torch.dtype | None,
+        reduction: Reduction,
     ) -> None:
-        self._steps, self._buffers, self._transport = iter(steps), buffers, transport
-        self._scratch, self._combine, self._wire_dtype = scratch, combine, wire_dtype
+        self._steps, self._buffers, self._transport, self._scratch = iter(steps), buffers, transport, scratch
+        self._combine, (_, self._divide_by, self._wire_dtype) = COMBINE[reduction.op].into, reduction
         self._pending: Pending | None = None
-        self._arriving: list[_Arriving] = []
-        self._summed: tuple[Part, ...] = ()
+        self._arriving: list[tuple[Piece, Tensor]] = []  # by way of scratch
+        self._sums: tuple[Piece, ...] = ()
         self._departure: Tensor | None = None  # both kept from round to round
         self._landing: Tensor | None = None
         self.first_peer = transport.rank
 
     def post_next(self) -> bool:
-        """Posts the next round; False when there is none."""
+        """Posts the next round; returns False when there is none."""
         step = next(self._steps, None)
         if step is None:
             return False
-        sends, receives, self._summed = self._outgoing(step.sends), self._incoming(step.receives), step.summed
+        sends, receives, self._sums = self._outgoing(step.sends), self._incoming(step.receives), step.sums
         self._pending = self._transport.post(sends, receives) if sends or receives else None
         if self._pending is not None:
             self.first_peer = (receives or sends)[0].peer
         return True
 
-    def end_round(self, timeout_s: float, finish: Callable[[Tensor], object] | None) -> None:
-        """Waits for the round, then adds what arrived, in the order listed, and finishes the sums that are complete.
+    def end_round(self, timeout_s: float) -> None:
+        """Waits for the round, then adds what arrived, in the order listed, and divides the sums that are complete.
 
         Sends have ended too by then, so that a round may send a chunk and add to it (recursive doubling does).
         """
         if self._pending is not None:
             self._pending.wait(timeout_s)
-        for here, arrived, add in self._arriving:
-            if add:
-                self._combine(here, arrived)
+        for piece, arrived in self._arriving:
+            if piece.add:
+                self._combine(self._part(piece), arrived)
             else:
-                here.copy_(arrived)
-        if finish is not None:
-            for part in self._summed:
-                finish(self._part(part))
+                self._part(piece).copy_(arrived)
+        if self._divide_by != 1:
+            for piece in self._sums:
+                self._part(piece).div_(self._divide_by)
 
     def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         if self._wire_dtype is None or not pieces:
             return [Transfer(piece.peer, self._part(piece)) for piece in pieces]
         self._departure, narrows = self._room(self._departure, pieces)
-        transfers = []
         for piece, narrow in zip(pieces, narrows, strict=True):
             part = self._part(piece)
             narrow.copy_(part)
             part.copy_(narrow)  # note "narrow wire"
-            transfers.append(Transfer(piece.peer, narrow))
-        return transfers
+        return [Transfer(piece.peer, narrow) for piece, narrow in zip(pieces, narrows, strict=True)]
 
     def _incoming(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
-        """Straight to where it belongs, or by way of scratch if it is to be added or widened."""
-        self._arriving = []
+        """Receives straight to where it belongs, or by way of scratch if it is to be added or widened."""
         detours = [piece for piece in pieces if piece.add or self._wire_dtype is not None]
-        if not detours:
-            return [Transfer(piece.peer, self._part(piece)) for piece in pieces]
-        self._landing, room = self._room(self._landing, detours)
-        landings = iter(room)
-        transfers = []
-        for piece in pieces:
-            here = landing = self._part(piece)
-            if piece.add or self._wire_dtype is not None:
-                landing = next(landings)
-                self._arriving.append(_Arriving(here, landing, piece.add))
-            transfers.append(Transfer(piece.peer, landing))
-        return transfers
+        self._arriving = []
+        if detours:
+            self._landing, room = self._room(self._landing, detours)
+            self._arriving = list(zip(detours, room, strict=True))
+        landings = iter(self._arriving)
+        return [
+            Transfer(piece.peer, next(landings)[1] if piece.add or self._wire_dtype is not None else self._part(piece))
+            for piece in pieces
+        ]
 
-    def _part(self, piece: Piece | Part) -> Tensor:
-        flat = self._buffers[piece.slot]
+    def _part(self, piece: Piece) -> Tensor:
+        flat = self._buffers[piece.buffer]
         return flat if piece.stop - piece.start == flat.numel() else flat[piece.start : piece.stop]
 
     def _room(self, block: Tensor | None, pieces: Sequence[Piece]) -> tuple[Tensor, Sequence[Tensor]]:
-        """A block that is large enough, this one if it is; and a place in it for each piece."""
+        """Returns a block that is large enough, this one if it is; and a place in it for each piece."""
         sizes = [piece.stop - piece.start for piece in pieces]
         needed = sum(sizes)
         if block is None or block.numel() < needed:
@@ -306,11 +271,3 @@ class _Lane:
             return block, (block,)
         ends = list(accumulate(sizes))
         return block, [block[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-class _Arriving(NamedTuple):
-    """Something on its way in by way of scratch."""
-
-    here: Tensor
-    arrived: Tensor
-    add: bool

@@ -26,7 +26,7 @@ import hashlib
 import mmap
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -57,6 +57,7 @@ class Entry(NamedTuple):
     offset: int  # bytes from its beginning
 
 
+@lru_cache(maxsize=512)
 def entry(words: str, region: int = 0, offset: int = 0) -> Entry:
     """Returns the entry of a call that goes by these words."""
     return Entry(words, hashlib.blake2b(words.encode(), digest_size=8).digest(), region, offset)

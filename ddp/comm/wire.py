@@ -17,7 +17,7 @@ from torch import Tensor
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.schedule import Schedule
-from ddp.comm.arithmetic import COMBINE
+from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.execute import Scratch, execute, program
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import Watchdog
@@ -51,27 +51,18 @@ class Wire:
         return Wire(edges, self._watchdog, self._settings, ranks=ranks)
 
     def run(
-        self,
-        schedule: Schedule,
-        flat: Tensor,
-        bounds: Sequence[int] | None = None,
-        *,
-        op: str = "sum",
-        divide_by: int = 1,
-        wire_dtype: torch.dtype | None = None,
+        self, schedule: Schedule, flat: Tensor, bounds: Sequence[int] | None = None, reduction: Reduction = SUM
     ) -> None:
         """Runs a schedule over one buffer.
 
         Args:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
-            divide_by: what every sum is divided by, once.
-            wire_dtype: what travels, if not the buffer's own type.
         """
-        if self.world_size == 1 and divide_by != 1:
-            flat.div_(divide_by)  # nobody adds to it
+        if self.world_size == 1 and reduction.divide_by != 1:
+            flat.div_(reduction.divide_by)  # nobody adds to it
         if bounds is None:
             bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size))
-        self._execute(schedule, [flat], [bounds], op=op, divide_by=divide_by, wire_dtype=wire_dtype)
+        self._execute(schedule, [flat], [bounds], reduction)
 
     def exchange(
         self, outgoing: Tensor, going: Sequence[int], incoming: Tensor, coming: Sequence[int], *, longest: int
@@ -104,30 +95,23 @@ class Wire:
         schedule: Schedule,
         buffers: Sequence[Tensor],
         bounds: Sequence[Sequence[int]],
-        *,
-        op: str = "sum",
-        divide_by: int = 1,
-        wire_dtype: torch.dtype | None = None,
+        reduction: Reduction = SUM,
         longest: int | None = None,
     ) -> None:
+        segment_numel = max(1, self._settings.segment_bytes // buffers[0].element_size())
+        places = tuple(map(tuple, bounds))
+        steps = program(
+            schedule.algorithm, self.rank, self.world_size, places, segment_numel=segment_numel, longest=longest
+        )
         try:
             execute(
-                program(
-                    schedule.algorithm,
-                    self.rank,
-                    self.world_size,
-                    tuple(map(tuple, bounds)),
-                    segment_numel=max(1, self._settings.segment_bytes // buffers[0].element_size()),
-                    longest=longest,
-                ),
+                steps,
                 buffers,
                 self.transport,
                 scratch=self._scratch,
-                combine=COMBINE[op].into,
+                reduction=reduction,
                 timeout_s=self._settings.abort_s,
-                wire_dtype=wire_dtype,
                 waiting_for=lambda peer: self._watchdog.waits_for(self._ranks[peer]),
-                finish=None if divide_by == 1 else lambda part: part.div_(divide_by),
             )
         except TransportError as error:
             error.peer = self._ranks[error.peer]

@@ -96,12 +96,14 @@ class Runner:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._last = done()
+        self._last: Work | None = None  # that may not have ended
         self._thread: threading.Thread | None = None
 
     def is_idle(self) -> bool:
         """Returns True if all that was submitted has ended: the caller may as well run the next one itself."""
-        return self._last.is_completed()
+        if self._last is not None and self._last.is_completed():
+            self._last = None
+        return self._last is None
 
     def submit(self, collective: Callable[[], Any]) -> Work:
         """Queues it behind everything submitted before."""
@@ -114,7 +116,7 @@ class Runner:
 
     def is_idle_within(self, timeout_s: float) -> bool:
         """Waits for what was submitted; returns False if it has not ended by then."""
-        return self._last.is_completed_within(timeout_s)
+        return self._last is None or self._last.is_completed_within(timeout_s)
 
     def close(self) -> None:
         """Ends the thread after what is queued."""

@@ -156,7 +156,6 @@ def test_messages_are_those_of_the_executor(name: str, numel: int, segment_bytes
             [torch.zeros(numel)],
             transport,
             scratch=Scratch(),
-            combine=torch.Tensor.add_,
             timeout_s=20,
         )
 

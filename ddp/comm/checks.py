@@ -1,0 +1,116 @@
+"""What a user may ask of a collective. Each function raises ConfigError, on every rank alike, before anything is sent.
+
+Read before: `arithmetic.py`. Read next: `communicator.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import SupportsInt
+
+import torch
+from torch import Tensor
+
+from ddp.comm.arithmetic import COMBINE, SIGNED
+from ddp.errors import ConfigError
+
+
+def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the given tensors; accepts one, or a sequence."""
+    if isinstance(given, Tensor):
+        return (given,)
+    if not isinstance(given, Sequence) or not all(isinstance(each, Tensor) for each in given):
+        raise ConfigError(f"needs a tensor or a list of tensors, got {given!r}")
+    return given
+
+
+def holds_result(tensor: Tensor) -> None:
+    """Refuses a tensor that cannot hold a result: sparse, or with elements that share their memory."""
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"a tensor with layout {tensor.layout}: collectives take dense ones; pass its .to_dense()")
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ConfigError(f"a tensor {list(tensor.shape)} that is expanded cannot hold a result: pass its .clone()")
+
+
+def operation(op: str, dtype: torch.dtype) -> None:
+    """Refuses an operation that is unknown, or that this dtype does not allow."""
+    if not isinstance(op, str):
+        raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
+    _operation(op, dtype)
+
+
+@cache  # asked at every call
+def _operation(op: str, dtype: torch.dtype) -> None:
+    if op not in ("mean", *COMBINE):
+        raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(f"op='mean' on {dtype}: use op='sum' and divide, or a floating point tensor")
+    if op in ("min", "max") and dtype.is_complex:
+        raise ConfigError(f"op={op!r} on {dtype}: complex numbers have no order")
+    if op in ("min", "max") and dtype in SIGNED:
+        raise ConfigError(f"op={op!r} on {dtype}: torch does not compare these; use a signed type")
+    if dtype.is_floating_point and dtype.itemsize < 2:
+        raise ConfigError(f"op={op!r} on {dtype}: torch does not add these; use float16 or bfloat16")
+
+
+def divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
+    """Refuses a division that is none, or that this operation or dtype does not allow."""
+    if divide_by == 1:
+        return
+    if op == "mean":
+        raise ConfigError("divide_by and op='mean' both divide; use op='sum'")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(f"divide_by on {dtype}: use a floating point tensor")
+    if isinstance(divide_by, int) and not 1 <= divide_by < 1 << 63:
+        raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 63) - 1}")
+
+
+def wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Refuses a type that such a tensor may not travel in."""
+    if wire_dtype is None:
+        return
+    if not isinstance(wire_dtype, torch.dtype):
+        raise ConfigError(f"wire_dtype={wire_dtype!r}: must be a torch.dtype, as torch.bfloat16")
+    if not (wire_dtype.is_floating_point and dtype.is_floating_point):
+        raise ConfigError(f"wire_dtype={wire_dtype} with {dtype}: both must be floating point")
+    if wire_dtype.itemsize > dtype.itemsize:
+        raise ConfigError(f"wire_dtype={wire_dtype} is wider than the tensor's {dtype}; leave it out")
+    if wire_dtype.itemsize < 2:
+        raise ConfigError(f"wire_dtype={wire_dtype}: torch does not add these; use torch.bfloat16 or torch.float16")
+
+
+def pieces(given: Sequence[Tensor] | None, world_size: int) -> None:
+    """Refuses all but one tensor per rank, all of one dtype."""
+    if given is None or len(given) != world_size:
+        have = "none" if given is None else str(len(given))
+        raise ConfigError(f"needs a list of {world_size} tensors, one per rank; got {have}")
+    if len({tensor.dtype for tensor in given}) > 1:
+        raise ConfigError(f"the tensors differ in dtype: {', '.join(str(tensor.dtype) for tensor in given)}")
+
+
+def rows(given: Sequence[Tensor]) -> None:
+    """Refuses tensors that differ in another dimension than the first."""
+    if len({tensor.shape[1:] for tensor in given}) > 1:
+        shapes = [list(tensor.shape) for tensor in given]
+        raise ConfigError(f"the tensors may differ in the first dimension only: {shapes}")
+
+
+def root(rank: int, world_size: int) -> None:
+    """Refuses a root that is no rank."""
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"root={rank} is no rank of a world of {world_size}")
+
+
+def subgroup(ranks: Sequence[int], world_size: int) -> None:
+    """Refuses all but distinct ranks, one at least."""
+    if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world_size)) or not ranks:
+        raise ConfigError(f"ranks={list(ranks)}: a subgroup needs distinct ranks from 0 to {world_size - 1}")
+
+
+def size(nbytes: int) -> None:
+    """Refuses a size that no tensor has."""
+    if nbytes < 0:
+        raise ConfigError(f"nbytes={nbytes}: a tensor has 0 bytes or more")
