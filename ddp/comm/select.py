@@ -49,7 +49,7 @@ from ddp.errors import ConfigError
 from ddp.transport.edge import Transport
 
 Order = Literal["any", "canonical"]
-TRIAL_S = 0.2  # a trial of one size should take at most so long
+TRIAL_S = 0.3  # a trial of one size should take at most so long
 NEARLY = 1.1  # times that differ by no more count as equal
 
 # --- predictions -----------------------------------------------------------------------------------------------------
