@@ -5,7 +5,7 @@ uses neither rival: all ranks of one machine map the same small file, whatever n
 counts its calls in a cache line of its own and waits until the other counters have reached its own.
 
     a core for every rank        A waiting rank spins. All ranks leave within some 2 µs of each other.
-    more processes than cores    A waiting rank naps between two looks, because a spinning rank takes the core that
+    more ranks than cores        A waiting rank naps between two looks, because a spinning rank takes the core that
                                  another one needs, and the scheduler makes it pay for that afterwards: behind a
                                  spinning barrier of 4 ranks on 2 cores, Gloo's all-reduce of 1 KB took twice as long.
     ranks on several machines    A barrier of torch.distributed, because there is nothing else.

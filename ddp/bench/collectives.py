@@ -7,7 +7,8 @@ A *cell* is one case at one size; its rivals take turns (ddp/bench/turns.py). On
 With a core for every rank, all ranks leave the barrier together. Where ranks outnumber cores they leave it one after
 another, as cores become free; so a repetition then makes as many calls as fit into `CROWDED_S`, and its time is divided
 by their number. The second barrier keeps a rank that is done from clearing its buffer on the core of a rank that is
-still inside the call.
+still inside the call. Strangers (`--beside`) change nothing of this: as in a training step, a rank has then used its
+share of a core before it calls.
 
 Before and after the turns, all ranks reduce random numbers: the sum must be Gloo's but for rounding, and must have the
 same bits on every rank.
@@ -45,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.bench.barrier import Barrier, open_barrier
-from ddp.bench.place import HERE, Place
+from ddp.bench.place import HERE, Place, available_cores
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
 from ddp.bench.units import format_bandwidth, format_size, format_time, three_digits, written
 from ddp.clock import now_s
@@ -163,7 +164,7 @@ class TimeCollectives:
         """
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=ABORT_S))
-        is_crowded = self.place.is_crowded(dist.get_world_size())
+        is_crowded = dist.get_world_size() > available_cores()
         cells = []
         with open_barrier(dist.get_rank(), dist.get_world_size(), is_crowded=is_crowded) as barrier:
             for shared_memory in (True, False):

@@ -68,10 +68,6 @@ class Place:
         strangers = "1 process that only computes" if self.beside == 1 else f"{self.beside} processes that only compute"
         return f"{ranks}{bed}, {available_cores()} cores{f', beside {strangers}' if self.beside else ''}"
 
-    def is_crowded(self, world_size: int) -> bool:
-        """Returns True if ranks and strangers outnumber the cores."""
-        return world_size + self.beside > available_cores()
-
     def wire_s(self, nbytes: int) -> float | None:
         """Returns the least time in which the links can all-reduce `nbytes`, or None where no link has a rate.
 

@@ -117,8 +117,6 @@ def test_the_headline_says_where_and_beside_whom() -> None:
     assert Place(beside=1).title(1) == f"1 rank on one host, {cores}, beside 1 process that only computes"
     on_bed = Place(Bed.parse("2x2@1gbit"), beside=2).title(4, 2)
     assert on_bed == f"4 ranks on 2 hosts (netbed 2x2@1gbit), {cores}, beside 2 processes that only compute"
-    assert not Place().is_crowded(available_cores())
-    assert Place(beside=1).is_crowded(available_cores())
 
 
 def test_the_wire_counts_hosts_and_payload() -> None:
