@@ -44,7 +44,7 @@ from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
 from ddp.files import json_object
-from ddp.run_folder import continued, only_writer, prepare, remove_if_empty, setting_for, unwritable
+from ddp.run_folder import continued, only_writer, prepare, setting_for, unwritable
 from ddp.terminal import keep_writing
 from ddp.worker import USER_ERRORS, Report
 
@@ -71,8 +71,6 @@ def main() -> NoReturn:
             config = continued(_checked(composed, overrides), overrides, run_dir)
             prepare(config, run_dir)
             jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
-        if jobs[-1].status == 2:
-            remove_if_empty(run_dir)
         if jobs[-1].status >= 128:
             sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
 

@@ -80,19 +80,27 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
 
 @contextlib.contextmanager
 def only_writer(run_dir: Path) -> Iterator[None]:
-    """Keeps other processes from writing the folder, for the duration of the block.
+    """Makes the folder, and keeps other processes from writing there for the duration of the block.
+
+    After an error in the block, a folder that is empty is removed again.
 
     Raises:
         ConfigError: another run writes it: that run's launcher, or its rank 0, which may outlive the launcher.
     """
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(contextlib.closing(hold(run_dir)))
-            if (run_dir / "checkpoints").is_dir():
-                hold(run_dir / "checkpoints").close()
-        except OSError as error:
-            raise unwritable(run_dir, error) from error
-        yield
+    try:
+        with contextlib.ExitStack() as held:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                held.enter_context(contextlib.closing(hold(run_dir)))
+                if (run_dir / "checkpoints").is_dir():
+                    hold(run_dir / "checkpoints").close()
+            except OSError as error:
+                raise unwritable(run_dir, error) from error
+            yield
+    except Exception:
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()
+        raise
 
 
 def setting_for(run_dir: Path, config: Config) -> str:
@@ -105,12 +113,6 @@ def unwritable(folder: Path | str, error: OSError) -> ConfigError:
     """Returns the error for a folder in which nothing can be written."""
     reason = error.strerror or str(error)
     return ConfigError(f"run directory {folder}: {reason}; make room there, or take another with hydra.run.dir=FOLDER")
-
-
-def remove_if_empty(run_dir: Path) -> None:
-    """Removes a folder that was made for a run that never started."""
-    with contextlib.suppress(OSError):
-        run_dir.rmdir()
 
 
 def _refuse_reuse(config: Config, run_dir: Path) -> None:
