@@ -23,10 +23,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.config import Config, from_plain, to_plain
+from ddp.config import Config
+from ddp.config_reader import from_plain
 from ddp.engine import CUBLAS_WORKSPACE
 from ddp.errors import ConfigError, PeerLost
 from ddp.launcher import bad_input_to, composed, exit_with_error, print_error
@@ -59,10 +61,10 @@ def main() -> NoReturn:
     from ddp.comm.watchdog import Watchdog
     from ddp.rendezvous import ON_LOOPBACK
 
-    if world_size == local_workers:  # one host: nobody outside of it has to reach the ranks
+    if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
         os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
-    # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
-    job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])  # outlives an attempt, where torchrun has it
+    # As in torch.distributed: a client of torchrun's own store, which outlives an attempt, or else rank 0's store.
+    job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])
     try:
         attempt = meeting_place(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
         watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
@@ -133,7 +135,7 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
             until_end.enter_context(only_writer(run_dir))
             prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
             atexit.register(until_end.pop_all().close)
-        sent.update(config=to_plain(config), run_dir=str(run_dir))
+        sent.update(config=asdict(config), run_dir=str(run_dir))
     return sent
 
 
@@ -170,9 +172,9 @@ def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
 
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         with bad_input_to(refuse):
-            from ddp.components import prepare_data
+            from ddp.components import load_data
 
-            prepare_data(from_plain(sent["config"]))
+            load_data(from_plain(sent["config"]), download=True)
     return found
 
 
