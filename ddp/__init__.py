@@ -22,7 +22,7 @@ The words of this package, one meaning each:
     transport           moves messages between two ranks
     collective          an operation that all ranks call together: all-reduce, broadcast, barrier, …
     call                one call of a collective, with its number
-    status              what a rank's watchdog publishes about it: its call, its host, where it stands
+    status              what a rank's watchdog publishes about it: its call, its host, its stack
     schedule            the rounds of a collective, rank by rank, as data
     round               the transfers of a rank that are in flight together
     chunk               one rank's share of a buffer
@@ -34,7 +34,7 @@ The words of this package, one meaning each:
     cost                what the model predicts that a collective takes
     calibrate           measure what the cost model needs
     replica             one rank's copy of the model
-    bucket              gradients that are reduced together, and the memory that they lie in
+    bucket              gradients that are reduced together, and their memory
     slot                a parameter and its gradient's place in a bucket
     ready               a gradient that autograd has completed; a bucket whose gradients all are
     launch              start a reduction; it is in flight until it completes, and `wait` returns then

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, NoReturn
 from ddp.bench.units import format_bandwidth, format_time, parse_delay, parse_rate, parse_size
 from ddp.collectives.catalog import BETWEEN_HOSTS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
 from ddp.collectives.cost import bus_bandwidth
-from ddp.collectives.draw import draw, svg
+from ddp.collectives.draw import draw
+from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
 
 if TYPE_CHECKING:

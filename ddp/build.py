@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
-from ddp.config import Config, to_plain
+from ddp.config import Config
 from ddp.data import standard_library, streams
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
@@ -56,8 +57,7 @@ def check(config: Config) -> None:
         ConfigError: data are missing, or the model cannot be built.
         CheckpointError: the checkpoint to resume, or the weights to start from, do not fit.
     """
-    components.prepare_data(config)
-    splits = components.load_data(config)
+    splits = components.load_data(config, download=True)
     with torch.device("meta"):
         model = components.make_model(config, splits)
     if (which := resume_from(config, Path(config.run.dir))) is not None:
@@ -73,10 +73,10 @@ def run(config: Config, run_dir: Path) -> None:
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
     comm = init(
-        device=config.device.value,
-        backend=config.backend.value,
+        device=config.device,
+        backend=config.backend,
         algorithm=config.comm.algorithm,
-        order=config.comm.order.value,
+        order=config.comm.order,
         shared_memory=config.comm.shared_memory,
         debug=config.comm.debug,
         segment_bytes=config.comm.segment_bytes,
@@ -153,7 +153,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         max_steps=config.max_steps,
         schedule=components.make_schedule(config, num_steps),
         clip_norm=config.clip_norm,
-        precision=cast(Any, config.precision.value),
+        precision=config.precision,
         loader_workers=config.loader.num_workers,
         evaluation=lambda state: _evaluation(config, state, task, splits, stop),
         evaluate_every_epochs=config.evaluate.every_epochs,
@@ -167,7 +167,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
                 every_steps=config.checkpoint.every_steps,
                 score_metric=score_metric,
             ),
-            ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # showing comes after saving
+            ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # shows what is saved already
         ],
         stop=stop,
     )
@@ -199,7 +199,7 @@ def _evaluation(
         comm=state.comm,
         batch_size=config.loader.evaluation_batch,
         num_workers=config.loader.num_workers,
-        precision=cast(Any, config.precision.value),
+        precision=config.precision,
         stop=stop,
     )
     if means is None:
@@ -244,7 +244,7 @@ def _headline(
     start = f", continuing after step {first:,}" if first else ""
     lines = [
         f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name} "
-        f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, "
+        f"with {num_parameters:,} parameters, {config.replica.kind} gradients, "
         f"all-reduce: {comm.auto.describe()}",
         f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
         f"to {largest} samples a step; learning rate {rate:g}{scaled}",
@@ -256,7 +256,7 @@ def _headline(
 
 def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, Any]:
     """Returns what the bits of the result depend on beside the code; every checkpoint has it."""
-    plain = to_plain(config)
+    plain = asdict(config)
     return {
         **software_identity(),
         "world_size": comm.world_size,

@@ -8,7 +8,7 @@ Read before: `worker.py`, `config.py`. Read next: `build.py`.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -32,26 +32,13 @@ from ddp.tasks.language_model import LanguageModel
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
 
-def prepare_data(config: Config) -> None:
-    """Fetches missing data, once, in one process."""
+def load_data(config: Config, *, download: bool = False) -> Splits:
+    """Returns training and held-out samples, after downloading what is missing if `download`."""
     match config.data:
         case settings.Data(name="mnist", root=root):
-            image_sets.prepare_mnist(root)
+            return image_sets.load_mnist(root, download=download)
         case settings.Data(name="cifar10", root=root):
-            image_sets.prepare_cifar10(root)
-        case settings.ImageFolder(path=path):
-            image_sets.prepare_folder(cast(str, path))
-        case settings.StandardLibrary():
-            standard_library.corpus()
-
-
-def load_data(config: Config) -> Splits:
-    """Returns training and held-out samples; never downloads."""
-    match config.data:
-        case settings.Data(name="mnist", root=root):
-            return image_sets.load_mnist(root)
-        case settings.Data(name="cifar10", root=root):
-            return image_sets.load_cifar10(root)
+            return image_sets.load_cifar10(root, download=download)
         case settings.ImageFolder(path=path, image_size=image_size):
             return image_sets.load_folder(cast(str, path), image_size=image_size)
         case settings.StandardLibrary(context=context):
@@ -65,7 +52,7 @@ def load_data(config: Config) -> Splits:
 
 
 def make_task(config: Config) -> Classification | LanguageModel:
-    """Returns what the model is to learn."""
+    """Returns the task that the model learns."""
     return LanguageModel() if isinstance(config.data, settings.StandardLibrary) else Classification()
 
 
@@ -90,7 +77,7 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
 
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
     """Returns the module as a replica. `evaluate` and checkpoints synchronise its buffers, and no forward does."""
-    if config.replica.kind is settings.ReplicaKind.naive:
+    if config.replica.kind == "naive":
         replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
     else:
         replica = BucketedDataParallel(
@@ -111,7 +98,7 @@ def learning_rate(config: Config) -> float:
         optim.lr,
         global_batch=config.batch.global_size,
         base_batch=optim.base_batch,
-        rule=cast(Any, optim.lr_scaling.value),
+        rule=optim.lr_scaling,
     )
 
 

@@ -105,8 +105,9 @@ def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in signals if in_main_thread}
     variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
     for name in ("elastic", "launcher"):
-        logging.getLogger(f"torch.distributed.{name}").propagate = False  # for good: another thread may launch too
-        logging.getLogger(f"torch.distributed.{name}").addHandler(_SILENCE)
+        logger = logging.getLogger(f"torch.distributed.{name}")
+        logger.propagate = False  # for good, because another thread may launch, too
+        logger.addHandler(_SILENCE)
     try:
         yield
     finally:

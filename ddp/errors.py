@@ -80,5 +80,6 @@ class PeerLost(RuntimeError):
         where = f"lost rank {self.rank} on host {self.host} (generation {self.generation})"
         return f"{where} during collective #{self.sequence} [{self.label}]{': ' if self.reason else ''}{self.reason}"
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:  # exceptions pickle by args; dataclasses do not set them
+    # Exceptions are pickled by `args`, which dataclasses do not set.
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return PeerLost, (self.rank, self.host, self.generation, self.sequence, self.label, self.reason)

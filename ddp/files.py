@@ -107,7 +107,7 @@ class Hold:
         if self.count == 0:
             _held.pop(self._folder, None)
             if self._descriptor is not None:
-                with contextlib.suppress(OSError):  # while the lock is held: afterwards the file is another's
+                with contextlib.suppress(OSError):  # before the lock is released: afterwards the file is another's
                     (self._folder / _LOCK).unlink()
             self.forget()
 
@@ -144,7 +144,7 @@ def hold(folder: Path) -> Hold:
         except OSError as error:
             if error.errno not in _CANNOT_LOCK:
                 raise
-            log.warning("%s cannot be locked (%s): see to it that no other run writes there", folder, error.strerror)
+            log.warning("%s cannot be locked (%s): make sure that no other run writes there", folder, error.strerror)
             descriptor = None
         _held[folder] = Hold(folder, descriptor)
     _held[folder].count += 1
@@ -159,7 +159,7 @@ def _lock(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
-            if os.fstat(descriptor).st_nlink > 0:  # else the last holder removed it after it was opened here
+            if os.fstat(descriptor).st_nlink > 0:  # otherwise the last holder has removed it since it was opened here
                 return descriptor
         except BlockingIOError:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"

@@ -24,7 +24,7 @@ cause last.
 This module alone imports Hydra and OmegaConf, and inside functions, so that importing it stays light and workers stay
 free of them.
 
-Read before: `config.py`. Read next: `run_folder.py`.
+Read before: `config_reader.py`. Read next: `run_folder.py`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ddp.config import CHOICES, Config, available_cores, from_plain, unknown_key
+from ddp.config import CHOICES, Config
+from ddp.config_checks import available_cores
+from ddp.config_reader import from_plain, unknown_key
 from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
 from ddp.files import json_object
-from ddp.run_folder import continued, only_writer, prepare, remove_if_empty, setting_for, unwritable
+from ddp.run_folder import continued, only_writer, prepare, setting_for, unwritable
 from ddp.terminal import keep_writing
 from ddp.worker import USER_ERRORS, Report
 
@@ -71,12 +73,10 @@ def main() -> NoReturn:
             config = continued(_checked(composed, overrides), overrides, run_dir)
             prepare(config, run_dir)
             jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
-        if jobs[-1].status == 2:
-            remove_if_empty(run_dir)
         if jobs[-1].status >= 128:
             sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to us instead of being printed with a hint on this variable
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
     sys.argv[1:] = _free_keys(sys.argv[1:])
     try:
         with bad_input_to(exit_with_error):
@@ -84,7 +84,7 @@ def main() -> NoReturn:
     except OSError as error:
         if jobs:
             raise
-        exit_with_error(str(unwritable(error.filename, error)))  # before any job Hydra makes the folder, and no more
+        exit_with_error(str(unwritable(error.filename, error)))  # before its first job Hydra only makes the folder
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
@@ -117,7 +117,7 @@ def _free_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def _checked(composed: Any, overrides: Sequence[str]) -> Config:
-    """Returns the tree that Hydra composed as our dataclasses; this is where `Config.validate` runs."""
+    """Returns the tree that Hydra composed as our dataclasses; `from_plain` checks it."""
     from omegaconf import OmegaConf
 
     for override in overrides:
@@ -241,7 +241,7 @@ def train(config: Config, run_dir: Path) -> int:
         _restore_terminal()
         print(describe_failures(ended.failures, run_dir / "logs"), file=sys.stderr, flush=True)
         return 1
-    if (run_dir / "summary.json").exists():  # not where a signal came before the first step
+    if (run_dir / "summary.json").exists():  # it does not after a signal before the first step
         finish(config, run_dir)
     stopped_by = ended.signal or _agreed_stop(run_dir)
     if stopped_by is None:

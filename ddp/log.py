@@ -16,7 +16,7 @@ log = logging.getLogger("ddp")
 
 
 class _RankFilter(logging.Filter):
-    """Puts `rank` and `world_size` on every record that passes the logger."""
+    """Adds `rank` and `world_size` to everything that is logged."""
 
     rank, world_size = 0, 1
 

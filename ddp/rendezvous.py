@@ -34,7 +34,7 @@ class OneHost(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Starts a store on a free port, because each attempt of the workers must find an empty one."""
-        listening = socket.create_server((ADDRESS, 0))  # given an address to listen on, TCPStore would still take all
+        listening = socket.create_server((ADDRESS, 0))  # because TCPStore itself listens on all addresses
         port = listening.getsockname()[1]
         store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, port))

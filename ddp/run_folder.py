@@ -5,7 +5,7 @@
             .lock            while a process writes here: see `files.hold`
 
 `prepare` refuses what cannot work: a folder that another run holds, a full disk, settings that contradict, missing
-data, a checkpoint of another model. So a run that starts has met everything that one process can find out.
+data, a checkpoint of another model. So a run that starts has passed every check that one process can make.
 
 Read before: `launcher.py`. Read next: `engine.py`.
 """
@@ -15,12 +15,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddp.config import Config, from_plain, to_plain
+from ddp.config import Config
+from ddp.config_checks import resolve
+from ddp.config_reader import from_plain
 from ddp.errors import ConfigError
 from ddp.files import flush_folder, hold, write_whole
 
@@ -43,11 +46,11 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     if not is_restart:
         _refuse_reuse(config, run_dir)
     _try_writing(run_dir)
-    config.resolve(local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
+    resolve(config, local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
     check(config)
     for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
         stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
-    text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
     path = run_dir / "config.yaml"
     if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text)
@@ -64,7 +67,7 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
     if config.resume != "auto" or not path.exists() or "recipe" in keys:
         return config
-    plain, now = _read_settings(path), to_plain(config)
+    plain, now = _read_settings(path), asdict(config)
     derived = {"cluster": ["local_workers"], "batch": ["num_shards"]}
     if "cluster.workers" in keys:
         derived["cluster"].append("threads_per_worker")
@@ -80,19 +83,27 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
 
 @contextlib.contextmanager
 def only_writer(run_dir: Path) -> Iterator[None]:
-    """Keeps other processes from writing the folder, for the duration of the block.
+    """Makes the folder, and keeps other processes from writing there for the duration of the block.
+
+    After an error in the block, a folder that is empty is removed again.
 
     Raises:
         ConfigError: another run writes it: that run's launcher, or its rank 0, which may outlive the launcher.
     """
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(contextlib.closing(hold(run_dir)))
-            if (run_dir / "checkpoints").is_dir():
-                hold(run_dir / "checkpoints").close()
-        except OSError as error:
-            raise unwritable(run_dir, error) from error
-        yield
+    try:
+        with contextlib.ExitStack() as held:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                held.enter_context(contextlib.closing(hold(run_dir)))
+                if (run_dir / "checkpoints").is_dir():
+                    hold(run_dir / "checkpoints").close()
+            except OSError as error:
+                raise unwritable(run_dir, error) from error
+            yield
+    except Exception:
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()
+        raise
 
 
 def setting_for(run_dir: Path, config: Config) -> str:
@@ -105,12 +116,6 @@ def unwritable(folder: Path | str, error: OSError) -> ConfigError:
     """Returns the error for a folder in which nothing can be written."""
     reason = error.strerror or str(error)
     return ConfigError(f"run directory {folder}: {reason}; make room there, or take another with hydra.run.dir=FOLDER")
-
-
-def remove_if_empty(run_dir: Path) -> None:
-    """Removes a folder that was made for a run that never started."""
-    with contextlib.suppress(OSError):
-        run_dir.rmdir()
 
 
 def _refuse_reuse(config: Config, run_dir: Path) -> None:
@@ -160,7 +165,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         plain: dict[str, Any] = yaml.safe_load(text)
-        whole = to_plain(from_plain(plain))
+        whole = asdict(from_plain(plain))
         last = list(whole)[-1]
         missing = [name for name in whole if name not in plain]
         if missing := missing or [f"{last}.{name}" for name in whole[last] if name not in plain[last]]:

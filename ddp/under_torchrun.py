@@ -23,16 +23,18 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.config import Config, from_plain, to_plain
+from ddp.config import Config
+from ddp.config_reader import from_plain
 from ddp.engine import CUBLAS_WORKSPACE
 from ddp.errors import ConfigError, PeerLost
 from ddp.launcher import bad_input_to, composed, exit_with_error, print_error
-from ddp.run_folder import only_writer, prepare, remove_if_empty, unwritable
+from ddp.run_folder import only_writer, prepare
 from ddp.terminal import keep_writing, tolerant
-from ddp.worker import ORPHAN_GRACE_S, USER_ERRORS, Report, follow_parent, leave
+from ddp.worker import ORPHAN_GRACE_S, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
 
 
@@ -59,10 +61,10 @@ def main() -> NoReturn:
     from ddp.comm.watchdog import Watchdog
     from ddp.rendezvous import ON_LOOPBACK
 
-    if world_size == local_workers:  # one host: nobody outside of it has to reach the ranks
+    if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
         os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
-    # As torch.distributed does it: a client of torchrun's own store, or rank 0's store where torchrun keeps none.
-    job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])  # outlives an attempt, where torchrun has it
+    # As in torch.distributed: a client of torchrun's own store, which outlives an attempt, or else rank 0's store.
+    job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])
     try:
         attempt = find_ranks(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
         watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
@@ -129,38 +131,27 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
             config, run_dir = _asked_for(world_size=world_size, local_workers=local_workers)
         else:
             config, run_dir = _restarted(earlier, world_size=world_size)
-        until_end = contextlib.ExitStack()
-        try:
+        with contextlib.ExitStack() as until_end:
             until_end.enter_context(only_writer(run_dir))
-            atexit.register(until_end.close)
             prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
-        except USER_ERRORS:
-            until_end.close()
-            remove_if_empty(run_dir)
-            raise
-        sent.update(config=to_plain(config), run_dir=str(run_dir))
+            atexit.register(until_end.pop_all().close)
+        sent.update(config=asdict(config), run_dir=str(run_dir))
     return sent
 
 
 def _asked_for(*, world_size: int, local_workers: int) -> tuple[Config, Path]:
-    """Returns the run that the command line asks for, and makes its folder."""
+    """Returns the run that the command line asks for."""
     overrides = sys.argv[1:]
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "cluster.workers" and value != str(world_size):
             raise ConfigError(f"{override}: torchrun has started {world_size} workers; leave this setting out")
-    config, run_dir = composed([*overrides, f"cluster.workers={world_size}", f"+cluster.local_workers={local_workers}"])
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(run_dir, error) from error
-    return config, run_dir
+    return composed([*overrides, f"cluster.workers={world_size}", f"+cluster.local_workers={local_workers}"])
 
 
 def _restarted(earlier: Mapping[str, Any], *, world_size: int) -> tuple[Config, Path]:
     """Returns the run of the earlier attempt, to go on from its last checkpoint, or from its beginning without one."""
     config, run_dir = from_plain(earlier["config"]), Path(earlier["run_dir"])
-    run_dir.mkdir(parents=True, exist_ok=True)  # rank 0 may be on another host now
     if any((run_dir / "checkpoints").glob("*step-*")):
         config.resume = "auto"
     if config.cluster.workers != world_size:
@@ -181,9 +172,9 @@ def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
 
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         with bad_input_to(refuse):
-            from ddp.components import prepare_data
+            from ddp.components import load_data
 
-            prepare_data(from_plain(sent["config"]))
+            load_data(from_plain(sent["config"]), download=True)
     return found
 
 

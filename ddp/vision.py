@@ -56,7 +56,7 @@ def _import() -> ModuleType:
         ) from error
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]  # half imported: the next attempt starts afresh
+            del sys.modules[name]  # half imported, so that the next attempt starts afresh
         raise
 
 

@@ -11,7 +11,7 @@ The life of a worker:
     4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
 
 A worker reads plain YAML and never imports Hydra. It imports nothing from the current folder; only a function's worker
-does, once it has taken over its parent's `sys.path`. Its rank comes as an argument, not from the environment. The
+does, once it has taken over its parent's `sys.path`. Its rank is an argument, not from the environment. The
 launcher has set the variables for threads and MKL's mode before this interpreter, and so torch, started.
 
 Read before: `bootstrap.py`, `terminal.py`. Read next: `components.py`.
@@ -38,7 +38,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ddp.config import Config, from_plain
+from ddp.config import Config
+from ddp.config_reader import from_plain
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost, ReplicaMismatch
 from ddp.log import add_handler, follow_rank
 from ddp.stack import stack_of
@@ -76,7 +77,7 @@ def train(config: Config, run_dir: Path, *, rank: int) -> int:
     take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers)
 
     def work() -> None:
-        from ddp.build import run  # after the log is taken: importing torch may already print
+        from ddp.build import run  # after the log is taken, because importing torch may print
 
         run(config, run_dir)
 
@@ -89,7 +90,7 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
 
     def work() -> None:
         with file.open("rb") as stream:
-            world_size, sys.path[:] = pickle.load(stream)  # the path first: unpickling the function imports modules
+            world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
             take_log(logs, rank=rank, world_size=world_size)
             function, args, kwargs = pickle.load(stream)
         import cloudpickle
@@ -266,7 +267,7 @@ def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
             report.write(logs)
             with (logs / f"rank-{rank}.log").open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"{report.traceback}\n")
-        except OSError:  # such as a full disk, which may be what ended the work
+        except OSError:  # such as a full disk, which may have ended the work
             print(report.block(), file=sys.stderr, flush=True)
         return 1
     return 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ddp.config import CHOICES, Config, Sgd, available_cores, choose, from_plain, to_plain
+from ddp.config import CHOICES, Config, Sgd, choose
+from ddp.config_checks import available_cores, resolve, validate
+from ddp.config_reader import from_plain
 from ddp.errors import ConfigError
 from ddp.launcher import CONF, composed
 
@@ -44,7 +46,7 @@ def test_every_recipe_composes_and_the_command_line_wins_over_it(name: str, tmp_
 
 def test_root_file_lists_every_key_with_its_default() -> None:
     root = yaml.safe_load((CONF / "train.yaml").read_text())
-    default = to_plain(Config())
+    default = asdict(Config())
     for item in fields(Config):
         if item.name in CHOICES:
             assert {item.name: default[item.name]["name"]} in root["defaults"]
@@ -63,8 +65,8 @@ def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
         key, value = override.split("=")
         plain |= {key: {"name": value}} if "." not in key else {"data": {"name": name, "path": value}}
     config = from_plain(plain | {"init_from": {"rename": {"fc": "head"}, "skip": ["a"]}, "clip_norm": 1})
-    config.resolve()
-    assert from_plain(yaml.safe_load(yaml.safe_dump(to_plain(config)))) == config
+    resolve(config)
+    assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
 
 
 BAD = {
@@ -99,7 +101,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
     holder = config if not above else getattr(config, above[0])
     setattr(holder, last, value)
     with pytest.raises(ConfigError) as error:
-        config.validate()
+        validate(config)
     shown = "null" if value is None else "''" if value == "" else value
     assert str(error.value).startswith(f"{key}={shown}: ")
 
@@ -107,8 +109,8 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("plain", "words"),
     [
-        ({"model": {"name": "gpt"}}, "model=gpt: does not read images"),
-        ({"data": {"name": "standard_library"}}, "model=cnn: does not read text"),
+        ({"model": {"name": "gpt"}}, "model=gpt: does not read the images of data=digits"),
+        ({"data": {"name": "standard_library"}}, "model=cnn: does not read the text of data=standard_library"),
         ({"data": {"name": "image_folder"}}, "data.path=null"),
         ({"backend": "nccl", "device": "cpu"}, "backend=nccl"),
         ({"optim": {"name": "sgd", "momentum": 0.0}}, "optim.nesterov=true"),
@@ -150,7 +152,7 @@ def test_values_become_what_their_key_needs(tmp_path: Path) -> None:
 def test_resolve_derives_threads_and_shards(workers: int) -> None:
     config = Config()
     config.cluster.workers = workers
-    config.resolve()
+    resolve(config)
     assert config.cluster.local_workers == config.batch.num_shards == workers
     assert config.cluster.threads_per_worker == max(1, available_cores() // workers)
 
@@ -158,7 +160,7 @@ def test_resolve_derives_threads_and_shards(workers: int) -> None:
 def test_resumed_number_of_shards_wins_while_it_fits() -> None:
     for earlier, expected in [(3, 3), (1, 2), (65, 2), (None, 2)]:
         config = Config()
-        config.resolve(num_shards=earlier)
+        resolve(config, num_shards=earlier)
         assert config.batch.num_shards == expected
 
 

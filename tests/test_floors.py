@@ -28,6 +28,8 @@ FLOORS = [
         "build",
         "components",
         "config",
+        "config_checks",
+        "config_reader",
         "__main__",
         "__init__",
     ],

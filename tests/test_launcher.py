@@ -22,7 +22,8 @@ import pytest
 import yaml
 
 import ddp
-from ddp.config import Config, from_plain
+from ddp.config import Config
+from ddp.config_reader import from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
 from ddp.launcher import launch, translated

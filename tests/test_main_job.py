@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
-from ddp.config import from_plain
+from ddp.config_reader import from_plain
 from ddp.launcher import main
 from ddp.models.cnn import CNN
 
@@ -506,7 +506,7 @@ def test_a_worker_that_raises_is_the_last_block(command: Command, monkeypatch: p
         ("cluster.workers=100000 batch.global_size=100000", "cluster.workers=100000"),
         ("data=mnist", "train-images-idx3-ubyte.gz"),
         ("data=image_folder data.path=nowhere", "nowhere"),
-        ("model=gpt", "model=gpt: does not read images, which data=digits is"),
+        ("model=gpt", "model=gpt: does not read the images of data=digits"),
         ("device=cpu backend=nccl", "backend=nccl"),
         ("resume=nowhere", "resume=nowhere does not exist"),
         ("hydra.run.dir=/proc/mine", "run directory /proc/mine: No such file or directory"),

@@ -41,12 +41,12 @@ from ddp.collectives.schedule import Goal, Recv, Round, Schedule, Send
 
 
 def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:
-    """Every rank ends with the sum of every chunk; as many chunks as `largest_power_of_two(num_ranks)`."""
+    """Every rank ends with the sum of every chunk; there are `largest_power_of_two(num_ranks)` chunks."""
     yield from folded(Schedule(halving_doubling, Goal.ALL_REDUCE, one_per_rank), rank, num_ranks)
 
 
 def recursive_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
-    """Every rank ends with the sum; one chunk."""
+    """Every rank ends with the sum; the buffer is one chunk."""
     yield from folded(Schedule(doubling, Goal.ALL_REDUCE, whole), rank, num_ranks)
 
 

@@ -13,7 +13,7 @@
     master_worker         1           2                 (p−1)·N                      to 3 ranks
     round_robin           p           2p                2(p−1)/p·N                   to 2 ranks
     two_dimensional       p           2(R−1) + 2(C−1)   2(p−1)/p·N
-    hierarchical          hosts       see there         a leader: see there
+    hierarchical          see hierarchical.py
 
 (+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
 

@@ -34,7 +34,7 @@ def reduce(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def broadcast(rank: int, num_ranks: int) -> Iterator[Round]:
-    """Every rank ends with what rank 0 had."""
+    """Every rank ends with rank 0's buffer."""
     if rank == 0:
         yield tuple(Send(worker, WHOLE) for worker in range(1, num_ranks))
     else:

@@ -38,7 +38,7 @@ WHOLE = range(1)
 
 
 def broadcast(rank: int, num_ranks: int) -> Iterator[Round]:
-    """Every rank ends with what rank 0 had."""
+    """Every rank ends with rank 0's buffer."""
     for distance in reversed(distances(num_ranks)):
         if rank % (2 * distance) == distance:
             yield (Recv(rank - distance, WHOLE, add=False),)
@@ -49,7 +49,7 @@ def broadcast(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def reduce(rank: int, num_ranks: int) -> Iterator[Round]:
-    """Rank 0 ends with the sum; inner ranks end with that of their subtree."""
+    """Rank 0 ends with the sum; inner ranks end with the sum of their subtree."""
     for distance in distances(num_ranks):
         if rank % (2 * distance) == distance:
             yield (Send(rank - distance, WHOLE),)

@@ -32,7 +32,7 @@ class _Pass:
     """One pass over an epoch: all iterators that began before one of them had finished."""
 
     epoch: int
-    start: int  # global position where it begins; not 0 only when resumed
+    start: int  # global position where it begins; 0 unless it was resumed
     begun: bool = False
     finished: bool = False
 
@@ -98,7 +98,7 @@ class DistributedSampler(Sampler[int]):
         this.finished = this.finished or not positions
         for position in positions:
             this.finished = this.finished or position == positions[-1]
-            yield order[position % len(order)]  # padding begins again at the front
+            yield order[position % len(order)]  # padding is taken from the beginning
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -137,6 +137,6 @@ class DistributedSampler(Sampler[int]):
         return SamplerState(self.seed, self.epoch + over, 0 if over else consumed)._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next pass the rest of the saved epoch, shared by the ranks there are now."""
+        """Makes the next pass the rest of the saved epoch, which the present ranks share."""
         self.seed, epoch, consumed = read_state(state, length=len(self.dataset))
         self._pass = _Pass(epoch, consumed)

@@ -1,9 +1,9 @@
 """Images from files, through torchvision: MNIST, CIFAR-10, and folders in ImageNet's layout.
 
-    set        prepare(root)          files under root                          training images are
-    MNIST      downloads   12 MB      MNIST/raw/train-images-idx3-ubyte …       as they are, [1, 28, 28]
-    CIFAR10    downloads  170 MB      cifar-10-batches-py/data_batch_1 …        shifted and mirrored, [3, 32, 32]
-    FOLDER     only looks             train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
+    set        download      files under root                          training images are
+    MNIST       12 MB        MNIST/raw/train-images-idx3-ubyte …       as they are, [1, 28, 28]
+    CIFAR10    170 MB        cifar-10-batches-py/data_batch_1 …        shifted and mirrored, [3, 32, 32]
+    FOLDER     none          train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
 
 Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
 from torch's global generator, as torchvision's transforms do; `loader.py` seeds it for each sample. Images that are not
@@ -38,24 +38,14 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation p
 # MNIST: 60,000 + 10,000 scanned digits (LeCun et al. 1998)
 
 
-def prepare_mnist(root: str | Path) -> None:
-    """Downloads MNIST into `root`, unless it is there.
+def load_mnist(root: str | Path, *, download: bool = False) -> Splits:
+    """Returns MNIST from `root`, where it is downloaded to if it is missing and `download`.
 
     Raises:
-        ConfigError: it is not there and cannot be had.
+        ConfigError: it is missing, and may not or cannot be downloaded.
     """
     with _missing_files_explained(root, "MNIST", "MNIST/raw", _mnist_files()):
-        torchvision().datasets.MNIST(root, train=True, download=True)
-
-
-def load_mnist(root: str | Path) -> Splits:
-    """Returns MNIST from `root`.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    with _missing_files_explained(root, "MNIST", "MNIST/raw", _mnist_files()):
-        train, test = (torchvision().datasets.MNIST(root, train=is_train) for is_train in (True, False))
+        train, test = (torchvision().datasets.MNIST(root, train=side, download=download) for side in (True, False))
     normalise = _normalise_bytes(_MNIST_STATISTICS)
     return Splits(
         train=TensorSet(train.data[:, None], train.targets, transform=normalise),
@@ -69,24 +59,16 @@ def load_mnist(root: str | Path) -> Splits:
 # CIFAR-10: 50,000 + 10,000 photographs (Krizhevsky 2009)
 
 
-def prepare_cifar10(root: str | Path) -> None:
-    """Downloads CIFAR-10 into `root`, unless it is there.
+def load_cifar10(root: str | Path, *, download: bool = False) -> Splits:
+    """Returns CIFAR-10 from `root`, where it is downloaded to if it is missing and `download`.
+
+    Training images are shifted by up to four pixels, and every other one is mirrored.
 
     Raises:
-        ConfigError: it is not there and cannot be had.
+        ConfigError: it is missing, and may not or cannot be downloaded; or a file's checksum is wrong.
     """
     with _missing_files_explained(root, "CIFAR-10", ".", [torchvision().datasets.CIFAR10.filename]):
-        torchvision().datasets.CIFAR10(root, train=True, download=True)
-
-
-def load_cifar10(root: str | Path) -> Splits:
-    """Returns CIFAR-10 from `root`; training images are shifted by up to four pixels, and every other one is mirrored.
-
-    Raises:
-        ConfigError: it is not there, or a file's checksum is wrong.
-    """
-    with _missing_files_explained(root, "CIFAR-10", ".", [torchvision().datasets.CIFAR10.filename]):
-        train, test = (torchvision().datasets.CIFAR10(root, train=is_train) for is_train in (True, False))
+        train, test = (torchvision().datasets.CIFAR10(root, train=side, download=download) for side in (True, False))
     transforms = torchvision().transforms
     shift_and_mirror = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
     train.transform = transforms.Compose([*shift_and_mirror, *_to_normalised(_CIFAR10_STATISTICS)])
@@ -102,15 +84,6 @@ def load_cifar10(root: str | Path) -> Splits:
 
 
 # Folders: one folder per class, as ImageNet is unpacked
-
-
-def prepare_folder(root: str | Path) -> None:
-    """Checks that `root` has the layout.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    load_folder(root)
 
 
 def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
@@ -174,12 +147,12 @@ def _mnist_files() -> list[str]:
 
 @contextmanager
 def _missing_files_explained(root: str | Path, name: str, folder: str, files: list[str]) -> Iterator[None]:
-    """Turns torchvision's errors for missing or damaged files into advice; a network that is silent counts as none."""
+    """Turns torchvision's errors for missing or damaged files into advice; a network that is silent is given up."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # urllib would wait for ever
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # because urllib would wait for ever
     try:
         yield
-    except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file that was cut off
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file was cut off
         raise ConfigError(
             f"{name} is not whole under {root} and could not be fetched. Wanted: {', '.join(files)}; put them into "
             f"{Path(root) / folder} (the program unpacks them), or use data=digits, which needs no download. "

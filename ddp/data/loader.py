@@ -69,7 +69,7 @@ class TrainLoader:
         Batches are fetched lazily, one per micro-batch of the plan; what a step leaves unread is skipped. A new call
         starts again from the sampler's state, and earlier iterators must not be used any more.
         """
-        # Two readers of one sequence of plans: the loader, which runs ahead, and the caller's steps.
+        # One sequence of plans has two readers: the loader, which runs ahead, and the caller's steps.
         plans, ahead = tee(self.sampler.plans())
         seed = self.sampler.state.seed
         self._requests.source = (_Request(seed, plan.epoch, micro.indices) for plan in ahead for micro in plan.micros)
@@ -117,7 +117,7 @@ def evaluation_loader(
 
 
 class _Request(NamedTuple):
-    """One batch for whichever process fetches it. It is complete, so that loader processes hold no state."""
+    """A batch to fetch. It is complete, so that loader processes hold no state."""
 
     seed: int
     epoch: int
@@ -153,7 +153,7 @@ class _Keyed(Dataset[Any]):
 
 
 def _finished(batch: Any) -> Any:
-    return batch  # a function with a name: worker processes may have to pickle it
+    return batch  # a named function, because worker processes may have to pickle it
 
 
 def _data_loader(
@@ -173,7 +173,7 @@ def _data_loader(
         pin_memory=pin_memory and torch.accelerator.is_available(),
         persistent_workers=persistent and num_workers > 0,
         worker_init_fn=_leave_signals_to_the_trainer,
-        generator=torch.Generator(),  # else each pass would draw its workers' seeds from the program's generator
+        generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator
     )
 
 

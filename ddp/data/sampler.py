@@ -46,7 +46,7 @@ class SamplerState(NamedTuple):
 
     seed: int
     epoch: int
-    consumed: int  # global samples of this epoch that were trained on
+    consumed: int  # samples of this epoch that all ranks together have trained on
 
 
 class Micro(NamedTuple):
@@ -67,7 +67,7 @@ class StepPlan(NamedTuple):
 
 
 class TrainSampler:
-    """Plans steps of a global batch over an epoch's permutation. Nothing is padded or dropped, and no rank matters.
+    """Plans steps of a global batch over an epoch's permutation, without padding or dropping samples.
 
     The last step of an epoch may be smaller, and a rank may then have no sample at all.
 
@@ -81,13 +81,13 @@ class TrainSampler:
         length: number of samples of the data set.
         global_batch: samples per step of all ranks together, at least `world_size`.
         rank, world_size: whose share to plan.
-        num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. A
-            multiple of every world size to be used keeps shares equal to one sample.
+        num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
+            is a multiple of the world size, shares differ by at most one sample.
         micro_size: most samples in one forward; None for whole shards.
         seed, shuffle: of the order.
 
     Raises:
-        ConfigError: one of these cannot work; says which, and what to do.
+        ConfigError: an argument cannot work; the message says which one, and the remedy.
     """
 
     def __init__(
@@ -163,15 +163,15 @@ class TrainSampler:
                 yield Micro(shard, part, tuple(indices[begin:stop]))
 
     def commit(self, plan: StepPlan) -> None:
-        """Moves the state past a step that has happened; at the epoch's end, to the beginning of the next.
+        """Moves the state past a step that has happened, at the end of an epoch to the beginning of the next one.
 
         Raises:
-            ConfigError: the plan does not begin where the state stands (a step was left out, or committed twice).
+            ConfigError: the plan does not begin at the state (a step was left out, or committed twice).
         """
         seed, epoch, consumed = self._state
         if (plan.epoch, plan.position) != (epoch, consumed):
             raise ConfigError(
-                f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler stands at "
+                f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler is at "
                 f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
             )
         consumed += plan.size

@@ -1,9 +1,8 @@
 """The form of every data set here: two sets of samples, and the facts that a model needs to be built for them.
 
-    prepare_…(root)    once, by the parent or rank 0, before workers start; the only place that may download
-    load…(…)           in every worker; reads, never downloads; returns `Splits`
-
-Nothing in them depends on a rank or on the run's seed: train and test are the same samples in every run.
+Each module that follows has functions `load…`, which return `Splits`. Every worker calls them; only the parent, or one
+rank of each host, lets them download. Nothing in them depends on a rank or on the run's seed: train and test are the
+same samples in every run.
 
 A sample is a pair (input, target). A data set may also offer `batch(indices)`, which returns the collated tensors at
 once: for data in memory this is one `index_select` instead of a Python loop over samples.

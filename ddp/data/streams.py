@@ -57,7 +57,7 @@ def seed_generators(value: int, *, device: torch.device | str) -> None:
     """
     torch.default_generator.manual_seed(value)
     random.seed(value)
-    np.random.seed(value & 0xFFFF_FFFF)  # its legacy generator takes no more
+    np.random.seed(value & 0xFFFF_FFFF)  # its legacy generator takes 32 bits
     if (device := torch.device(device)).type == "cuda":
         torch.cuda.init()  # `default_generators` is empty before
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -48,7 +48,7 @@ class GPT(nn.Module):
         width: length of a position's vector; `heads` times an even number.
         depth: number of blocks.
         heads: number of attention heads.
-        dropout: probability with which an entry of the embedding, of the attention weights and of what a block adds
+        dropout: probability with which an entry of the embedding, of the attention weights and of a block's output
             is dropped.
 
     Raises:
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         angles = rotary_angles(time, self.head_width, device=x.device)
         for block in self.blocks:
             x = block(x, angles)
-        return F.linear(self.norm(x), self.embedding.weight)  # tied: what reads a token also predicts it
+        return F.linear(self.norm(x), self.embedding.weight)  # tied: the matrix that reads tokens also predicts them
 
 
 class Block(nn.Module):

@@ -68,7 +68,7 @@ def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -
     if len(base_rates) != len(groups):
         raise ConfigError(f"{len(base_rates)} base rates for {len(groups)} parameter groups: give one for each")
     for group, base_rate in zip(groups, base_rates, strict=True):
-        if isinstance(group["lr"], Tensor):  # the optimizer's captured graph reads this very tensor
+        if isinstance(group["lr"], Tensor):  # because the optimizer's captured graph reads this tensor
             group["lr"].fill_(base_rate * factor)
         else:
             group["lr"] = base_rate * factor

@@ -44,13 +44,13 @@ from ddp.train.stored_checkpoint import StoredCheckpoint, load
 def save_checkpoint(
     store: CheckpointStore, state: TrainState, *, identity: Mapping[str, Any], score: float | None = None
 ) -> None:
-    """Writes a checkpoint of where the run stands. Collective; rank 0's file system is the one that counts.
+    """Writes a checkpoint of the run. Collective; rank 0 writes to its file system.
 
     Raises:
         CheckpointError: it could not be written; on every rank.
     """
     state.model.sync_buffers()
-    slots = {"random": all_gather_object(state.comm, _random_states(state.comm))}
+    random_states = all_gather_object(state.comm, _random_states(state.comm))
     meta = {
         "identity": _with_data(identity, state),
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
@@ -64,7 +64,7 @@ def save_checkpoint(
             "model": state.model.module.state_dict(),
             "optimizer": state.optimizer.state_dict(),
             "position": state.position(),
-            "slots": slots,
+            "slots": {"random": random_states},
         }
         store.save(state.step, parts, meta=meta, score=score)
 

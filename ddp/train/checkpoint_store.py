@@ -210,5 +210,5 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    except OSError as error:  # say, a reader on a network file system still holds a file
+    except OSError as error:  # for example, a reader on a network file system still holds a file
         log.warning("could not remove %s (%s); trying again at the next save", path, error.strerror)

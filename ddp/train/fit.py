@@ -51,17 +51,18 @@ def fit(
 
     Args:
         model: a `Replica`, or a module, which is wrapped in a `BucketedDataParallel`.
-        optimizer: has the module's parameters.
+        optimizer: over the module's parameters.
         global_batch: samples per step of all ranks together; any number from the world size up.
         num_shards, micro_size: parts that a batch is cut into, and most samples per forward (`TrainSampler`).
-        seed: of the order and of all random streams.
-        how: `epochs` or `max_steps`, and everything else that `continue_fit` takes.
+        seed: of the samples' order and of all random streams.
+        how: `epochs` or `max_steps`, and the other arguments of `continue_fit`.
 
     Returns:
         The state of the run; `continue_fit` goes on from it.
 
     Raises:
-        As `continue_fit`; ConfigError if the batch cannot be shared.
+        ConfigError: the batch cannot be shared.
+        The errors of `continue_fit`.
     """
     comm = comm or current()
     sampler = TrainSampler(
@@ -96,7 +97,7 @@ def continue_fit(
 ) -> TrainState:
     """Trains on from `state` until `epochs` or `max_steps` are reached, or any rank wants to stop. Collective.
 
-    Also goes on after an agreed stop, which it clears from `state`.
+    It also goes on after an agreed stop, which it clears from `state`.
 
         for each epoch:
             for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)

@@ -56,7 +56,7 @@ def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | 
             raise CheckpointError(f"{source} is of another model: {shapes}")
     for name in weights:
         if name not in own:
-            raise CheckpointError(f"{source} is of another model: it has {name}, which this model has not")
+            raise CheckpointError(f"{source} is of another model: it has {name}, which this model does not have")
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -20,9 +20,6 @@ from ddp.data.image_sets import (
     load_cifar10,
     load_folder,
     load_mnist,
-    prepare_cifar10,
-    prepare_folder,
-    prepare_mnist,
 )
 from ddp.errors import ConfigError
 from ddp.vision import torchvision
@@ -87,7 +84,7 @@ def test_a_file_that_was_cut_off_is_advice(num_bytes: int, tmp_path: Path) -> No
         load_mnist(tmp_path)
 
 
-def test_prepare_unpacks_what_a_user_has_put_there(
+def test_a_download_unpacks_what_a_user_has_put_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: list[float | None]
 ) -> None:
     """The archives' checksums are MNIST's in real life; here they are those of the made-up ones."""
@@ -97,16 +94,16 @@ def test_prepare_unpacks_what_a_user_has_put_there(
         (file, hashlib.md5((tmp_path / "MNIST/raw" / file).read_bytes()).hexdigest()) for file, _ in mnist.resources
     ]
     monkeypatch.setattr(mnist, "resources", checksums)
-    prepare_mnist(tmp_path)
+    load_mnist(tmp_path, download=True)
     assert len(load_mnist(tmp_path).train) == 7
-    prepare_mnist(tmp_path)
+    load_mnist(tmp_path, download=True)
     assert not no_network  # nobody asked for it
 
 
 def test_an_archive_with_a_wrong_checksum_is_not_taken(tmp_path: Path, no_network: list[float | None]) -> None:
     write_mnist(tmp_path, compressed=True)
     with pytest.raises(ConfigError, match="MNIST"):
-        prepare_mnist(tmp_path)
+        load_mnist(tmp_path, download=True)
     assert no_network  # it tried to fetch the real one
 
 
@@ -145,7 +142,7 @@ def normalised(pixels: np.ndarray) -> torch.Tensor:
 
 def test_cifar_is_what_the_files_hold(cifar: tuple[Path, np.ndarray], no_network: list[float | None]) -> None:
     root, pixels = cifar
-    prepare_cifar10(root)
+    load_cifar10(root, download=True)
     assert not no_network
     splits = load_cifar10(root)
     test, classes = splits.test.batch(range(2))  # type: ignore[attr-defined]
@@ -207,7 +204,7 @@ def make_folder(root: Path, side: str, classes: list[str], *, num_images: int = 
 def test_folder_layout(tmp_path: Path) -> None:
     make_folder(tmp_path, "train", ["cat", "dog"])
     make_folder(tmp_path, "val", ["cat", "dog"], num_images=1)
-    prepare_folder(tmp_path)
+    load_folder(tmp_path)
     splits = load_folder(tmp_path, image_size=14)
     assert (len(splits.train), len(splits.test), splits.num_classes) == (4, 2, 2)
     assert [label for _, label in splits.train] == [0, 0, 1, 1]  # type: ignore[attr-defined]
@@ -227,37 +224,37 @@ def test_folder_layout(tmp_path: Path) -> None:
 
 def test_folder_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train/CLASS/\*\.jpg.*data=digits"):
-        prepare_folder(tmp_path)
+        load_folder(tmp_path)
     make_folder(tmp_path, "train", ["cat", "dog"])
     with pytest.raises(ConfigError, match=r"val/CLASS/\*\.jpg"):
-        prepare_folder(tmp_path)
+        load_folder(tmp_path)
     make_folder(tmp_path, "val", ["cat", "mouse"])
     with pytest.raises(ConfigError, match=r"\['dog', 'mouse'\]"):
-        prepare_folder(tmp_path)
+        load_folder(tmp_path)
     shutil.rmtree(tmp_path / "val")
     make_folder(tmp_path, "val", ["cat", "dog"], num_images=0)
     with pytest.raises(ConfigError, match="no images"):
-        prepare_folder(tmp_path)
+        load_folder(tmp_path)
 
 
 # Without a network
 
 
 @pytest.mark.parametrize(
-    ("prepare", "load", "file", "place"),
+    ("load", "file", "place"),
     [
-        (prepare_mnist, load_mnist, "train-images-idx3-ubyte.gz", "MNIST/raw"),
-        (prepare_cifar10, load_cifar10, "cifar-10-python.tar.gz", ""),
+        (load_mnist, "train-images-idx3-ubyte.gz", "MNIST/raw"),
+        (load_cifar10, "cifar-10-python.tar.gz", ""),
     ],
 )
 def test_a_missing_download_says_what_to_put_where(
-    prepare: Any, load: Any, file: str, place: str, tmp_path: Path, no_network: list[float | None]
+    load: Any, file: str, place: str, tmp_path: Path, no_network: list[float | None]
 ) -> None:
     with pytest.raises(ConfigError) as failure:
         load(tmp_path)
     assert not no_network  # loading never downloads
     with pytest.raises(ConfigError) as prepared:
-        prepare(tmp_path)
+        load(tmp_path, download=True)
     for error in (failure, prepared):
         message = str(error.value)
         assert file in message

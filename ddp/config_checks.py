@@ -1,0 +1,198 @@
+"""Settings that cannot work, each with the reason and the remedy; and settings that follow from others.
+
+A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts.
+
+Read before: `config.py`. Read next: `config_reader.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
+from ddp.config import Config, Gpt, ImageFolder, Sgd, StandardLibrary, Step
+from ddp.errors import ConfigError
+
+
+def validate(config: Config) -> None:
+    """Checks every value and every pair of values that can contradict. Call it again after changing one.
+
+    Raises:
+        ConfigError: a value cannot work, or two values contradict; the message names key, value and remedy.
+    """
+    for problem in _problems(config):
+        raise ConfigError(problem)
+
+
+def resolve(config: Config, *, local_workers: int | None = None, num_shards: int | None = None) -> None:
+    """Fills in what is derived from other settings, so that RUN_DIR/config.yaml has it.
+
+    Args:
+        local_workers: workers on this host; None: all of them.
+        num_shards: that of the run to be resumed, which is taken while it still fits.
+
+    Raises:
+        ConfigError: the result cannot work.
+    """
+    workers = config.cluster.workers
+    config.cluster.local_workers = local_workers or workers
+    if config.cluster.threads_per_worker is None:
+        config.cluster.threads_per_worker = max(1, available_cores() // config.cluster.local_workers)
+    if config.batch.num_shards is None:
+        fits = num_shards is not None and workers <= num_shards <= config.batch.global_size
+        config.batch.num_shards = num_shards if fits else workers
+    validate(config)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """Yields one sentence per problem: key=value, what is wrong with it, the remedy."""
+    yield from _bound_problems(config)
+    yield from _choice_problems(config)
+    yield from _algorithm_problems(config)
+    yield from _cluster_problems(config)
+    yield from _device_problems(config)
+    yield from _start_problems(config)
+
+
+def _bound_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with single values."""
+    for bound, keys in _AT_LEAST.items():
+        for key in keys.split():
+            if (value := _lookup(config, key)) is not None and value < bound:
+                yield f"{key}={value}: must be at least {bound}"
+    for key in _SHARES.split():
+        if (value := _lookup(config, key)) is not None and not 0 <= value < 1:
+            yield f"{key}={value}: must be at least 0 and below 1"
+    for key in _POSITIVE.split():
+        if (value := _lookup(config, key)) is not None and not value > 0:
+            yield f"{key}={value}: must be greater than 0"
+
+
+_AT_LEAST = {
+    0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.final_factor replica.verify_every",
+    1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
+    "batch.num_shards batch.micro_size checkpoint.every_steps checkpoint.keep_last evaluate.every_epochs "
+    "evaluate.every_steps loader.evaluation_batch data.image_size data.context data.num_samples model.hidden "
+    "model.width model.depth model.heads optim.base_batch",
+    2: "data.num_classes",
+    1024: "comm.segment_bytes",
+}
+_SHARES = "model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction"
+_POSITIVE = (
+    "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps schedule.gamma"
+)
+
+
+def _lookup(config: Config, key: str) -> Any:
+    """Returns the value under a dotted key, or None if this choice of a group has no such field."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+WAYS = (
+    *("auto", "shared_memory", *ALL_REDUCE, "two_dimensional", *BETWEEN_HOSTS),
+    *(f"shared_memory+{between}" for between in ALL_REDUCE),
+)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    """Yields an algorithm's name that no layout of workers has. The communicator checks it for this layout."""
+    name = config.comm.algorithm
+    if name not in WAYS:
+        yield f"comm.algorithm={name}: unknown; choose one of {', '.join(WAYS)}"
+    elif name.startswith("shared_memory") and not config.comm.shared_memory:
+        yield f"comm.algorithm={name} with comm.shared_memory=false: leave one of them out"
+
+
+def _choice_problems(config: Config) -> Iterator[str]:
+    """Yields where a group's choice contradicts itself or another group's."""
+    is_text = isinstance(config.data, StandardLibrary)
+    if is_text != isinstance(config.model, Gpt):
+        remedy = "model=gpt" if is_text else "data=standard_library, or a model for images such as model=cnn"
+        kind = "text" if is_text else "images"
+        yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
+    match config.data:
+        case ImageFolder(path=None):
+            yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
+    match config.optim:
+        case Sgd(nesterov=True, momentum=0):
+            yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
+    if config.schedule.warmup_steps and config.schedule.warmup_fraction:
+        yield (
+            f"schedule.warmup_steps={config.schedule.warmup_steps}: contradicts schedule.warmup_fraction="
+            f"{config.schedule.warmup_fraction:g}; set one of them to 0"
+        )
+    match config.schedule:
+        case Step(milestones=milestones) if milestones != sorted(milestones) or not all(0 < m < 1 for m in milestones):
+            yield f"schedule.milestones={milestones}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
+
+
+def _cluster_problems(config: Config) -> Iterator[str]:
+    """Yields worker counts and batch sizes that do not go together."""
+    workers, batch = config.cluster.workers, config.batch
+    local_workers = config.cluster.local_workers or workers
+    most = max(8, 8 * available_cores())
+    if config.cluster.local_workers is not None and local_workers > workers:
+        yield f"cluster.local_workers={local_workers}: is more than cluster.workers={workers}"
+    if local_workers > most:
+        yield (
+            f"cluster.workers={workers}: {local_workers} workers here are too many for {available_cores()} cores; "
+            f"take at most {most}"
+        )
+    if batch.global_size < workers:
+        yield (
+            f"batch.global_size={batch.global_size}: smaller than cluster.workers={workers}, so some would have no "
+            f"sample; take a global batch of at least {workers}, or fewer workers"
+        )
+    if batch.num_shards is not None and not workers <= batch.num_shards <= batch.global_size:
+        yield (
+            f"batch.num_shards={batch.num_shards}: must be from cluster.workers={workers} to batch.global_size="
+            f"{batch.global_size}"
+        )
+    if config.comm.warn_s >= config.comm.abort_s:
+        yield f"comm.warn_s={config.comm.warn_s:g}: must be less than comm.abort_s={config.comm.abort_s:g}"
+
+
+def _device_problems(config: Config) -> Iterator[str]:
+    """Yields devices and backends that this machine does not have, or that do not go together."""
+    nccl = config.backend == "nccl"
+    if nccl and config.device == "cpu":
+        yield "backend=nccl: works with GPU memory only, but device=cpu; take backend=gloo, or device=cuda"
+    if not nccl and config.device != "cuda":
+        return
+    import torch  # this late, because the parent of a CPU run does not need it here
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        key = "backend=nccl" if nccl else "device=cuda"
+        yield f"{key}: no CUDA device is available here; take device=cpu backend=gloo"
+    local_workers = config.cluster.local_workers or config.cluster.workers
+    if nccl and local_workers > num_gpus:
+        yield (
+            f"backend=nccl: needs a GPU of its own for each of the {local_workers} workers here, and there are "
+            f"{num_gpus}; take backend=gloo, or cluster.workers={num_gpus}"
+        )
+
+
+def _start_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with where the run starts and when it ends."""
+    if config.epochs is None and config.max_steps is None:
+        yield "epochs=null: with max_steps=null, too, the run would never end; set one of them"
+    if config.resume not in ("none", "auto") and config.init_from.path is not None:
+        yield (
+            f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
+            "weights; set one of them"
+        )
+    if not config.resume:
+        yield "resume='': take none, auto, or the path of a checkpoint"
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,104 @@
+"""Settings from plain values: the one place that says which keys there are and which types they have.
+
+Hydra composes plain values, and RUN_DIR/config.yaml holds plain values. `from_plain` makes a `Config` of them. It
+refuses an unknown key, with the nearest valid one, and a value of the wrong type.
+
+Read before: `config_checks.py`. Read next: `launcher.py`, which composes a Config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ddp.config import CHOICES, Config, choose
+from ddp.config_checks import validate
+from ddp.errors import ConfigError
+
+
+def from_plain(plain: Mapping[str, Any]) -> Config:
+    """Returns the settings in plain dicts, as `asdict` or Hydra make them; missing keys take their defaults.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or a combination that cannot work.
+    """
+    config: Config = _read(Config, plain, key="")
+    validate(config)
+    return config
+
+
+def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigError:
+    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker" or "model=gtp"."""
+    names = sorted(valid)
+    end = max(key.rfind("."), key.rfind("=")) + 1
+    above, last = key[:end], key[end:]
+    near = difflib.get_close_matches(last, names, n=1)
+    hint = f" Did you mean {above}{near[0]}?" if near else ""
+    level = f" in {above[:-1]}" if above.endswith(".") else ""
+    return ConfigError(f"unknown {what} {key}.{hint} Valid{level}: {', '.join(names) or 'nothing'}")
+
+
+def wrong_type(key: str, value: object, expected: object) -> ConfigError:
+    """Returns the error for a value of the wrong type."""
+    return ConfigError(f"{key}={'null' if value is None else value}: expected {_describe(expected)}")
+
+
+def _read(kind: Any, value: Any, *, key: str) -> Any:
+    """Returns `value` as an instance of the type `kind`; `key` names it in errors."""
+    expected = kind
+    if get_origin(kind) in (Union, types.UnionType):  # only T | None occurs
+        if value is None:
+            return None
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise wrong_type(key or "the configuration", value, dict)
+        return _read_fields(kind, value, key=key)
+    if origin is Literal and value in arguments:
+        return value
+    if origin is list and isinstance(value, list):
+        return [_read(arguments[0], item, key=f"{key}[{i}]") for i, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): _read(arguments[1], item, key=f"{key}.{name}") for name, item in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is str and type(value) in (int, float):  # such as run.name=7
+        return str(value)
+    if origin is None and type(value) is kind:  # not isinstance: True is no int here
+        return value
+    raise wrong_type(key, value, expected)
+
+
+def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
+    default = kind
+    if key in CHOICES:
+        name = str(plain.get("name"))
+        if name not in CHOICES[key]:
+            raise unknown_key(f"{key}={name}", CHOICES[key], what="choice")
+        default = partial(choose, key, name)
+        kind = type(CHOICES[key][name])
+    hints = get_type_hints(kind)
+    prefix = f"{key}." if key else ""
+    for name in plain:
+        if name not in hints:
+            raise unknown_key(f"{prefix}{name}", hints)
+    return default(**{name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()})
+
+
+def _describe(kind: Any) -> str:
+    """Returns the name of a type in the words of a user."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_describe(option) for option in get_args(kind))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is list:
+        return f"a list, as [{_describe(get_args(kind)[0])}, …]"
+    if get_origin(kind) is dict:
+        return "a mapping, as {key: value}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
+    return "null" if kind is type(None) else names.get(kind, str(kind))
