@@ -8,8 +8,46 @@
     ddp.fit(net, task, dataset, optimizer, global_batch=64, epochs=3)
     ddp.launch(function, workers=2)                    # the same from a script or a notebook
 
-Read the floors from the bottom up: collectives, transport, comm, gradients, replica, train. Names here are imported
-when they are first used (PEP 562), so that `import ddp` stays light and `ddp.collectives` needs no torch.
+Names here are imported when they are first used (PEP 562), so that `import ddp` stays light and `ddp.collectives` needs
+no torch. Every file says what to read before and next, from the bottom up: collectives, transport, comm, gradients,
+replica, data, models, tasks, train, and then the way from a command line to workers.
+
+The words of this package, one meaning each:
+
+    rank                one process of a job, and its number; world size: the number of ranks
+    host                a machine; the ranks of a host can share memory
+    peer                the rank at the other end of a message
+    rendezvous          how ranks find each other at start-up
+    generation          a version of the membership: which ranks there are
+    transport           moves messages between two ranks
+    collective          an operation that all ranks call together: all-reduce, broadcast, barrier, …
+    call                one call of a collective, with its number
+    status              what a rank's watchdog publishes about it: its call, its host, where it stands
+    schedule            the rounds of a collective, rank by rank, as data
+    round               the transfers of a rank that are in flight together
+    chunk               one rank's share of a buffer
+    segment             a piece of a chunk, so that transfer and addition overlap
+    lane                one segment of all chunks on its way through the rounds of a schedule
+    canonical           added up along the one binary tree over the ranks that splits at the largest power of two
+    algorithm           ring, tree, butterfly, …: what makes a schedule
+    way                 how an all-reduce can run here: an algorithm over the transport, shared memory, or both
+    cost                what the model predicts that a collective takes
+    calibrate           measure what the cost model needs
+    replica             one rank's copy of the model
+    bucket              gradients that are reduced together, and the memory that they lie in
+    slot                a parameter and its gradient's place in a bucket
+    ready               a gradient that autograd has completed; a bucket whose gradients all are
+    launch              start a reduction; it is in flight until it completes, and `wait` returns then
+    totals              loss, count and stop votes of a step, summed over the ranks
+    verdicts            what a rank found in its own gradients: unused parameters, values that are not finite
+    hook                a user's function that averages a bucket in place of the all-reduce
+    global batch        the samples of one optimizer step over all ranks
+    shard               one of a fixed number of parts of a global batch, which random streams depend on
+    micro-batch         the samples of one forward and backward on one rank
+    step                one optimizer step; epoch: one pass over the training samples
+    learning-rate schedule    a factor on the learning rate, by step
+
+Read next: `errors.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +59,13 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
     from ddp.comm.setup import init as init
     from ddp.comm.setup import shutdown as shutdown
-    from ddp.data.sampler import DistributedSampler as DistributedSampler
+    from ddp.data.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.sampler import TrainSampler as TrainSampler
+    from ddp.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.errors import PeerLost as PeerLost
     from ddp.launcher import launch as launch
-    from ddp.replica.data_parallel import DistributedDataParallel as DistributedDataParallel
+    from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.train.evaluate import evaluate as evaluate
@@ -35,9 +74,10 @@ if TYPE_CHECKING:
     from ddp.train.fit import fit as fit
 
 _HOMES = {
+    "BucketedDataParallel": "ddp.replica.bucketed",
     "Communicator": "ddp.comm.communicator",
-    "DistributedDataParallel": "ddp.replica.data_parallel",
-    "DistributedSampler": "ddp.data.sampler",
+    "DistributedDataParallel": "ddp.drop_in.data_parallel",
+    "DistributedSampler": "ddp.data.distributed_sampler",
     "EvaluationSampler": "ddp.data.sampler",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",

@@ -3,13 +3,15 @@
 python -m ddp train data=digits epochs=2         trains on this host: ddp/launcher.py; `torchrun … -m ddp train` as well
 python -m ddp draw ring 4                        the rounds of a schedule, as text
 python -m ddp draw ring 4 --svg ring.svg         … as a picture
-python -m ddp draw hierarchical 6 --hosts 3,3    … of one that needs to know which ranks share a host
+python -m ddp draw hierarchical 6 --hosts 3,3    … of one that depends on which ranks share a host
 python -m ddp check ring 4                       proves it, and shows what each chunk becomes
 python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
                                                  how long it would take on such a network, and what it sends
 python -m ddp explain 25MB --workers 2           starts workers here, measures, and says which way "auto" goes
 
-A question is one function below: it adds its subcommand, and says how that is answered.
+Each question is one function below: it adds its subcommand, and defines how to answer it.
+
+Read before: `under_torchrun.py`. Read next: `bench/`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ddp.bench.units import format_bandwidth, format_time, parse_delay, parse_ra
 from ddp.collectives.catalog import BETWEEN_HOSTS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
 from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw, svg
-from ddp.collectives.simulate import Link, Network, simulate
+from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
 
 if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
@@ -37,10 +39,10 @@ MOST_RANKS_SHOWN = 64
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what was wrong and what to do."""
+    """A parser whose errors are one line that says what was wrong and what to do."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
+        """Prints the line and ends the program."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -58,23 +60,23 @@ def main(argv: Sequence[str]) -> int:
         print(options.answer(options), flush=True)
     except ValueError as error:
         questions.choices[options.question].error(str(error))
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; leave nothing to be flushed at exit
+    except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def train(settings: Sequence[str]) -> NoReturn:
     """Trains with these settings, which Hydra reads; ends the process."""
-    from ddp.launcher import main, main_under_torchrun, started_by_torchrun
+    from ddp import launcher, under_torchrun
 
     sys.argv = ["python -m ddp train", *settings]
-    if started_by_torchrun():
-        main_under_torchrun()
-    main()
+    if launcher.started_by_torchrun():
+        under_torchrun.main()
+    launcher.main()
 
 
 def draw_question(questions: Questions) -> None:
-    """What happens in which round?"""
+    """Adds `draw`: what happens in which round?"""
 
     def answer(options: argparse.Namespace) -> str:
         schedule, hosts = chosen_schedule(options)
@@ -94,7 +96,7 @@ def draw_question(questions: Questions) -> None:
 
 
 def check_question(questions: Questions) -> None:
-    """Is it right, and in which order are the contributions added?"""
+    """Adds `check`: is a schedule right, and in which order does it add the contributions?"""
 
     def answer(options: argparse.Namespace) -> str:
         schedule, _ = chosen_schedule(options)
@@ -117,14 +119,15 @@ def check_question(questions: Questions) -> None:
 
 
 def simulate_question(questions: Questions) -> None:
-    """How long would it take on such a network?"""
+    """Adds `simulate`: how long would a schedule take on such a network?"""
 
     def answer(options: argparse.Namespace) -> str:
-        if options.per_host is not None:
-            if options.hosts:
-                raise ValueError("--hosts and --per-host both say who shares a host: leave one out")
-            options.hosts = sizes_of_hosts(options.num_ranks, options.per_host)
-        schedule, hosts = chosen_schedule(options, alone=True)
+        per_host = 1 if options.per_host is None else options.per_host
+        if options.per_host is not None and options.hosts:
+            raise ValueError("--hosts and --per-host both say who shares a host: leave one out")
+        if per_host < 1:
+            raise ValueError(f"--per-host {per_host}: give at least 1")
+        schedule, hosts = chosen_schedule(options, per_host=per_host)
         network = Network(
             hosts=hosts,
             inside=Link(time_of(options.inside_alpha), 8 / rate_of(options.inside_rate)),
@@ -132,10 +135,7 @@ def simulate_question(questions: Questions) -> None:
             gamma_s=1 / (options.add_gb_s * 1e9),
         )
         nbytes = parse_size(options.bytes)
-        num_chunks = schedule.num_chunks(options.num_ranks)
-        numel = (
-            -(-nbytes // 4 // num_chunks) * num_chunks
-        )  # equal chunks: where ranks are alike, one host stands for all
+        numel = whole_chunks(nbytes // 4, schedule.num_chunks(options.num_ranks))  # so that one host can stand for all
         timeline = simulate(schedule, network, numel)
         sent, left = max(timeline.bytes_sent), max(timeline.host_bytes_sent)
         busbw = bus_bandwidth(schedule.goal, options.num_ranks, nbytes, timeline.makespan_s)
@@ -161,7 +161,7 @@ def simulate_question(questions: Questions) -> None:
 
 
 def explain_question(questions: Questions) -> None:
-    """Which way would an all-reduce of that size go on this machine?"""
+    """Adds `explain`: which way would "auto" choose for an all-reduce of that size on this machine?"""
 
     def answer(options: argparse.Namespace) -> str:
         from ddp.launcher import launch
@@ -181,7 +181,7 @@ def explain_question(questions: Questions) -> None:
 
 
 def explained(nbytes: int, *, shared_memory: bool) -> str:
-    """What rank r of a new world is told about an all-reduce of `nbytes`."""
+    """Returns, as one rank of a new world, what its communicator says about an all-reduce of `nbytes`."""
     import ddp
 
     comm = ddp.init(shared_memory=shared_memory)
@@ -191,7 +191,7 @@ def explained(nbytes: int, *, shared_memory: bool) -> str:
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name a schedule."""
+    """Adds the arguments that name a schedule."""
     parser.add_argument("schedule", help=f"one of {', '.join([*SCHEDULES, 'two_dimensional', *BETWEEN_HOSTS])}")
     parser.add_argument("num_ranks", type=int, help="from 1 up")
     parser.add_argument(
@@ -199,19 +199,16 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_schedule(options: argparse.Namespace, *, alone: bool = False) -> tuple[Schedule, Hosts]:
-    """The schedule that was asked for, and the hosts that its ranks stand on.
+def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None) -> tuple[Schedule, Hosts]:
+    """Returns the schedule that was asked for, and the hosts that its ranks stand on.
 
     Args:
-        alone: without --hosts every rank has a host of its own, instead of all being on one.
+        per_host: ranks on each host unless --hosts says it; None: all ranks on one host.
     """
     name, num_ranks = options.schedule, options.num_ranks
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a schedule needs at least one rank")
-    if options.hosts:
-        hosts = hosts_of_sizes(options.hosts, num_ranks)
-    else:
-        hosts = tuple((rank,) for rank in range(num_ranks)) if alone else (tuple(range(num_ranks)),)
+    hosts = hosts_of_sizes(options.hosts, num_ranks) if options.hosts else equal_hosts(num_ranks, per_host or num_ranks)
     found = {**SCHEDULES, **all_reduce_schedules(hosts)}
     if name in found:
         return found[name], hosts
@@ -227,7 +224,7 @@ def chosen_schedule(options: argparse.Namespace, *, alone: bool = False) -> tupl
 
 
 def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:
-    """ "2,3" → ranks 0 and 1 on one host, 2 to 4 on another."""
+    """Returns the ranks of each host: "2,3" → ranks 0 and 1 on one host, 2 to 4 on another."""
     numbers = sizes.split(",")
     if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         raise ValueError(f"--hosts {sizes}: give the number of ranks of each host, from 1 up, e.g. --hosts 2,2")
@@ -237,16 +234,8 @@ def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:
     return tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
 
 
-def sizes_of_hosts(num_ranks: int, per_host: int) -> str:
-    """Equal hosts as --hosts has them; the last one may have fewer ranks."""
-    if per_host < 1:
-        raise ValueError(f"--per-host {per_host}: give at least 1")
-    full, rest = divmod(num_ranks, per_host)
-    return ",".join([str(per_host)] * full + ([str(rest)] if rest else []))
-
-
 def rate_of(text: str) -> float:
-    """Bits per second."""
+    """Returns bits per second."""
     rate = parse_rate(text)
     if rate is None:
         raise ValueError(f"rate {text!r}: give e.g. 10gbit or 100mbit")
@@ -254,7 +243,7 @@ def rate_of(text: str) -> float:
 
 
 def time_of(text: str) -> float:
-    """Seconds."""
+    """Returns seconds."""
     seconds = parse_delay(text)
     if seconds is None:
         raise ValueError(f"latency {text!r}: give e.g. 20us or 5ms")

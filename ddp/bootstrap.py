@@ -1,4 +1,4 @@
-"""Runs a module of exactly the package that this file belongs to, wherever it is started: how a worker begins.
+"""Starts a worker: runs a module of exactly the package that this file belongs to, wherever it is started.
 
     python -P …/ddp/bootstrap.py ddp.worker ARGUMENT …
 
@@ -6,6 +6,8 @@
 file `random.py` a module of Python. `-P` keeps that folder, and this file's own, off the path; so this file loads the
 package by its location. A process that multiprocessing starts from a worker imports this file too, and so finds the
 same package.
+
+Read before: `failures.py`. Read next: `terminal.py`.
 """
 
 import importlib

@@ -1,92 +1,75 @@
-"""From a `Config` to a run: the one place that takes settings apart and hands components plain arguments.
+"""A run: checked before any worker starts, made by every worker, and completed afterwards.
 
-check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
-                         the checkpoint to be resumed; what is wrong is said once, by one process
-run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
-finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table
+    check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
+                             the checkpoint to be resumed; so one process says once what is wrong
+    run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+    finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table
+
+Read before: `components.py`. Read next: `under_torchrun.py`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import socket
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ddp import components
 from ddp import config as settings
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
-from ddp.config import Config, DataName, ModelName, to_plain
-from ddp.data import digits, image_sets, standard_library, streams, synthetic
+from ddp.config import Config, to_plain
+from ddp.data import standard_library, streams
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.files import write_whole
 from ddp.log import log
-from ddp.models.cnn import CNN
-from ddp.models.gpt import GPT
-from ddp.models.mlp import MLP
-from ddp.models.resnet import resnet
-from ddp.optim import schedules
-from ddp.replica.data_parallel import DistributedDataParallel
-from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.tasks import ngram
-from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import LanguageModel
-from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
-from ddp.train.checkpoint import (
-    Checkpointer,
-    check_fits,
-    check_optimizer,
-    load_initial_weights,
-    read_checkpoint,
-    restore,
-    software_identity,
-)
+from ddp.train.callbacks import MetricsFile, ThroughputMeter
+from ddp.train.checkpoint import Checkpointer, check_optimizer, read_checkpoint, restore, software_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
 from ddp.train.fit import continue_fit, last_step
+from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, print_summary
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
-
-SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
+from ddp.train.stored_checkpoint import load, steps
 
 # ------------------------------------------------------------------------------------------- the three entry points
 
 
 def check(config: Config) -> None:
-    """Finds out, in one process and before any worker starts, what cannot work.
+    """Finds out in one process, before any worker starts, whether the run can work.
 
     Raises:
-        ConfigError: data are missing, or model and data do not go together.
-        CheckpointError: what is to be resumed or started from does not fit.
+        ConfigError: data are missing, or the model cannot be built.
+        CheckpointError: the checkpoint to resume, or the weights to start from, do not fit.
     """
-    prepare_data(config)
-    splits = load_data(config)
+    components.prepare_data(config)
+    splits = components.load_data(config)
     with torch.device("meta"):
-        model = make_model(config, splits)
+        model = components.make_model(config, splits)
     if (which := resume_from(config, Path(config.run.dir))) is not None:
-        checkpoint = CheckpointStore(which).load(which, names=["model"])
+        checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
-        check_optimizer(checkpoint, make_optimizer(config, model))
+        check_optimizer(checkpoint, components.make_optimizer(config, model))
     elif config.init_from.path:
-        load_initial_weights(**_initial_weights(config), module=make_model(config, splits))
+        _load_given_weights(config, components.make_model(config, splits))
 
 
 def run(config: Config, run_dir: Path) -> None:
-    """One worker's whole life: joins the others, trains, leaves."""
+    """Runs as one worker: joins the others, trains, leaves."""
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
     comm = init(
@@ -102,8 +85,7 @@ def run(config: Config, run_dir: Path) -> None:
     )
     stop = StopFlag()
     try:
-        with stop.listening(), ExitStack() as until_end:
-            on_rank_zero(comm, lambda: _hold_run(run_dir, until_end), label="locking the run's folder")
+        with stop.listening():
             _train(config, run_dir, comm, stop)
     except BaseException as error:
         shutdown(failed=f"{type(error).__name__}: {error}")
@@ -112,14 +94,13 @@ def run(config: Config, run_dir: Path) -> None:
 
 
 def finish(config: Config, run_dir: Path) -> None:
-    """Completes what the workers left, and shows it."""
+    """Completes the results that the workers wrote, and prints them."""
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())
-    if config.data.name is DataName.standard_library and not summary["stopped_by"]:
+    if isinstance(config.data, settings.StandardLibrary) and not summary["stopped_by"]:
         summary |= _yardsticks()
         write_whole(path, json.dumps(summary, indent=2) + "\n")
-    task = make_task(config)
-    main_metric = f"test_{task.main_metric}"
+    main_metric = f"test_{components.make_task(config).main_metric}"
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
     print_summary(summary, run_dir, next_commands=_next_commands(config, summary))
 
@@ -127,21 +108,16 @@ def finish(config: Config, run_dir: Path) -> None:
 # --------------------------------------------------------------------------------------------------- a worker's life
 
 
-def _hold_run(run_dir: Path, until_end: ExitStack) -> None:
-    """Rank 0 may outlive the parent, which holds the folder of the run, and still save."""
-    until_end.enter_context(closing(CheckpointStore(run_dir / "checkpoints").hold()))
-
-
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
-    splits, task = load_data(config), make_task(config)
+    splits, task = components.load_data(config), components.make_task(config)
     _check_data(config, splits, comm)
     streams.init_stream(config.seed, device=comm.device)
-    module = make_model(config, splits).to(comm.device)
+    module = components.make_model(config, splits).to(comm.device)
     resumed = on_rank_zero(comm, lambda: resume_from(config, run_dir), label="looking for a checkpoint")
     if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
-        load_initial_weights(**_initial_weights(config), module=module)
-    model = make_replica(config, module, comm)
-    optimizer = make_optimizer(config, module)
+        _load_given_weights(config, module)
+    model = components.make_replica(config, module, comm)
+    optimizer = components.make_optimizer(config, module)
     sampler = TrainSampler(
         len(splits.train),
         global_batch=config.batch.global_size,
@@ -159,7 +135,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         best="max" if task.higher_is_better else "min",
     )
     if resumed is not None:
-        restore(read_checkpoint(comm, store, resumed), state, identity=run_identity)
+        restore(read_checkpoint(comm, resumed), state, identity=run_identity)
     num_steps = last_step(state, epochs=config.epochs, max_steps=config.max_steps)
     headline = _headline(config, comm, module, sampler, num_steps, state.step)
     log.info("%s", headline)
@@ -175,7 +151,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         splits.train,
         epochs=config.epochs,
         max_steps=config.max_steps,
-        schedule=make_schedule(config, num_steps),
+        schedule=components.make_schedule(config, num_steps),
         clip_norm=config.clip_norm,
         precision=cast(Any, config.precision.value),
         loader_workers=config.loader.num_workers,
@@ -192,7 +168,6 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
                 score_metric=score_metric,
             ),
             ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # showing comes after saving
-            StepInErrors(),
         ],
         stop=stop,
     )
@@ -201,7 +176,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
 
 
 def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
-    """Raises ConfigError, with hosts, unless all workers have loaded the same: hosts need not share a disk."""
+    """Raises ConfigError, with hosts, unless all workers have loaded the same data: hosts need not share a disk."""
     num_train, num_test = len(splits.train), len(splits.test)
     mine = f"{splits.name}: {num_train:,} + {num_test:,} samples of {splits.sample_shape}, {splits.num_classes} classes"
     found: dict[str, list[str]] = {}
@@ -210,21 +185,8 @@ def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
     if len(found) > 1:
         each = "; ".join(f"on {', '.join(sorted(set(hosts)))}: {theirs}" for theirs, hosts in found.items())
         raise ConfigError(
-            f"data={config.data.name.value} is not the same on all hosts ({each}); copy one host's data to the others"
+            f"data={config.data.name} is not the same on all hosts ({each}); copy one host's data to the others"
         )
-
-
-class StepInErrors(Callback):
-    """Notes on an error which step it happened in, for the block that the parent prints."""
-
-    def __init__(self) -> None:
-        self._step = 0
-
-    def step_start(self, state: TrainState) -> None:
-        self._step = state.step + 1
-
-    def exception(self, state: TrainState, error: BaseException) -> None:
-        error.step = self._step or None  # type: ignore[attr-defined]
 
 
 def _evaluation(
@@ -273,15 +235,15 @@ def _write_summary(run_dir: Path, config: Config, state: TrainState, meter: Thro
 def _headline(
     config: Config, comm: Communicator, module: nn.Module, sampler: TrainSampler, num_steps: int, first: int
 ) -> str:
-    """Everything that was derived, in three lines."""
+    """Returns everything that was derived, in three lines."""
     micros = next(iter(sampler.plans())).micros
     largest = max((len(micro.indices) for micro in micros), default=0)
-    rate = learning_rate(config)
+    rate = components.learning_rate(config)
     scaled = "" if rate == config.optim.lr else f" ({config.optim.lr:g} × {rate / config.optim.lr:g} for this batch)"
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     start = f", continuing after step {first:,}" if first else ""
     lines = [
-        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name.value} "
+        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name} "
         f"with {num_parameters:,} parameters, {config.replica.kind.value} gradients, "
         f"all-reduce: {comm.auto.describe()}",
         f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
@@ -292,137 +254,8 @@ def _headline(
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------- components, one by one
-
-
-def prepare_data(config: Config) -> None:
-    """Fetches what is missing, once, in one process."""
-    match config.data:
-        case settings.Mnist(root=root):
-            image_sets.prepare_mnist(root)
-        case settings.Cifar10(root=root):
-            image_sets.prepare_cifar10(root)
-        case settings.ImageFolder(path=path):
-            image_sets.prepare_folder(cast(str, path))
-        case settings.StandardLibrary(root=root):
-            standard_library.prepare(root)
-
-
-def load_data(config: Config) -> Splits:
-    """Training and held-out samples; never downloads."""
-    match config.data:
-        case settings.Mnist(root=root):
-            return image_sets.load_mnist(root)
-        case settings.Cifar10(root=root):
-            return image_sets.load_cifar10(root)
-        case settings.ImageFolder(path=path, image_size=image_size):
-            return image_sets.load_folder(cast(str, path), image_size=image_size)
-        case settings.StandardLibrary(root=root, context=context):
-            return standard_library.load(root, context=context)
-        case settings.Synthetic(root=root, num_samples=num, image_size=image_size, num_classes=num_classes):
-            return synthetic.load(
-                root, image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
-            )
-        case _:
-            return digits.load(config.data.root)
-
-
-def make_task(config: Config) -> Classification | LanguageModel:
-    """What the model is to learn."""
-    return LanguageModel() if config.data.name is DataName.standard_library else Classification()
-
-
-def make_model(config: Config, splits: Splits) -> nn.Module:
-    """The bare model, initialised from the global generator.
-
-    Raises:
-        ConfigError: the model takes another kind of data.
-    """
-    model, shape = config.model, splits.sample_shape
-    wanted = "text" if model.name is ModelName.gpt else "images"
-    if wanted != splits.kind:
-        fitting = "model=gpt" if splits.kind == "text" else "model=cnn"
-        raise ConfigError(
-            f"model={model.name.value} takes {wanted}, but data={config.data.name.value} is {splits.kind}; "
-            f"use {fitting}"
-        )
-    match model:
-        case settings.Mlp(hidden=hidden):
-            return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=splits.num_classes)
-        case settings.Cnn(width=width, dropout=dropout):
-            return CNN(
-                in_channels=shape[0], image_size=shape[1], num_classes=splits.num_classes, width=width, dropout=dropout
-            )
-        case settings.Gpt(width=width, depth=depth, heads=heads, dropout=dropout):
-            return GPT(
-                vocab_size=splits.num_classes, context=shape[0], width=width, depth=depth, heads=heads, dropout=dropout
-            )
-        case _:
-            return resnet(model.name.value, num_classes=splits.num_classes, small_images=shape[1] < SMALL_IMAGE)
-
-
-def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
-    """The module, kept equal to the other workers'. Buffers are synchronised by evaluate and checkpoints."""
-    if config.replica.kind is settings.ReplicaKind.naive:
-        replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
-    else:
-        replica = DistributedDataParallel(
-            module,
-            comm=comm,
-            broadcast_buffers=False,
-            bucket_cap_mb=config.replica.bucket_cap_mb,
-            first_bucket_mb=config.replica.first_bucket_mb,
-        )
-    replica.verify_replicas(every=config.replica.verify_every)
-    return replica
-
-
-def learning_rate(config: Config) -> float:
-    """The configured rate, scaled for the global batch."""
-    optim = config.optim
-    return schedules.scaled_rate(
-        optim.lr,
-        global_batch=config.batch.global_size,
-        base_batch=optim.base_batch,
-        rule=cast(Any, optim.lr_scaling.value),
-    )
-
-
-def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
-    """Over all parameters; weight decay leaves out vectors (biases, norms)."""
-    matrices = [p for p in module.parameters() if p.requires_grad and p.dim() > 1]
-    vectors = [p for p in module.parameters() if p.requires_grad and p.dim() <= 1]
-    decay = config.optim.weight_decay
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    rate = learning_rate(config)
-    match config.optim:
-        case settings.Sgd(momentum=momentum, nesterov=nesterov):
-            return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
-        case settings.Adam(beta1=beta1, beta2=beta2, eps=eps):
-            return Adam(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-        case settings.AdamW(beta1=beta1, beta2=beta2, eps=eps):
-            return AdamW(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-    raise ConfigError(f"optim={config.optim.name.value} is not known; choose sgd, adam or adamw")
-
-
-def make_schedule(config: Config, num_steps: int) -> schedules.Schedule:
-    """The factor of the learning rate over a run of `num_steps`."""
-    schedule = config.schedule
-    num_warmup = schedule.warmup_steps or round(schedule.warmup_fraction * num_steps)
-    match schedule:
-        case settings.Cosine(final_factor=final_factor):
-            factor = schedules.cosine(num_steps=num_steps, final_factor=final_factor)
-        case settings.Step(milestones=milestones, gamma=gamma):
-            steps = sorted({round(share * num_steps) for share in milestones})
-            factor = schedules.step(milestones=steps, gamma=gamma)
-        case _:
-            factor = schedules.constant()
-    return schedules.with_warmup(factor, num_warmup_steps=num_warmup)
-
-
 def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, Any]:
-    """What the bits of the result depend on, beside the code; kept in every checkpoint."""
+    """Returns what the bits of the result depend on beside the code; every checkpoint has it."""
     plain = to_plain(config)
     return {
         **software_identity(),
@@ -439,7 +272,7 @@ def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, An
 
 
 def resume_from(config: Config, run_dir: Path) -> Path | None:
-    """The folder to resume from; None for a fresh start.
+    """Returns the checkpoint, or folder of checkpoints, to resume from; None for a fresh start.
 
     Raises:
         CheckpointError: `resume` names a path without a checkpoint.
@@ -448,25 +281,29 @@ def resume_from(config: Config, run_dir: Path) -> Path | None:
         return None
     if config.resume == "auto":
         folder = run_dir / "checkpoints"
-        return folder if CheckpointStore(folder).steps() else None
+        return folder if steps(folder) else None
     path = Path(config.resume)
     if not path.exists():
         raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")
+    return _checkpoints_of(path)
+
+
+def _checkpoints_of(path: Path) -> Path:
+    """Returns the checkpoints of a run, if `path` is its folder, or else `path` itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _initial_weights(config: Config) -> dict[str, Any]:
+def _load_given_weights(config: Config, module: nn.Module) -> None:
     start = config.init_from
-    path = Path(cast(str, start.path))
-    path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return {"path": path, "strict": start.strict, "rename": start.rename, "skip": start.skip}
+    path = _checkpoints_of(Path(cast(str, start.path)))
+    load_initial_weights(path, module, strict=start.strict, rename=start.rename, skip=start.skip)
 
 
 # ------------------------------------------------------------------------------------------------------ at the end
 
 
 def _yardsticks() -> Mapping[str, float]:
-    """What simple models of bytes reach on the same held-out text, in bits per byte."""
+    """Returns what simple models of bytes reach on the same held-out text, in bits per byte."""
     text = standard_library.corpus()
     orders = {"bigram": 2, "trigram": 3, "5-gram": 5}
     found = {

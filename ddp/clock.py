@@ -1,4 +1,7 @@
-"""Time, in one place: every duration of this package is monotonic and in seconds."""
+"""Time, in one place: every duration of this package is monotonic and in seconds.
+
+Read before: `errors.py`. Read next: `allocator.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 now_s = time.perf_counter
-PAUSED_S = 3.0  # whoever looks at the clock this much later than intended was not running in between
+PAUSED_S = 3.0  # a process that looks at the clock this much later than intended was not running in between
 
 
 class Patience:
-    """A deadline for a wait that looks up every second or so, and that may be paused itself.
+    """A deadline for a wait that looks at the clock every second or so, and that may be paused itself.
 
-    A process that is stopped (Ctrl-Z, a frozen container, a suspended laptop) does not look up. Its peers were most
-    often paused with it and go on when it does, so that the deadline begins anew.
+    A process that is stopped (Ctrl-Z, a frozen container, a suspended laptop) does not look at the clock. Its peers
+    were most often paused with it and go on when it does. So the deadline begins anew then.
 
     Args:
         limit_s: how long the wait may take, in seconds of running.
@@ -34,7 +37,7 @@ class Patience:
 
 
 class Stopwatch:
-    """Adds up the time spent inside `with watch.running():` blocks. Not re-entrant, one thread."""
+    """Adds up the time spent inside `with watch.running():` blocks. It is not re-entrant, and for one thread."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -48,6 +51,6 @@ class Stopwatch:
             self.total_s += now_s() - start_s
 
     def take_s(self) -> float:
-        """The total so far; starts again from zero."""
+        """Returns the total so far, and starts again from zero."""
         total_s, self.total_s = self.total_s, 0.0
         return total_s

@@ -1,19 +1,18 @@
 """Every setting of a run, as plain dataclasses: one tree, one place for defaults, one `validate`.
 
     conf/train.yaml + conf/GROUP/CHOICE.yaml + command line        Hydra, in the parent only (ddp.launcher)
-                 │  to_object
+                 │  from_plain
                  ▼
               Config  ── to_plain ──▶  RUN_DIR/config.yaml  ── from_plain ──▶  Config, in every worker (PyYAML only)
 
-Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base dataclass with the shared fields and a
-subclass per choice. Its `name` is an enum: the member, the file conf/GROUP/NAME.yaml and the word on the command line
-are the same. `CHOICES` is the table of all of them, and Hydra's schemas are made from it.
+Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base dataclass with the shared fields; a
+choice that has fields of its own is a subclass. The `name` of a choice, the file conf/GROUP/NAME.yaml and the word on
+the command line are the same. `CHOICES` is the table of all of them.
 
-What shapes these classes (OmegaConf 2.3): enums match by member *name*, so members are lower case; `Literal` and frozen
-dataclasses are refused; `__post_init__`, and with it `validate`, runs at `to_object`, not at merge.
+Hydra composes plain values. `from_plain` alone says which keys there are and which types they have. Components never
+see these classes: ddp.build takes them apart into plain keyword arguments.
 
-Components never see these classes: ddp.build takes them apart into plain keyword arguments.
-Next: ddp/launcher.py (who composes a Config), ddp/build.py (who reads one).
+Read before: `train/report.py`. Read next: `launcher.py`, which composes a Config.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import difflib
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
@@ -46,7 +46,7 @@ class Backend(Enum):
 
 class Order(Enum):
     any = "any"  # every way of an all-reduce may be taken
-    canonical = "canonical"  # only those that add along the canonical binary tree over the ranks
+    canonical = "canonical"  # only ways that add along the canonical binary tree over the ranks
 
 
 class ReplicaKind(Enum):
@@ -65,76 +65,33 @@ class LrScaling(Enum):
     sqrt = "sqrt"  # lr × √(global batch / base_batch)
 
 
-class DataName(Enum):
-    digits = "digits"
-    mnist = "mnist"
-    cifar10 = "cifar10"
-    image_folder = "image_folder"
-    standard_library = "standard_library"
-    synthetic = "synthetic"
-
-
-class ModelName(Enum):
-    mlp = "mlp"
-    cnn = "cnn"
-    resnet18 = "resnet18"
-    resnet34 = "resnet34"
-    resnet50 = "resnet50"
-    gpt = "gpt"
-
-
-class OptimName(Enum):
-    sgd = "sgd"
-    adam = "adam"
-    adamw = "adamw"
-
-
-class ScheduleName(Enum):
-    constant = "constant"
-    cosine = "cosine"
-    step = "step"
-
-
 # ------------------------------------------------------------------------------------------------ the four groups
 
 
 @dataclass(kw_only=True, slots=True)
 class Data:
-    name: DataName = DataName.digits
+    """A data set: the fields of all of them. Digits, MNIST and CIFAR-10 have no others."""
+
+    name: str
     root: str = "data"  # where downloads lie
 
 
 @dataclass(kw_only=True, slots=True)
-class Digits(Data):
-    name: DataName = DataName.digits
-
-
-@dataclass(kw_only=True, slots=True)
-class Mnist(Data):
-    name: DataName = DataName.mnist
-
-
-@dataclass(kw_only=True, slots=True)
-class Cifar10(Data):
-    name: DataName = DataName.cifar10
-
-
-@dataclass(kw_only=True, slots=True)
 class ImageFolder(Data):
-    name: DataName = DataName.image_folder
+    name: str = "image_folder"
     path: str | None = None  # holds train/CLASS/*.jpg and val/CLASS/*.jpg, ImageNet's layout; needed
     image_size: int = 224  # pixels
 
 
 @dataclass(kw_only=True, slots=True)
 class StandardLibrary(Data):
-    name: DataName = DataName.standard_library
+    name: str = "standard_library"
     context: int = 256  # bytes per sample
 
 
 @dataclass(kw_only=True, slots=True)
 class Synthetic(Data):
-    name: DataName = DataName.synthetic
+    name: str = "synthetic"
     num_samples: int = 4096
     image_size: int = 32  # pixels
     num_classes: int = 10
@@ -142,40 +99,27 @@ class Synthetic(Data):
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    name: ModelName = ModelName.cnn
+    """A model: the ResNets have no other fields."""
+
+    name: str
 
 
 @dataclass(kw_only=True, slots=True)
 class Mlp(Model):
-    name: ModelName = ModelName.mlp
+    name: str = "mlp"
     hidden: int = 256
 
 
 @dataclass(kw_only=True, slots=True)
 class Cnn(Model):
-    name: ModelName = ModelName.cnn
+    name: str = "cnn"
     width: int = 32
     dropout: float = 0.3
 
 
 @dataclass(kw_only=True, slots=True)
-class Resnet18(Model):
-    name: ModelName = ModelName.resnet18
-
-
-@dataclass(kw_only=True, slots=True)
-class Resnet34(Model):
-    name: ModelName = ModelName.resnet34
-
-
-@dataclass(kw_only=True, slots=True)
-class Resnet50(Model):
-    name: ModelName = ModelName.resnet50
-
-
-@dataclass(kw_only=True, slots=True)
 class Gpt(Model):
-    name: ModelName = ModelName.gpt
+    name: str = "gpt"
     width: int = 192
     depth: int = 4
     heads: int = 6
@@ -184,16 +128,18 @@ class Gpt(Model):
 
 @dataclass(kw_only=True, slots=True)
 class Optim:
-    name: OptimName = OptimName.sgd
-    lr: float = 0.05  # for `base_batch` samples a step
-    weight_decay: float = 0.0
+    """An optimizer: the fields of all of them."""
+
+    name: str
+    lr: float  # for `base_batch` samples a step
+    weight_decay: float
     lr_scaling: LrScaling = LrScaling.none
     base_batch: int = 64  # the global batch that `lr` was found for
 
 
 @dataclass(kw_only=True, slots=True)
 class Sgd(Optim):
-    name: OptimName = OptimName.sgd
+    name: str = "sgd"
     lr: float = 0.05
     weight_decay: float = 5e-4
     momentum: float = 0.9
@@ -202,18 +148,6 @@ class Sgd(Optim):
 
 @dataclass(kw_only=True, slots=True)
 class Adam(Optim):
-    name: OptimName = OptimName.adam
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-
-@dataclass(kw_only=True, slots=True)
-class AdamW(Optim):
-    name: OptimName = OptimName.adamw
-    lr: float = 4e-3
-    weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -221,44 +155,57 @@ class AdamW(Optim):
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
-    name: ScheduleName = ScheduleName.cosine
+    """A learning-rate schedule: the fields of all of them. The constant one has no others."""
+
+    name: str
     warmup_steps: int = 0  # linear, from lr / warmup_steps up to lr
     warmup_fraction: float = 0.0  # the same, as a share of the whole run; set one of the two
 
 
 @dataclass(kw_only=True, slots=True)
-class Constant(Schedule):
-    name: ScheduleName = ScheduleName.constant
-
-
-@dataclass(kw_only=True, slots=True)
 class Cosine(Schedule):
-    name: ScheduleName = ScheduleName.cosine
+    name: str = "cosine"
     warmup_fraction: float = 0.05
     final_factor: float = 0.0  # of lr, reached at the last step
 
 
 @dataclass(kw_only=True, slots=True)
 class Step(Schedule):
-    name: ScheduleName = ScheduleName.step
+    name: str = "step"
     milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # shares of the whole run
-    gamma: float = 0.1  # what lr is multiplied with at each milestone
+    gamma: float = 0.1  # lr is multiplied by it at each milestone
 
 
-CHOICES: dict[str, dict[Enum, type[Any]]] = {
-    "data": {kind().name: kind for kind in (Digits, Mnist, Cifar10, ImageFolder, StandardLibrary, Synthetic)},
-    "model": {kind().name: kind for kind in (Mlp, Cnn, Resnet18, Resnet34, Resnet50, Gpt)},
-    "optim": {kind().name: kind for kind in (Sgd, Adam, AdamW)},
-    "schedule": {kind().name: kind for kind in (Constant, Cosine, Step)},
+_ALL: dict[str, tuple[Any, ...]] = {
+    "data": (
+        *(Data(name=name) for name in ("digits", "mnist", "cifar10")),
+        ImageFolder(),
+        StandardLibrary(),
+        Synthetic(),
+    ),
+    "model": (Mlp(), Cnn(), *(Model(name=f"resnet{depth}") for depth in (18, 34, 50)), Gpt()),
+    "optim": (
+        Sgd(),
+        Adam(name="adam", lr=1e-3, weight_decay=0.0),
+        Adam(name="adamw", lr=4e-3, weight_decay=0.01),
+    ),
+    "schedule": (Schedule(name="constant"), Cosine(), Step()),
 }
-"""group → name → dataclass: what conf/GROUP/ offers."""
+CHOICES = {group: {choice.name: choice for choice in choices} for group, choices in _ALL.items()}
+"""group → name → its default settings: what conf/GROUP/ offers."""
+
+
+def choose(group: str, name: str, /, **settings: Any) -> Any:
+    """Returns a choice of a group: its default settings, some of them replaced."""
+    return replace(CHOICES[group][name], **settings)
+
 
 # -------------------------------------------------------------------------------------------------- the fixed parts
 
 
 @dataclass(kw_only=True, slots=True)
 class InitFrom:
-    """Start from given weights (not a resume: step 0, fresh optimizer)."""
+    """Starts from given weights, at step 0 with a fresh optimizer, unlike `resume`."""
 
     path: str | None = None
     strict: bool = True  # every parameter must be found, and every key used
@@ -291,10 +238,10 @@ class Comm:
     algorithm: str = "auto"  # auto (least predicted time) | shared_memory | ring, tree, … | hierarchical, …
     order: Order = Order.any
     shared_memory: bool = True  # False: also between workers of one host everything goes over the transport
-    debug: bool = False  # compare what the workers call before every collective
+    debug: bool = False  # the workers compare their calls before every collective
     segment_bytes: int = 4 << 20  # a chunk travels in pieces of this size
-    warn_s: float = 10.0  # a collective that waits this long says for whom
-    abort_s: float = 600.0  # and this long ends the run
+    warn_s: float = 10.0  # after this long a waiting rank says which rank it waits for
+    abort_s: float = 600.0  # after this long it ends the run
 
 
 @dataclass(kw_only=True, slots=True)
@@ -302,7 +249,7 @@ class Replica:
     kind: ReplicaKind = ReplicaKind.bucketed
     bucket_cap_mb: float = 25.0
     first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
-    verify_every: int = 0  # compare parameters of all workers bit by bit after so many steps; 0: never
+    verify_every: int = 0  # after so many steps the parameters of all workers are compared bit by bit; 0: never
 
 
 @dataclass(kw_only=True, slots=True)
@@ -328,7 +275,7 @@ class Config:
     """All settings of one run.
 
     Raises:
-        ConfigError: a value, or two values beside one another, cannot work; names the key, the value and the remedy.
+        ConfigError: a value cannot work, or two values contradict; the message names key, value and remedy.
     """
 
     seed: int = 0
@@ -350,25 +297,25 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluate: Evaluate = field(default_factory=Evaluate)
     loader: Loader = field(default_factory=Loader)
-    data: Data = field(default_factory=Digits)
+    data: Data = field(default_factory=lambda: choose("data", "digits"))
     model: Model = field(default_factory=Cnn)
-    optim: Optim = field(default_factory=AdamW)
+    optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
     schedule: Schedule = field(default_factory=Cosine)
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
-        """Checks every value and every pair of values that can contradict; call it again after changing one."""
+        """Checks every value and every pair of values that can contradict. Call it again after changing one."""
         for problem in _problems(self):
             raise ConfigError(problem)
 
     def resolve(self, *, local_workers: int | None = None, num_shards: int | None = None) -> None:
-        """Writes down what was left to be derived, so that the run directory tells it.
+        """Fills in what is derived from other settings, so that RUN_DIR/config.yaml has it.
 
         Args:
             local_workers: workers on this host; None: all of them.
-            num_shards: of the run that is being resumed; it wins over the default while it still fits.
+            num_shards: that of the run to be resumed, which is taken while it still fits.
 
         Raises:
             ConfigError: the result cannot work.
@@ -387,7 +334,7 @@ class Config:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    """One sentence per problem: key=value, what is wrong with it, the remedy."""
+    """Yields one sentence per problem: key=value, what is wrong with it, the remedy."""
     yield from _bound_problems(config)
     yield from _choice_problems(config)
     yield from _algorithm_problems(config)
@@ -397,74 +344,36 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _bound_problems(config: Config) -> Iterator[str]:
-    """Single values outside their range."""
-    for key, least in _AT_LEAST.items():
-        value = _lookup(config, key)
-        if value is not None and value < least:
-            yield f"{key}={value}: must be at least {least}"
-    for key, (above, below) in _BETWEEN.items():
-        value = _lookup(config, key)
-        if value is not None and not (above < value < below or value == above == 0):
-            yield f"{key}={value}: must be {'at least 0' if above == 0 else f'above {above:g}'} and below {below:g}"
-    for key in _POSITIVE:
-        value = _lookup(config, key)
-        if value is not None and not value > 0:
+    """Yields what is wrong with single values."""
+    for bound, keys in _AT_LEAST.items():
+        for key in keys.split():
+            if (value := _lookup(config, key)) is not None and value < bound:
+                yield f"{key}={value}: must be at least {bound}"
+    for key in _SHARES.split():
+        if (value := _lookup(config, key)) is not None and not 0 <= value < 1:
+            yield f"{key}={value}: must be at least 0 and below 1"
+    for key in _POSITIVE.split():
+        if (value := _lookup(config, key)) is not None and not value > 0:
             yield f"{key}={value}: must be greater than 0"
 
 
 _AT_LEAST = {
-    "seed": 0,
-    "epochs": 1,
-    "max_steps": 1,
-    "log_every": 1,
-    "cluster.workers": 1,
-    "cluster.local_workers": 1,
-    "cluster.threads_per_worker": 1,
-    "batch.global_size": 1,
-    "batch.num_shards": 1,
-    "batch.micro_size": 1,
-    "comm.segment_bytes": 1024,
-    "checkpoint.every_steps": 1,
-    "checkpoint.keep_last": 1,
-    "evaluate.every_epochs": 1,
-    "evaluate.every_steps": 1,
-    "loader.num_workers": 0,
-    "loader.evaluation_batch": 1,
-    "data.image_size": 1,
-    "data.context": 1,
-    "data.num_samples": 1,
-    "data.num_classes": 2,
-    "model.hidden": 1,
-    "model.width": 1,
-    "model.depth": 1,
-    "model.heads": 1,
-    "optim.weight_decay": 0,
-    "optim.base_batch": 1,
-    "schedule.warmup_steps": 0,
-    "replica.verify_every": 0,
-    "schedule.final_factor": 0,
+    0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.final_factor replica.verify_every",
+    1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
+    "batch.num_shards batch.micro_size checkpoint.every_steps checkpoint.keep_last evaluate.every_epochs "
+    "evaluate.every_steps loader.evaluation_batch data.image_size data.context data.num_samples model.hidden "
+    "model.width model.depth model.heads optim.base_batch",
+    2: "data.num_classes",
+    1024: "comm.segment_bytes",
 }
-_BETWEEN = {  # (0, b): 0 itself is allowed
-    "model.dropout": (0, 1),
-    "optim.momentum": (0, 1),
-    "optim.beta1": (0, 1),
-    "optim.beta2": (0, 1),
-    "schedule.warmup_fraction": (0, 1),
-}
+_SHARES = "model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction"
 _POSITIVE = (
-    "clip_norm",
-    "comm.warn_s",
-    "comm.abort_s",
-    "replica.bucket_cap_mb",
-    "replica.first_bucket_mb",
-    "optim.lr",
-    "optim.eps",
-    "schedule.gamma",
+    "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps schedule.gamma"
 )
 
 
 def _lookup(config: Config, key: str) -> Any:
-    """The value under a dotted key; None where this choice of a group has no such field."""
+    """Returns the value under a dotted key, or None if this choice of a group has no such field."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part, None)
@@ -478,7 +387,7 @@ WAYS = (
 
 
 def _algorithm_problems(config: Config) -> Iterator[str]:
-    """Names that no layout of workers knows; whether this layout does is seen when they have met."""
+    """Yields names that no layout of workers has. The communicator knows whether this layout has it."""
     name = config.comm.algorithm
     if name not in WAYS:
         yield f"comm.algorithm={name}: unknown; choose one of {', '.join(WAYS)}"
@@ -487,20 +396,12 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _choice_problems(config: Config) -> Iterator[str]:
-    """A group's choice that contradicts itself or another group's."""
-    for group, choices in CHOICES.items():
-        chosen = getattr(config, group)
-        if choices[chosen.name] is not type(chosen):
-            yield f"{group}.name={chosen.name.name}: a name is not set by itself; choose {group}={chosen.name.name}"
-    is_text = config.data.name is DataName.standard_library
-    if is_text != (config.model.name is ModelName.gpt):
+    """Yields where a group's choice contradicts itself or another group's."""
+    is_text = isinstance(config.data, StandardLibrary)
+    if is_text != isinstance(config.model, Gpt):
         remedy = "model=gpt" if is_text else "data=standard_library, or a model for images such as model=cnn"
-        kind, data = "text" if is_text else "images", config.data.name.name
-        yield f"model={config.model.name.name}: does not read {kind}, which data={data} is; take {remedy}"
-    match config.model:
-        case Gpt(width=width, heads=heads) if width % heads:
-            near = width // heads * heads or heads
-            yield f"model.width={width}: is not a multiple of model.heads={heads}; take {near}"
+        kind = "text" if is_text else "images"
+        yield f"model={config.model.name}: does not read {kind}, which data={config.data.name} is; take {remedy}"
     match config.data:
         case ImageFolder(path=None):
             yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
@@ -518,7 +419,7 @@ def _choice_problems(config: Config) -> Iterator[str]:
 
 
 def _cluster_problems(config: Config) -> Iterator[str]:
-    """Worker counts and batch shares that do not go together."""
+    """Yields worker counts and batch sizes that do not go together."""
     workers, batch = config.cluster.workers, config.batch
     local_workers = config.cluster.local_workers or workers
     most = max(8, 8 * available_cores())
@@ -544,13 +445,13 @@ def _cluster_problems(config: Config) -> Iterator[str]:
 
 
 def _device_problems(config: Config) -> Iterator[str]:
-    """Devices and backends that this machine does not have, or that do not go together."""
+    """Yields devices and backends that this machine does not have, or that do not go together."""
     nccl = config.backend is Backend.nccl
     if nccl and config.device is Device.cpu:
         yield "backend=nccl: moves GPU memory only, and device=cpu; take backend=gloo, or device=cuda"
     if not nccl and config.device is not Device.cuda:
         return
-    import torch  # this late: a plain CPU run's parent has no need of it here
+    import torch  # this late, because the parent of a CPU run does not need it here
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_gpus:
@@ -565,7 +466,7 @@ def _device_problems(config: Config) -> Iterator[str]:
 
 
 def _start_problems(config: Config) -> Iterator[str]:
-    """Where to start from and when to end."""
+    """Yields what is wrong with where the run starts and when it ends."""
     if config.epochs is None and config.max_steps is None:
         yield "epochs=null: beside max_steps=null the run would never end; set one of them"
     if config.resume not in ("none", "auto") and config.init_from.path is not None:
@@ -578,7 +479,7 @@ def _start_problems(config: Config) -> Iterator[str]:
 
 
 def available_cores() -> int:
-    """How many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -588,7 +489,7 @@ def available_cores() -> int:
 
 
 def to_plain(config: Any) -> Any:
-    """The settings as dicts, lists and scalars that YAML holds; enums become their names."""
+    """Returns settings as dicts, lists and scalars that YAML can hold; enums become their names."""
     if is_dataclass(config):
         return {item.name: to_plain(getattr(config, item.name)) for item in fields(config)}
     if isinstance(config, Enum):
@@ -599,7 +500,7 @@ def to_plain(config: Any) -> Any:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:
-    """The inverse of `to_plain`; missing keys take their defaults.
+    """Returns the settings that `to_plain` has written, or Hydra composed; missing keys take their defaults.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a combination that cannot work.
@@ -610,7 +511,7 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
 
 
 def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigError:
-    """The error for a name that is not among `valid`: the last part of `key`, as in "cluster.worker" or "model=gtp"."""
+    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker" or "model=gtp"."""
     names = sorted(valid)
     end = max(key.rfind("."), key.rfind("=")) + 1
     above, last = key[:end], key[end:]
@@ -621,12 +522,13 @@ def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigE
 
 
 def wrong_type(key: str, value: object, expected: object) -> ConfigError:
-    """The error for a value that cannot be what its key needs."""
-    return ConfigError(f"{key}={value}: expected {_describe(expected)}")
+    """Returns the error for a value of the wrong type."""
+    return ConfigError(f"{key}={'null' if value is None else value}: expected {_describe(expected)}")
 
 
 def _read(kind: Any, value: Any, *, key: str) -> Any:
-    """`value` as an instance of the type `kind`; `key` is where it stands."""
+    """Returns `value` as an instance of the type `kind`; `key` is where it stands."""
+    expected = kind
     if get_origin(kind) in (Union, types.UnionType):  # only T | None occurs
         if value is None:
             return None
@@ -635,44 +537,42 @@ def _read(kind: Any, value: Any, *, key: str) -> Any:
     if is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise wrong_type(key or "the configuration", value, dict)
-        return _read_fields(_choice(kind, value, key=key), value, key=key)
+        return _read_fields(kind, value, key=key)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        if value not in kind.__members__:
-            raise wrong_type(key, value, kind)
-        return kind[value]
+        if str(value) not in kind.__members__:
+            raise wrong_type(key, value, expected)
+        return kind[str(value)]
     if origin is list and isinstance(value, list):
         return [_read(arguments[0], item, key=f"{key}[{i}]") for i, item in enumerate(value)]
     if origin is dict and isinstance(value, Mapping):
         return {str(name): _read(arguments[1], item, key=f"{key}.{name}") for name, item in value.items()}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)
+    if kind is str and type(value) in (int, float):  # run.name=7
+        return str(value)
     if origin is None and type(value) is kind:  # not isinstance: True is no int here
         return value
-    raise wrong_type(key, value, kind)
+    raise wrong_type(key, value, expected)
 
 
 def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
+    default = kind
+    if key in CHOICES:
+        name = str(plain.get("name"))
+        if name not in CHOICES[key]:
+            raise unknown_key(f"{key}={name}", CHOICES[key], what="choice")
+        default = partial(choose, key, name)
+        kind = type(CHOICES[key][name])
     hints = get_type_hints(kind)
     prefix = f"{key}." if key else ""
     for name in plain:
         if name not in hints:
             raise unknown_key(f"{prefix}{name}", hints)
-    return kind(**{name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()})
-
-
-def _choice(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
-    """The subclass that `name` selects, where `kind` is the base of a group."""
-    if key not in CHOICES:
-        return kind
-    by_name = {member.name: choice for member, choice in CHOICES[key].items()}
-    name = plain.get("name", kind().name.name)
-    if name not in by_name:
-        raise unknown_key(f"{key}={name}", by_name, what="choice")
-    return by_name[name]
+    return default(**{name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()})
 
 
 def _describe(kind: Any) -> str:
-    """A type, in the words of a user."""
+    """Returns the name of a type in the words of a user."""
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(_describe(option) for option in get_args(kind))
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -1,9 +1,11 @@
-"""Torchrun's engine, run as a part of this process: starts `ddp.worker` processes, waits, says how they ended.
+"""Torchrun's engine, run as a part of this process: it starts `ddp.worker` processes, waits, and says how they ended.
 
-With a *function* as its entry point the engine's workers would import the parent's main module, and Hydra with it;
-so it starts a *command*. The engine passes on no environment of ours; so the command is `env NAME=VALUE … python`,
-which changes nothing in this process. Nothing that it or its workers open listens beyond this host: see
-ddp/rendezvous.py. How a worker finds this very package, and nothing of the current folder: see ddp/bootstrap.py.
+With a *function* as its entry point the engine's workers would import the parent's main module, and Hydra with it. So
+it starts a *command*. The engine passes on no environment of ours. So the command is `env NAME=VALUE … python`, which
+changes nothing in this process. Nothing that it or its workers open listens beyond this host: see `rendezvous.py`.
+`bootstrap.py` lets a worker import this very package, and nothing of the current folder.
+
+Read before: `run_folder.py`. Read next: `rendezvous.py`.
 """
 
 from __future__ import annotations
@@ -20,25 +22,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp import allocator
 from ddp.failures import Failure
 from ddp.train.stopping import stop_signals
 
-CUBLAS_WORKSPACE = ":4096:8"  # what deterministic=true needs on a GPU, before its first matrix product
-# How a worker's allocator treats large blocks, unless the environment says otherwise. By default the C library gives
-# each one back to the kernel as soon as it is free, and a step that takes it anew pays for every page of it again; with
-# these, an MLP of 25M parameters trains a fifth faster. The price: what a worker has once taken it keeps.
-MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": 1 << 30,
-    "MALLOC_TRIM_THRESHOLD_": 1 << 30,
-    "THP_MEM_ALLOC_ENABLE": 1,  # torch asks for huge pages
-    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={16 << 20:#x}",  # `gradients/bucket.py` copies so much
-}
+CUBLAS_WORKSPACE = ":4096:8"  # deterministic=true needs it on a GPU, before the first matrix product
 SHUTDOWN_S = 60
-"""How long workers may take to agree and save after a signal, before they are killed."""
+"""After a signal, workers have this long to agree and save before they are killed."""
 
 
 class Ended(NamedTuple):
-    """How all workers ended. `signal`: what the parent itself got; `failures`: rank → how, in order of discovery."""
+    """Says how all workers ended. `signal`: what the parent itself got; `failures`: by rank, in order of discovery."""
 
     signal: signal.Signals | None
     failures: Mapping[int, Failure]
@@ -59,7 +53,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
     command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
     signals = stop_signals()
     if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
-        signals.append(signal.SIGQUIT)  # it ends the workers, too, but nothing is saved
+        signals.append(signal.SIGQUIT)  # it ends the workers, too, but they save nothing
     with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process(signals), _paused_together():
         engine = LaunchConfig(
             min_nodes=1,
@@ -85,11 +79,11 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
 
 
 def _environment(threads: int, on_loopback: Mapping[str, str]) -> list[str]:
-    """What must stand in a worker's environment before it starts, as NAME=VALUE.
+    """Returns what must be in a worker's environment before it starts, as NAME=VALUE.
 
-    Both thread counts, also for one worker, and MKL's reproducible mode: without them many kernels change their bits
-    with the number of threads and with the alignment of their input. And the interface on which the libraries may
-    listen, also where the user has named another one for launches over several hosts.
+    Both thread counts, also for one worker, and MKL's reproducible mode are set, because without them many kernels
+    change their bits with the number of threads and with the alignment of their input. The interface on which the
+    libraries may listen is set even if the user has named another one, for launches over several hosts.
     """
     variables = {
         "OMP_NUM_THREADS": threads,
@@ -101,13 +95,12 @@ def _environment(threads: int, on_loopback: Mapping[str, str]) -> list[str]:
     }
     if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))
-    memory = {name: value for name, value in MEMORY.items() if name not in os.environ}
-    return [f"{name}={value}" for name, value in (variables | memory).items()]
+    return [f"{name}={value}" for name, value in (variables | allocator.variables()).items()]
 
 
 @contextlib.contextmanager
 def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Takes back what the engine does to its own process, a variable and signal handlers, and keeps it from logging."""
+    """Restores the variable and signal handlers that the engine changes in its process, and keeps it from logging."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signals if in_main_thread}
     variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
@@ -127,8 +120,8 @@ def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
 def _paused_together() -> Iterator[None]:
     """Lets Ctrl-Z pause the workers, too, and `fg` continue them.
 
-    The engine gives every worker a session of its own, which the terminal does not reach. Without this they would go
-    on, until they needed the store of the launcher that is paused.
+    The engine gives every worker a session of its own, which the terminal does not reach. Without this the workers
+    would go on until they need the store of the launcher that is paused.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
         yield
@@ -154,7 +147,7 @@ def _signal_sessions(leaders: Sequence[int], number: signal.Signals) -> None:
 
 
 def _children() -> list[int]:
-    """Returns this process's children; none where the kernel does not tell."""
+    """Returns this process's children, or none where the kernel does not tell."""
     return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
 
 

@@ -1,16 +1,18 @@
-"""What can go wrong, as types: errors of the user's input, and errors of the cluster.
+"""The package's errors: those of the user's input, and those of the cluster.
 
     ValueError                          RuntimeError
     ├── ConfigError*      bad setting   ├── PeerLost            a rank died, stopped, or was cut off
     ├── ReplicaMismatch*  models differ ├── CommunicatorBroken  a call after such an error
     └── CheckpointError   cannot load   ├── Diverged            the loss is not a number
-                                        ├── UnusedParameters    a gradient never came
+                                        ├── UnusedParameters    a gradient never became ready
                                         ├── CollectiveMismatch  ranks called different collectives
-                                        ├── HookFailed          a communication hook broke its promise
-                                        └── WorkersFailed       what the parent reports
+                                        ├── HookFailed          a communication hook failed
+                                        └── WorkersFailed       the workers of `ddp.launch` failed
     * also a RuntimeError, because torch's DistributedDataParallel raises that where ours raises these
 
-Every message carries the offending value and a remedy. `assert` is for invariants of this package alone.
+Every message has the offending value and a remedy. `assert` is for invariants of this package alone.
+
+Read before: `__init__.py`. Read next: `clock.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class CommunicatorBroken(RuntimeError):
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks met in different collectives: another operation, size, dtype or number; the message gives both calls."""
+    """Ranks called different collectives: another operation, size, dtype or number; the message gives both calls."""
 
 
 class Diverged(RuntimeError):
@@ -51,20 +53,20 @@ class HookFailed(RuntimeError):
 
 
 class WorkersFailed(RuntimeError):
-    """What the parent raises when its workers failed; the message ends with the root cause's block."""
+    """The workers of `ddp.launch` failed; the message ends with the root cause's block."""
 
 
 @dataclass(eq=False)
 class PeerLost(RuntimeError):
-    """A collective could not end because of one rank: it died, stopped, was cut off, or never came.
+    """A collective could not complete because of one rank: it died, stopped, was cut off, or never called it.
 
     Attributes:
         rank: the rank that is missing.
-        host: where it ran, "unknown" if it never reported.
+        host: the host of that rank, "unknown" if it never reported.
         generation: version of the membership in which this happened.
         sequence: number of the collective that the reporting rank was in.
-        label: what that collective was doing (operation, bucket, parameter names, step).
-        reason: what was observed, and the remedy.
+        label: the collective's purpose (operation, bucket, parameter names, step).
+        reason: the observation, and the remedy.
     """
 
     rank: int

@@ -1,11 +1,13 @@
-"""Which worker failed of itself, and what to print: the root cause's block last, everyone else in one line before it.
+"""Finds the worker that failed first; prints one line for each of the others, and then the root cause's block.
 
     rank 0 stopped because rank 1 failed
     rank 1 on host h failed at step 7:
     Traceback …
 
-Once one worker has failed, torchrun's engine ends its neighbours; so nearly every rank of a failed run has failed,
-and the first traceback on the screen is seldom the one that matters.
+Once one worker has failed, torchrun's engine ends its neighbours. So nearly every rank of a failed run has failed, and
+the first traceback on the screen is seldom the one that matters.
+
+Read before: `engine.py`. Read next: `bootstrap.py`.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from ddp.worker import Report
 
 
 class Failure(NamedTuple):
-    """How one worker ended, as the engine saw it: negative statuses are signals; seconds since 1970, rounded down."""
+    """Says how one worker ended: negative statuses are signals; seconds since 1970, as the engine rounds them down."""
 
     status: int
     time_s: float
 
 
 def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
-    """One line for each rank that failed as a consequence, and last the block of the one that failed first.
+    """Returns a line for each rank that failed as a consequence, and last the block of the one that failed first.
 
     Args:
-        failures: rank → how it ended, in the order of discovery; not empty.
-        logs: where the reports and logs of the workers lie.
+        failures: by rank, in the order of discovery; not empty.
+        logs: the folder of the workers' reports and logs.
     """
     reports = {rank: report for rank in failures if (report := Report.read(logs, rank=rank)) is not None}
     root = _root_cause(failures, reports)
@@ -40,7 +42,7 @@ def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
 
 
 def _aside(rank: int, report: Report | None, root: int, root_report: Report | None) -> str:
-    """One line for a rank that is not the root cause."""
+    """Returns the line for a rank that is not the root cause."""
     if report is not None and not report.is_secondary:
         return f"rank {rank} failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
     if root_report is None or not root_report.is_secondary:
@@ -49,10 +51,10 @@ def _aside(rank: int, report: Report | None, root: int, root_report: Report | No
 
 
 def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
-    """The rank that failed of itself.
+    """Returns the rank that failed first.
 
-    Note "who killed whom": once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
-    So a death by signal is a cause only if it was seen about when the first failure was, and not by SIGTERM.
+    Note "who killed whom". Once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
+    So a death by a signal other than SIGTERM is a cause only if it was seen about when the first failure was.
     """
     first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
     for rank, (status, time_s) in failures.items():
@@ -65,7 +67,7 @@ def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) 
 
 
 def _death(rank: int, status: int, logs: Path) -> str:
-    """The block of a worker that could not report: its signal or status, and the end of its log."""
+    """Returns the block of a worker that could not report: its signal or status, and the end of its log."""
     if status < 0:
         name = signal.Signals(-status).name
         how = f"was killed by {name}{' (out of memory?)' if -status == signal.SIGKILL else ''}"

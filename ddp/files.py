@@ -4,15 +4,17 @@
     rename    .tmp-NAME to NAME                                       atomic
     flush     the folder, whose entry is new                          power cut: NAME is the old file or the new one
 
-The entry of a new folder needs its parent's flush in the same way: else a power cut may take a whole run.
+The entry of a new folder needs its parent's flush in the same way, because otherwise a power cut may take a whole run.
 
-Who writes into a folder for long holds it (`hold`), so that a second writer is refused instead of mixing its files with
-those of the first.
+A process that writes into a folder for long holds it (`hold`), so that a second writer is refused instead of mixing its
+files with those of the first.
 
-Note "which lock": flock(2) belongs to the open file, and the kernel drops it when the process ends, however it ends. A
-lock of fcntl(2) would be lost as soon as anyone in this process, a callback that copies the folder, say, closes the
-file. A forked child, such as a loader's worker, shares the open file, and would keep the lock of a parent that was
+Note "which lock". flock(2) belongs to the open file, and the kernel releases it when the process ends, however it ends.
+A lock of fcntl(2) would be lost as soon as anyone in this process closes the file, such as a callback that copies the
+folder. A forked child, such as a loader's worker, shares the open file and would keep the lock of a parent that was
 killed; so children close it.
+
+Read before: `log.py`. Read next: `train/stored_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from ddp.errors import ConfigError
 from ddp.log import log
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
-"""What some network file systems say to the flush of a folder, and any to that of one that may not be read."""
+"""Errors of some network file systems when a folder is flushed, and of any if the folder cannot be read."""
 
 _LOCK = ".lock"
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
-"""What file systems without locks say."""
+"""Errors of file systems without locks."""
 
 # ------------------------------------------------------------------------------------------------------- whole files
 
@@ -55,7 +57,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, to stay."""
+    """Makes a folder, and those above it that are missing, so that they survive a power cut."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in new:
@@ -63,7 +65,7 @@ def make_folder(folder: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes new and renamed entries of a folder survive a power cut, where its file system can."""
+    """Makes new and renamed entries of a folder survive a power cut, if its file system can."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -76,10 +78,10 @@ def flush_folder(folder: Path) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Returns the object that `text` holds.
+    """Returns the JSON object in `text`.
 
     Raises:
-        ValueError: it holds none; however it is damaged.
+        ValueError: there is none, in whichever way `text` is damaged.
     """
     try:
         value = json.loads(text)
@@ -94,20 +96,15 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 class Hold:
-    """A folder that no other process may write, until `close`. This process may hold it several times."""
+    """A folder that no other process may write, until it was closed as often as this process has held it."""
 
     def __init__(self, folder: Path, descriptor: int | None) -> None:
-        self._folder, self._descriptor, self._count = folder, descriptor, 1
-
-    def again(self) -> Hold:
-        """One more `close` is needed."""
-        self._count += 1
-        return self
+        self._folder, self._descriptor, self.count = folder, descriptor, 0
 
     def close(self) -> None:
         """Lets others write, once it was called as often as the folder was held."""
-        self._count -= 1
-        if self._count == 0:
+        self.count -= 1
+        if self.count == 0:
             _held.pop(self._folder, None)
             if self._descriptor is not None:
                 with contextlib.suppress(OSError):  # while the lock is held: afterwards the file is another's
@@ -115,7 +112,7 @@ class Hold:
             self.forget()
 
     def forget(self) -> None:
-        """Closes this process's descriptor, and leaves the file; a lock that was inherited stays the parent's."""
+        """Closes this process's descriptor and leaves the file; a lock that was inherited stays the parent's."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -134,28 +131,28 @@ os.register_at_fork(after_in_child=_forget_what_the_parent_holds)
 
 
 def hold(folder: Path) -> Hold:
-    """Keeps other processes from writing into a folder, which exists; where locks do not work, it warns.
+    """Keeps other processes from writing into a folder, which exists; warns if its file system has no locks.
 
     Raises:
-        ConfigError: another process holds it; says which.
+        ConfigError: another process holds it; the message says which.
         OSError: the folder cannot be written.
     """
     folder = folder.resolve()
-    if folder in _held:
-        return _held[folder].again()
-    try:
-        descriptor = _lock(folder / _LOCK)
-    except OSError as error:
-        if error.errno not in _CANNOT_LOCK:
-            raise
-        log.warning("%s cannot be locked (%s): see to it that no other run writes there", folder, error.strerror)
-        descriptor = None
-    _held[folder] = Hold(folder, descriptor)
+    if folder not in _held:
+        try:
+            descriptor = _lock(folder / _LOCK)
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                raise
+            log.warning("%s cannot be locked (%s): see to it that no other run writes there", folder, error.strerror)
+            descriptor = None
+        _held[folder] = Hold(folder, descriptor)
+    _held[folder].count += 1
     return _held[folder]
 
 
 def _lock(path: Path) -> int:
-    """Locks a file, and writes into it who has; returns its descriptor."""
+    """Locks a file and writes into it which process has; returns its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

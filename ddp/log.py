@@ -1,7 +1,9 @@
-"""One logger for the package: every line says which rank speaks; rank 0 alone reaches the terminal.
+"""One logger for the package: every line says which rank logs it; rank 0 alone reaches the terminal.
 
 `log` is an ordinary `logging.Logger` named "ddp", so applications can redirect it. `follow_rank` sets the prefix, and
-tells lightning-utilities' `rank_zero_*` helpers who they are; call it at every change of membership.
+tells lightning-utilities' `rank_zero_*` helpers the rank; call it at every change of membership.
+
+Read before: `allocator.py`. Read next: `stack.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +35,9 @@ def follow_rank(rank: int, world_size: int) -> None:
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-def add_handler(handler: logging.Handler, level: int = logging.INFO) -> logging.Handler:
+def add_handler(handler: logging.Handler, level: int = logging.INFO) -> None:
     """Formats `handler` with time and rank and attaches it to the package's logger."""
     handler.setFormatter(logging.Formatter("%(asctime)s rank %(rank)s/%(world_size)s %(levelname)s  %(message)s"))
     handler.setLevel(level)
     log.addHandler(handler)
     log.setLevel(min(level, log.level or level))
-    return handler

@@ -1,7 +1,9 @@
-"""The rendezvous of a launch on one host: its agent has nobody to meet, and its store listens on loopback only.
+"""The rendezvous of a launch on one host: there is one agent, and its store listens on loopback only.
 
 torchrun's own c10d rendezvous keeps its state as a pickle in a store that listens on every interface. A stranger who
 reaches that port can overwrite the state, and the launcher would execute it. Here there is no state to overwrite.
+
+Read before: `engine.py`. Read next: `failures.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 
 ADDRESS, INTERFACE = "127.0.0.1", "lo0" if sys.platform == "darwin" else "lo"
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
-"""An environment in which Gloo and NCCL listen where nobody outside of this host reaches them."""
+"""An environment in which Gloo and NCCL listen only where processes of this host reach them."""
 BACKEND = "ddp-one-host"
 
 

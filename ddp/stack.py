@@ -1,10 +1,12 @@
-"""Where another thread of this process stands.
+"""The Python stack of another thread of this process.
 
-`sys._current_frames` would answer with frame objects, and each `f_back` of them makes one for the caller. In
-CPython 3.11 that may start the garbage collector; a finalizer then lets the other thread run, which returns from the
-very frame in question, and memory is written to that has become something else: a crash, much later, somewhere else.
-Frame objects also keep alive what their frames refer to. So here `faulthandler` writes down what it reads: it makes no
-objects, and no Python code runs meanwhile.
+`sys._current_frames` would return frame objects, and each `f_back` of them makes one for the caller. In CPython 3.11
+that may start the garbage collector. A finalizer then lets the other thread run, the thread returns from the very frame
+in question, and memory is written to that has become something else: a crash, much later, somewhere else. Frame objects
+also keep alive what their frames refer to. So `faulthandler` writes down the stack here: it makes no objects, and no
+Python code runs meanwhile.
+
+Read before: `log.py`. Read next: `collectives/schedule.py`.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ def stack_of(thread: int) -> list[FrameSummary]:
         thread: its `ident`.
 
     Returns:
-        The innermost 100 calls at most, and names of 500 characters. Nothing for a thread that is not there or in no
-        Python code, and where a hundred others are younger.
+        The innermost 100 calls at most, and names of up to 500 characters. The list is empty for a thread that has
+        ended, runs no Python code, or is older than a hundred others.
     """
     try:
         with _file() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             lines = file.read().splitlines()
-    except OSError:  # no descriptor is left, say
+    except OSError:  # such as: no descriptor is left
         return []
     frames: list[FrameSummary] = []
     is_wanted = False

@@ -1,7 +1,9 @@
 """Standard streams that never end a run: their reader left, the disk is full, the terminal closed, a letter is unknown.
 
-From the first write that fails on, such a stream goes to /dev/null; a letter that its encoding lacks becomes "?". Only
+From the first write that fails on, such a stream goes to /dev/null. A letter that its encoding lacks becomes "?". Only
 processes that belong to this package use these streams: the launcher's command and its workers.
+
+Read before: `bootstrap.py`. Read next: `worker.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 FULL_S = 5.0
-"""A stream that does not block may refuse bytes for so long before it counts as broken."""
+"""A stream that does not block counts as broken once it has refused bytes for this long."""
 
 
 def keep_writing() -> None:
@@ -25,7 +27,7 @@ def keep_writing() -> None:
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
-        except OSError:  # closed (`>&-`): the next file or socket would get this number, and be printed into
+        except OSError:  # closed (`>&-`): the next file or socket would get this number, and prints would go there
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is sys.__stdout__:
         sys.stdout = tolerant(1, like=sys.stdout)
@@ -34,7 +36,7 @@ def keep_writing() -> None:
 
 
 def tolerant(fd: int, *, like: TextIO | None) -> io.TextIOWrapper:
-    """Returns a stream on `fd` that survives every failed write, and else encodes and buffers as `like` does."""
+    """Returns a stream on `fd` that survives every failed write, and otherwise encodes and buffers as `like` does."""
     kept: dict[str, Any] = {"line_buffering": True}
     if like is not None:
         with contextlib.suppress(OSError):
@@ -47,10 +49,10 @@ def tolerant(fd: int, *, like: TextIO | None) -> io.TextIOWrapper:
 
 
 class _Tolerant(io.FileIO):
-    """A file whose descriptor becomes /dev/null once it cannot be written: for C++ and child processes, too."""
+    """A file whose descriptor becomes /dev/null once it cannot be written, also for C++ and child processes."""
 
     def write(self, data: ReadableBuffer) -> int:
-        """Writes all of `data`, or forgets it."""
+        """Writes all of `data`, or drops it."""
         rest = memoryview(data).cast("B")
         num_bytes = len(rest)
         try:

@@ -1,11 +1,13 @@
-"""torchvision, importable beside any build of torch.
+"""Imports torchvision beside any build of torch.
 
 torchvision's package for Linux is built for CUDA. Beside a CPU build of torch its C++ library cannot be loaded, so the
 operators that it would define do not exist, and the import fails where shape functions are registered for two of them:
 `operator torchvision::nms does not exist`. Only detection models ever call these operators. Declaring the two schemas
 is enough for everything used here: models, data sets and transforms.
 
-torchvision's own import tells whether they are missing: it is tried as it is, and only its failure leads to the remedy.
+torchvision's own import tells whether they are missing: it is tried first, and only its failure leads to the remedy.
+
+Read before: `data/digits.py`. Read next: `data/image_sets.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ _declared: list[torch.library.Library] = []  # the declarations live as long as 
 
 @functools.cache
 def torchvision() -> ModuleType:
-    """The imported `torchvision` package.
+    """Returns the imported `torchvision` package.
 
     Raises:
         ConfigError: torchvision is not installed, or does not fit the installed torch.
     """
     try:
         return _import()
-    except RuntimeError as error:  # torch's answer to a shape function for an operator that does not exist
+    except RuntimeError as error:  # torch raises it for a shape function of an operator that does not exist
         if "torchvision::" not in str(error):
             raise _unfit(error) from error
     _declare_missing_operators()

@@ -1,9 +1,9 @@
-"""One worker process: where its output goes, when it must die, and what it leaves behind when it fails.
+"""One worker process: its log, its parent, its work, and the report that it leaves when it fails.
 
     python -P ddp/bootstrap.py ddp.worker --rank R --parent PID RUN_DIR        train, as RUN_DIR/config.yaml says
     python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --call FILE    run a pickled function   (ddp.launch)
 
-The order of a worker's life:
+The life of a worker:
 
     1  follow the parent     it ends when the parent ends, whatever it is doing
     2  take the log          rank 0 keeps the terminal; any other rank's file descriptors 1 and 2 become logs/rank-R.log
@@ -11,10 +11,10 @@ The order of a worker's life:
     4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
 
 A worker reads plain YAML and never imports Hydra. It imports nothing from the current folder; only a function's worker
-does, once it has taken over its parent's `sys.path`. Its rank comes as an argument, not from the environment; threads
-and MKL's mode come with the environment that the launcher has set before this interpreter, and so torch, started.
+does, once it has taken over its parent's `sys.path`. Its rank comes as an argument, not from the environment. The
+launcher has set the variables for threads and MKL's mode before this interpreter, and so torch, started.
 
-Read before: ddp/launcher.py, which starts this. Next: ddp/build.py, which does the work.
+Read before: `bootstrap.py`, `terminal.py`. Read next: `components.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -49,7 +48,7 @@ ORPHAN_GRACE_S = 30.0
 """After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
 
 USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch)
-"""What the message alone explains; a traceback would hide it."""
+"""Errors that the message alone explains; a traceback would hide it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
     if options.call is not None:
         return _call(options.call, rank=options.rank, timeout_s=options.timeout)
-    yaml = importlib.import_module("yaml")
+    import yaml
+
     config = from_plain(yaml.safe_load((options.run_dir / "config.yaml").read_text()))
     return train(config, options.run_dir, rank=options.rank)
 
@@ -84,7 +84,7 @@ def train(config: Config, run_dir: Path, *, rank: int) -> int:
 
 
 def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
-    """Runs the function in `file`, and leaves its result beside it."""
+    """Runs the function in `file`, and writes its result beside it."""
     logs = file.parent / "logs"
 
     def work() -> None:
@@ -92,8 +92,9 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
             world_size, sys.path[:] = pickle.load(stream)  # the path first: unpickling the function imports modules
             take_log(logs, rank=rank, world_size=world_size)
             function, args, kwargs = pickle.load(stream)
+        import cloudpickle
+
         result = function(*args, **kwargs)
-        cloudpickle = importlib.import_module("cloudpickle")
         (file.parent / f"result-rank-{rank}.pkl").write_bytes(cloudpickle.dumps(result))
 
     if timeout_s is not None:
@@ -107,9 +108,9 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
 def follow_parent(parent: int, *, grace_s: float) -> None:
     """Makes this process end when `parent` does, also when the parent is killed by SIGKILL.
 
-    Note "two ways to die": the kernel's parent-death signal (Linux) comes at once, and ends a process without a handler
-    for SIGTERM even where the interpreter hangs. But during training SIGTERM only asks for an agreed stop, which may
-    never come: the store lived in the parent. So a thread watches too, and `grace_s` seconds later it does not ask.
+    Note "two ways to die". The kernel's parent-death signal (Linux) arrives at once, and ends a process without a
+    handler for SIGTERM even where the interpreter hangs. But during training SIGTERM only asks for an agreed stop. The
+    ranks may be unable to agree, because the store was in the parent. So a thread ends the process after `grace_s`.
     """
     asked = _ask_kernel_for_parent_death_signal()
     if os.getppid() != parent:  # it died before the kernel was asked
@@ -135,17 +136,14 @@ def _ask_kernel_for_parent_death_signal() -> bool:
 
 
 def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
-    """Ends this worker after `timeout_s` with a report of where its main thread stood."""
+    """Ends this worker after `timeout_s` with a report that shows where its main thread stood."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
 
     def give_up() -> None:
         where = "".join(traceback.format_list(stack_of(main_thread)))
         message = f"still running after timeout_s={timeout_s:g}"
-        report = Report.now(
-            rank=rank, type="TimeoutError", message=message, traceback=f"{where}TimeoutError: {message}"
-        )
-        report.write(logs)
+        Report(rank=rank, type="TimeoutError", message=message, traceback=f"{where}TimeoutError: {message}").write(logs)
         leave(1)
 
     timer = threading.Timer(timeout_s, give_up)
@@ -157,7 +155,7 @@ def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
 
 
 class _Terminal(logging.StreamHandler[Any]):
-    """Writes to whatever `sys.stderr` is at that moment: a progress bar replaces it to keep its own line whole."""
+    """Writes to the present `sys.stderr`, which a progress bar replaces to keep its own line whole."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -170,7 +168,7 @@ class _Terminal(logging.StreamHandler[Any]):
 def take_log(logs: Path, *, rank: int, world_size: int) -> None:
     """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
 
-    By file descriptor, so that what C++ and child processes print is caught too, under any launcher.
+    File descriptors are redirected, so that the output of C++ and of child processes goes there, too.
     """
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"rank-{rank}.log"
@@ -193,54 +191,30 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a failed worker leaves for its parent.
+    """A failed worker's message to its parent.
 
     Attributes:
-        step: that training was in; None outside of it.
+        step: the step that training was in; None outside of it.
         is_secondary: this rank failed only because another one did.
-        is_user_error: the message says it all, a traceback is noise.
+        is_user_error: the message explains the error, so that no traceback is shown.
         time_s: seconds since 1970; orders the reports of one host.
     """
 
     rank: int
-    host: str
-    step: int | None
     type: str
     message: str
     traceback: str
-    is_secondary: bool
-    is_user_error: bool
-    time_s: float
-
-    @classmethod
-    def now(
-        cls,
-        *,
-        rank: int,
-        type: str,
-        message: str,
-        traceback: str,
-        step: int | None = None,
-        is_secondary: bool = False,
-        is_user_error: bool = False,
-    ) -> Report:
-        return cls(
-            rank=rank,
-            host=socket.gethostname(),
-            step=step,
-            type=type,
-            message=message,
-            traceback=traceback,
-            is_secondary=is_secondary,
-            is_user_error=is_user_error,
-            time_s=time.time(),
-        )
+    step: int | None = None
+    is_secondary: bool = False
+    is_user_error: bool = False
+    host: str = field(default_factory=socket.gethostname)
+    time_s: float = field(default_factory=time.time)
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> Report:
         """Describes an exception; the training loop gives it an attribute `step`."""
         step = getattr(error, "step", None)
-        return cls.now(
+        return cls(
             rank=rank,
             type=type(error).__name__,
             message=str(error),
@@ -252,7 +226,7 @@ class Report:
 
     @classmethod
     def read(cls, logs: Path, *, rank: int) -> Report | None:
-        """The report of `rank`; None if it left none, or died while it wrote."""
+        """Returns the report of `rank`, or None if it wrote none, or died while it wrote."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return cls(**json.loads((logs / f"error-rank-{rank}.json").read_text()))
         return None
@@ -265,14 +239,14 @@ class Report:
         partial.replace(path)
 
     def block(self) -> str:
-        """Rank, host, step, and then the traceback, or the message alone where that explains it."""
+        """Returns rank, host and step, and then the traceback, or the message alone where that explains the error."""
         step = "" if self.step is None else f" at step {self.step}"
         body = f"{self.type}: {self.message}" if self.is_user_error else self.traceback.rstrip()
         return f"rank {self.rank} on host {self.host} failed{step}:\n{body}"
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether this exception, or one that it arose from, says that another rank is gone."""
+    """Returns True if this exception, or one that caused it, says that another rank is lost."""
     while error is not None:
         if isinstance(error, (PeerLost, CommunicatorBroken)):
             return True
@@ -281,7 +255,7 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 
 def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
-    """Runs `work`; returns 0, or 1 after its exception was reported, or 130 where Ctrl-C came before it could agree."""
+    """Runs `work`; returns 0, 1 after an exception, which it reports, or 130 after Ctrl-C outside of training."""
     try:
         work()
     except KeyboardInterrupt:
@@ -299,7 +273,7 @@ def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process now. After a failure nothing may wait at exit: a communicator's threads wait for lost peers."""
+    """Ends the process now, because after a failure a communicator's threads would wait at exit for lost peers."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

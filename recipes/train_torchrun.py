@@ -6,7 +6,7 @@
 workers is torchrun's.
 """
 
-from ddp.launcher import main_under_torchrun
+from ddp.under_torchrun import main
 
 if __name__ == "__main__":
-    main_under_torchrun()
+    main()

@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-PRELOAD = ["torch", "torch.distributed", "ddp.build", "ddp.replica.data_parallel", "ddp.train.fit"]
+PRELOAD = ["torch", "torch.distributed", "ddp.build", "ddp.drop_in.data_parallel", "ddp.train.fit"]
 
 
 class RankFailed(AssertionError):

@@ -25,7 +25,9 @@ import ddp
 from ddp.config import Config, from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
-from ddp.launcher import CONF, _compose, _continued, _prepare_under_torchrun, launch, prepare, translated
+from ddp.launcher import launch, translated
+from ddp.run_folder import continued, prepare
+from ddp.under_torchrun import _asked_for, prepared
 from ddp.worker import Report
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +37,8 @@ TRAIN_UNDER_TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
 
 
 def surroundings(standin: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "standin"), "STANDIN": standin}
+    path = os.pathsep.join([str(ROOT / "tests" / "standin"), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "STANDIN": standin}
 
 
 def start(command: list[str], folder: Path, *, standin: str = "train") -> subprocess.Popen[str]:
@@ -279,8 +282,8 @@ def test_launch_needs_a_worker() -> None:
 
 
 def reported(logs: Path, rank: int, *, time_s: float, secondary: bool = False) -> None:
-    report = Report.now(rank=rank, type="E", message=f"of {rank}", traceback=f"E: of {rank}", is_secondary=secondary)
-    Report(**{**{name: getattr(report, name) for name in Report.__dataclass_fields__}, "time_s": time_s}).write(logs)
+    words = {"message": f"of {rank}", "traceback": f"E: of {rank}"}
+    Report(rank=rank, type="E", **words, is_secondary=secondary, time_s=time_s).write(logs)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +337,7 @@ def test_every_error_of_hydra_becomes_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path}", override])
     with pytest.raises(Exception) as error:
-        _compose(CONF, "train", world_size=2, local_workers=2)
+        _asked_for(world_size=2, local_workers=2)
     message = translated(error.value)
     assert message is not None and words in message
     assert "\n" not in message and "schema_" not in message
@@ -403,13 +406,13 @@ def test_a_folder_that_another_run_writes_is_refused_and_a_fresh_one_left_empty(
         with subprocess.Popen([sys.executable, "-c", code, folder], stdin=pipe, stdout=pipe) as other:
             assert other.stdout is not None and other.stdout.readline()
             before = sorted(tmp_path.rglob("*"))
-            sent = _prepare_under_torchrun(CONF, "train", world_size=2, local_workers=2)
+            sent = prepared(world_size=2, local_workers=2)
             assert f"{folder} is being written by process {other.pid} on host" in sent["error"]
             assert sorted(tmp_path.rglob("*")) == before and checked == []
     (run_dir / "checkpoints").rmdir()
     monkeypatch.setattr(sys, "argv", [*sys.argv, "resume=nowhere/config"])
     monkeypatch.setattr(sys.modules["ddp.build"], "check", _refuse)
-    assert _prepare_under_torchrun(CONF, "train", world_size=2, local_workers=2)["error"] == "no such data"
+    assert prepared(world_size=2, local_workers=2)["error"] == "no such data"
     assert not run_dir.exists()
 
 
@@ -430,7 +433,7 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
     with pytest.raises(
         ConfigError, match=rf"^{path} is damaged: .*resume={tmp_path}/checkpoints run.name=NEW"
     ) as error:
-        _continued(from_plain({"resume": "auto"}), [], tmp_path)
+        continued(from_plain({"resume": "auto"}), [], tmp_path)
     assert "\n" not in str(error.value)
     again = from_plain({"resume": str(tmp_path / "checkpoints")})
     prepare(again, tmp_path)
@@ -438,11 +441,11 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
 
     path.write_text(whole[:-3])  # a value that is cut can be another one
     with pytest.raises(ConfigError, match="damaged: it ends in the middle of a line"):
-        _continued(from_plain({"resume": "auto"}), [], tmp_path)
+        continued(from_plain({"resume": "auto"}), [], tmp_path)
     path.unlink()
     path.mkdir()
     with pytest.raises(ConfigError, match=r"damaged: .*Is a directory"):
-        _continued(from_plain({"resume": "auto"}), [], tmp_path)
+        continued(from_plain({"resume": "auto"}), [], tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ Ctrl-Z and fg

@@ -1,1 +1,4 @@
-"""Measurements against torch's own classes, in the same run; `scripts/bench_*` are their command lines."""
+"""Measures collectives and training steps beside torch's own, in the same run, for `scripts/bench_*`.
+
+Read next: `units.py`.
+"""

@@ -1,72 +1,70 @@
-"""How long collectives take: ours and torch.distributed's on Gloo, in the same processes and the same run.
+"""Times collectives: ours and torch.distributed's on Gloo, in the same processes and the same run.
 
-A *cell* is one case at one size. Both sides take turns, in alternating order, and ratios are taken turn by turn, so
-that a machine whose speed drifts is the same machine for both:
+A *cell* is one case at one size; its rivals take turns (ddp/bench/turns.py). One repetition is:
 
-    turn 1    ours ▓▓▓▓▓   Gloo ▓▓▓▓▓
-    turn 2    Gloo ▓▓▓▓▓   ours ▓▓▓▓▓
-    …
-    ▓         one repetition: refill the buffer, meet, call, take the time, meet again; the slowest rank counts
-    a turn    median of its repetitions
-    a cell    median over turns of Gloo's turn ÷ our turn
+    clear the buffer,  barrier,  start the clock,  call,  stop the clock,  barrier      the slowest rank counts
 
-With a core for every rank they leave the meeting together. Where ranks outnumber cores they leave it one after another,
-as cores come free; so a repetition is then as many calls as fit into `CROWDED_S`, and its time is divided by that. They
-meet again so that nobody's refill takes the core of a rank that is still on its way out of the call.
+With a core for every rank, all ranks leave the barrier together. Where ranks outnumber cores they leave it one after
+another, as cores become free; so a repetition then makes as many calls as fit into `CROWDED_S`, and its time is divided
+by their number. The second barrier keeps a rank that is done from clearing its buffer on the core of a rank that is
+still inside the call.
 
-The sum of each turn is checked, and before the first turn so are rounding and the equality of all ranks' bits, on
-random numbers.
+Before and after the turns, all ranks reduce random numbers: the sum must be Gloo's but for rounding, and must have the
+same bits on every rank.
 
-| figure              | meaning                                                                                       |
-|---------------------|-----------------------------------------------------------------------------------------------|
-| algorithm bandwidth | bytes of the tensor ÷ time                                                                    |
-| bus bandwidth       | that × 2(n−1)/n: what each link carries if nothing crosses it twice (nccl-tests, PERFORMANCE) |
-| of copy             | time of `copy_` of as many bytes by one core that has the machine for itself ÷ time           |
-| of optimum          | between h hosts each link carries 2(h−1)/h of the tensor at least; that ÷ rate ÷ time         |
-| delays              | time ÷ one-way delay: how often a message crosses the link after another one                  |
+| case           | what it times                                                               |
+|----------------|-----------------------------------------------------------------------------|
+| allocated      | an all-reduce of memory from `comm.allocate`                                |
+| ordinary       | an all-reduce of any tensor                                                 |
+| barrier        | a barrier                                                                   |
+| transport      | an all-reduce of any tensor with shared memory off                          |
+| ring, tree, …  | an all-reduce by that algorithm, in the memory that the algorithm is for    |
 
-`scripts/bench_collectives` is the command line. Read next: ddp/bench/meeting.py, ddp/bench/collectives_report.py.
+| figure         | meaning                                                                     |
+|----------------|-----------------------------------------------------------------------------|
+| GB/s           | bus bandwidth as nccl-tests has it: bytes × 2(n−1)/n ÷ time, for n ranks    |
+| of wire        | the least time that the links of a bed allow ÷ time                         |
+| delays         | time ÷ one-way delay: how many messages cross the links one after another   |
+
+`scripts/bench_collectives` is the command.
+
+Read before: `turns.py`, `barrier.py`, `comm/communicator.py`. Read next: `workloads.py`.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.bench.bystanders import Watch, running
-from ddp.bench.meeting import Meeting, open_meeting
-from ddp.bench.units import format_delay, format_rate, format_size, parse_delay, parse_rate
+from ddp.bench.barrier import Barrier, open_barrier
+from ddp.bench.place import HERE, Place
+from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
+from ddp.bench.units import format_bandwidth, format_size, format_time, three_digits, written
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
-from ddp.errors import ConfigError
 
 CROWDED_S, MAX_CALLS = 0.005, 64
-MIN_REPETITIONS, MAX_REPETITIONS = 5, 200
 ABORT_S = 60.0
-
-# ------------------------------------------------------------------------------------------------------ what is asked
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time against Gloo.
+    """Names a collective to time against Gloo's.
 
     Attributes:
-        algorithm: for an all-reduce; "auto" leaves the choice to the communicator.
+        algorithm: of an all-reduce; "auto" leaves the choice to the communicator.
         shared_memory: whether the communicator may use it.
         is_allocated: the tensor is the communicator's own (`allocate`), else an ordinary one.
-        is_barrier: no all-reduce at all, but a barrier against a barrier.
+        is_barrier: a barrier instead of an all-reduce.
     """
 
     name: str
@@ -75,360 +73,205 @@ class Case:
     is_allocated: bool = False
     is_barrier: bool = False
 
+    @classmethod
+    def named(cls, name: str) -> Case:
+        """Returns one of `CASES`, or the case of the algorithm with that name."""
+        return CASES.get(name) or cls(name, algorithm=name, is_allocated=name.startswith("shared_memory"))
+
 
 CASES = {
-    case.name: case
-    for case in (
-        Case("allocated", is_allocated=True),
-        Case("ordinary"),
-        Case("transport", shared_memory=False),
-        Case("barrier", is_barrier=True),
-    )
+    "allocated": Case("allocated", is_allocated=True),
+    "ordinary": Case("ordinary"),
+    "barrier": Case("barrier", is_barrier=True),
+    "transport": Case("transport", shared_memory=False),
 }
 
 
-def named(algorithm: str) -> Case:
-    """The case of one algorithm by name, in the memory that it is made for."""
-    return Case(algorithm, algorithm=algorithm, is_allocated=algorithm.startswith("shared_memory"))
-
-
-@dataclass(frozen=True)
-class Bed:
-    """Hosts made of network namespaces, and what joins them.
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCell(TimedCell):
+    """Holds the figures of one case at one size.
 
     Attributes:
-        rate_bit_s: of each host's link, each way; None: unlimited.
-        delay_s: one way, host to host.
+        algorithm: what ran; where the case says "auto", what the communicator chose.
+        nbytes: of the tensor; 0 for a barrier.
+        predicted_s: by the cost model; None for a barrier.
+        wire_s: the least time that the links of a bed allow.
+        delay_s: from host to host, one way.
     """
 
-    num_hosts: int
-    ranks_per_host: int
-    rate_bit_s: float | None = None
-    delay_s: float = 0.0
+    rival: ClassVar[str] = "Gloo"
+    caption: ClassVar[str] = "GB/s: bus bandwidth; Gloo ÷ ours: above 1, ours is faster"
+    case: str
+    algorithm: str
+    nbytes: int
+    world_size: int
+    predicted_s: float | None
+    wire_s: float | None
+    delay_s: float | None
 
-    @classmethod
-    def parse(cls, text: str) -> Bed:
-        """From HOSTSxRANKS[@RATE][@DELAY], as in "2x2@1gbit", "4x1@5ms", "2x2@100mbit@1ms".
+    @property
+    def bus_bytes_s(self) -> float:
+        """Returns the bytes per second that each link carries if no byte crosses it twice."""
+        return self.nbytes * 2 * (self.world_size - 1) / self.world_size / self.time_s
 
-        Raises:
-            ConfigError: something else.
-        """
-        shape, *links = text.lower().split("@")
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
-        rates = [rate for rate in map(parse_rate, links) if rate is not None]
-        delays = [delay for delay in map(parse_delay, links) if delay is not None]
-        if not match or len(rates) > 1 or len(delays) > 1 or len(rates) + len(delays) < len(links):
-            raise ConfigError(f"netbed {text!r}: want HOSTSxRANKS@RATE@DELAY, e.g. 2x2@1gbit, 4x1@5ms, 2x2@100mbit@1ms")
-        if int(match[1]) * int(match[2]) < 2:
-            raise ConfigError(f"netbed {text!r}: a collective needs at least two ranks")
-        return cls(int(match[1]), int(match[2]), rates[0] if rates else None, delays[0] if delays else 0.0)
+    @property
+    def time_s(self) -> float:
+        """Returns the time of ours."""
+        return statistics.median(self.turns_s["ours"])
 
-    def __str__(self) -> str:
-        rate = [] if self.rate_bit_s is None else [format_rate(self.rate_bit_s)]
-        delay = [format_delay(self.delay_s)] if self.delay_s else []
-        return "@".join([f"{self.num_hosts}x{self.ranks_per_host}", *rate, *delay])
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns."""
+        return {
+            "case": self.case,
+            "algorithm": self.algorithm,
+            "size": format_size(self.nbytes) if self.nbytes else "",
+            "time": format_time(self.time_s),
+            "GB/s": format_bandwidth(self.bus_bytes_s) if self.nbytes else "",
+            "of wire": written("{:.0%}".format, self.wire_s, 1 / self.time_s),
+            "delays": three_digits(self.time_s / self.delay_s) if self.delay_s else "",
+            "predicted": written(format_time, self.predicted_s),
+            "Gloo": written(format_time, self.median_s("Gloo")),
+            "Gloo ÷ ours": written(three_digits, self.speedup),
+            "over turns": self.spread,
+        }
+
+
+class WrongSum(RuntimeError):
+    """Says that an all-reduce that is being timed gives a wrong result."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure, and how long.
+class TimeCollectives:
+    """Times every case at every size. A call runs on every rank, in the environment of torchrun or `ddp.launch`.
 
     Attributes:
         sizes: bytes of each all-reduce.
-        num_turns: pairs of turns per cell.
-        turn_s: how long each side's turn should take, within `MIN_REPETITIONS` and `MAX_REPETITIONS`.
-        bed: where the ranks stand, if on a bed.
+        num_turns: turns of each rival in a cell.
     """
 
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
     num_turns: int = 5
-    turn_s: float = 0.2
-    bed: Bed | None = None
+    place: Place = HERE
+
+    def __call__(self) -> list[CollectiveCell]:
+        """Returns the cells, the same on all ranks; those without shared memory come last.
+
+        Raises:
+            ConfigError: an algorithm is not possible here.
+            WrongSum: ours is not Gloo's sum, or not the same on all ranks.
+        """
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=ABORT_S))
+        is_crowded = self.place.is_crowded(dist.get_world_size())
+        cells = []
+        with open_barrier(dist.get_rank(), dist.get_world_size(), is_crowded=is_crowded) as barrier:
+            for shared_memory in (True, False):
+                cases = [case for case in self.cases if case.shared_memory == shared_memory]
+                if not cases:
+                    continue
+                comm = init(shared_memory=shared_memory, abort_s=ABORT_S)
+                for case in cases:
+                    comm.all_reduce(torch.zeros(1), algorithm=case.algorithm)  # is refused if it is not possible here
+                for case in cases:
+                    for nbytes in (0,) if case.is_barrier else self.sizes:
+                        cells.append(self._measure(comm, barrier, case, nbytes, is_crowded=is_crowded))
+                        announce(cells[-1])
+                shutdown()
+        dist.destroy_process_group()
+        return cells
+
+    def _measure(
+        self, comm: Communicator, barrier: Barrier, case: Case, nbytes: int, *, is_crowded: bool
+    ) -> CollectiveCell:
+        name = f"{case.name} {format_size(nbytes)}" if nbytes else case.name
+        ours, gloo = _rivals(comm, barrier, case, nbytes)
+        check(comm, ours, gloo, name)
+        for rival in (ours, gloo):
+            rival.find_pace(is_crowded=is_crowded)
+        turns_s = take_turns({"ours": ours.turn_s, "Gloo": gloo.turn_s}, self.num_turns)
+        check(comm, ours, gloo, name)
+        if case.is_allocated and ours.buffer is not None:
+            comm.free(ours.buffer)
+        algorithm, predicted_s = "", None
+        if not case.is_barrier:
+            algorithm = comm.choose(nbytes) if case.algorithm == "auto" else case.algorithm
+            predicted_s = comm.predict(nbytes, algorithm=case.algorithm, allocated=case.is_allocated)
+        bed = self.place.bed
+        return CollectiveCell(
+            place=self.place.title(comm.world_size, len(comm.hosts)),
+            name=name,
+            turns_s=turns_s,
+            case=case.name,
+            algorithm=algorithm,
+            nbytes=nbytes,
+            world_size=comm.world_size,
+            predicted_s=predicted_s,
+            wire_s=self.place.wire_s(nbytes) if nbytes else None,
+            delay_s=bed.delay_s or None if bed else None,
+        )
 
 
-# ----------------------------------------------------------------------------------------------------- what is learned
+@dataclass
+class Rival:
+    """Times one of the two: a call, and the buffer that it sums over the ranks, in place (None for a barrier)."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """One cell.
-
-    Attributes:
-        algorithm: what ran; where the case says "auto", what the communicator chose.
-        nbytes: 0 for a barrier.
-        ranks_per_host: as the communicator found them.
-        num_cores: of this machine.
-        time_s, gloo_s: medians over turns.
-        speedup: median over turns of Gloo's turn ÷ ours; above 1 we are faster.
-        predicted_s: by the cost model; None where it makes no prediction.
-        copy_s: `copy_` of as many bytes, by one core alone.
-        others_cores, greediest: what other processes took meanwhile, in cores, and who took most.
-    """
-
-    case: str
-    algorithm: str
-    nbytes: int
-    ranks_per_host: tuple[int, ...]
-    num_cores: int
-    bed: Bed | None
-    time_s: float
-    gloo_s: float
-    speedup: float
-    predicted_s: float | None
-    copy_s: float | None
-    others_cores: float
-    greediest: str
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.ranks_per_host)
-
-    @property
-    def algorithm_bytes_s(self) -> float:
-        return self.nbytes / self.time_s
-
-    @property
-    def bus_bytes_s(self) -> float:
-        return self.algorithm_bytes_s * bus_factor(self.world_size)
-
-    @property
-    def over_predicted(self) -> float | None:
-        """Predicted ÷ measured."""
-        return None if self.predicted_s is None else self.predicted_s / self.time_s
-
-    @property
-    def share_of_copy(self) -> float | None:
-        return None if self.copy_s is None else self.copy_s / self.time_s
-
-    @property
-    def share_of_optimum(self) -> float | None:
-        if self.bed is None or self.bed.rate_bit_s is None or not self.nbytes:
-            return None
-        return optimum_s(self.nbytes, self.bed.num_hosts, self.bed.rate_bit_s) / self.time_s
-
-    @property
-    def num_delays(self) -> float | None:
-        return self.time_s / self.bed.delay_s if self.bed and self.bed.delay_s else None
-
-
-def bus_factor(world_size: int) -> float:
-    """Bus bandwidth ÷ algorithm bandwidth of an all-reduce."""
-    return 2 * (world_size - 1) / world_size
-
-
-def optimum_s(nbytes: int, num_hosts: int, rate_bit_s: float) -> float:
-    """The least time of an all-reduce between hosts whose links carry `rate_bit_s` each way, whatever is in them."""
-    return bus_factor(num_hosts) * nbytes * 8 / rate_bit_s
-
-
-# --------------------------------------------------------------------------------------------------------- measuring
-
-
-class WrongSum(RuntimeError):
-    """An all-reduce that was being timed gave a wrong result."""
-
-
-def measure(plan: Plan, *, say: Callable[[str], None] | None = None) -> list[Figures]:
-    """Runs on every rank, in the environment that torchrun or `ddp.launch` gives; the same figures on all of them.
-
-    Args:
-        say: told a line for each cell, on rank 0.
-    """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=ABORT_S))
-    figures: dict[tuple[Case, int], Figures] = {}
-    cells = [(case, nbytes) for case in plan.cases for nbytes in ((0,) if case.is_barrier else plan.sizes)]
-    with open_meeting(dist.get_rank(), dist.get_world_size(), num_cores=available_cores()) as meet:
-        for shared_memory in dict.fromkeys(case.shared_memory for case in plan.cases):
-            comm = init(algorithm="auto", shared_memory=shared_memory, abort_s=ABORT_S)
-            for case in plan.cases:
-                if case.shared_memory == shared_memory:
-                    _refuse_unknown(comm, case.algorithm)
-            for case, nbytes in cells:
-                if case.shared_memory == shared_memory:
-                    figures[case, nbytes] = _Cell(comm, meet, case, nbytes).measure(plan)
-                    if say is not None and comm.rank == 0:
-                        say(_line(figures[case, nbytes]))
-            shutdown()
-    dist.destroy_process_group()
-    return [figures[cell] for cell in cells]
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def _refuse_unknown(comm: Communicator, algorithm: str) -> None:
-    if algorithm not in ("auto", *comm.ways()):
-        raise ConfigError(f"algorithm {algorithm!r} is not possible here; choose among {', '.join(comm.ways())}")
-
-
-def _line(figures: Figures) -> str:
-    size = format_size(figures.nbytes) if figures.nbytes else ""
-    return f"{figures.world_size} ranks {figures.case} {size}: {figures.speedup:.2f}x".replace(" :", ":")
-
-
-@dataclass(frozen=True, eq=False)
-class _Side:
-    """One of the two rivals: what to time, and the buffer that it sums over the ranks, in place."""
-
+    barrier: Barrier
     call: Callable[[], object]
     buffer: Tensor | None
+    num_repetitions: int = 3  # of a turn; until the pace is found, of the warm-up
+    num_calls: int = 1  # of a repetition
 
+    def find_pace(self, *, is_crowded: bool) -> None:
+        """Warms up, and chooses how many repetitions fill a turn."""
+        call_s = self.turn_s()
+        if is_crowded:
+            self.num_calls = int(min(max(CROWDED_S / call_s, 1), MAX_CALLS))
+        self.num_repetitions = num_repetitions(call_s * self.num_calls, least=5)
 
-class _Pace(NamedTuple):
-    """How much of a side a turn measures."""
-
-    num_repetitions: int
-    num_calls: int  # of each
-
-
-class _Cell:
-    """One case at one size, on one rank."""
-
-    def __init__(self, comm: Communicator, meet: Meeting, case: Case, nbytes: int) -> None:
-        self._comm, self._meet, self._case, self._nbytes = comm, meet, case, nbytes
-        self._is_crowded = comm.world_size > available_cores()
-
-    def measure(self, plan: Plan) -> Figures:
-        watch = Watch([*processes(), *(running("hosts.py") if plan.bed else ())])  # a bed's cable is its own
-        ours, gloo = self._sides()
-        if ours.buffer is not None and gloo.buffer is not None:
-            self._check(ours, gloo)
-        pace = {side: self._pace(side, plan.turn_s) for side in (ours, gloo)}
-        turns: dict[_Side, list[float]] = {ours: [], gloo: []}
-        for turn in range(plan.num_turns):
-            for side in (ours, gloo) if turn % 2 == 0 else (gloo, ours):
-                turns[side].append(statistics.median(self._repetitions(side, pace[side])))
-                self._expect_sum(side, pace[side])
-        copy_s = self._copy_s(plan.turn_s / 4) if self._nbytes else None
-        chosen, predicted_s = self._prediction()
-        if self._case.is_allocated and ours.buffer is not None:
-            self._comm.free(ours.buffer)
-        others = watch.so_far()
-        ratios = [theirs / mine for mine, theirs in zip(turns[ours], turns[gloo], strict=True)]
-        return Figures(
-            case=self._case.name,
-            algorithm=chosen,
-            nbytes=self._nbytes,
-            ranks_per_host=tuple(len(host) for host in self._comm.hosts),
-            num_cores=available_cores(),
-            bed=plan.bed,
-            time_s=statistics.median(turns[ours]),
-            gloo_s=statistics.median(turns[gloo]),
-            speedup=statistics.median(ratios),
-            predicted_s=predicted_s,
-            copy_s=copy_s,
-            others_cores=others.num_cores,
-            greediest=others.greediest,
-        )
-
-    def _sides(self) -> tuple[_Side, _Side]:
-        comm, case, numel = self._comm, self._case, self._nbytes // 4
-        if case.is_barrier:
-            return _Side(comm.barrier, None), _Side(dist.barrier, None)
-        mine = comm.allocate(numel, torch.float32) if case.is_allocated else torch.zeros(numel)
-        theirs = torch.zeros(numel)
-        return (
-            _Side(lambda: comm.all_reduce(mine, "sum", algorithm=case.algorithm), mine),
-            _Side(lambda: dist.all_reduce(theirs), theirs),
-        )
-
-    def _prediction(self) -> tuple[str, float | None]:
-        case = self._case
-        if case.is_barrier:
-            return "", None
-        chosen = self._comm.choose(self._nbytes) if case.algorithm == "auto" else case.algorithm
-        return chosen, self._comm.predict(self._nbytes, algorithm=case.algorithm, allocated=case.is_allocated)
-
-    # --- time --------------------------------------------------------------------------------------------------------
-
-    def _pace(self, side: _Side, turn_s: float) -> _Pace:
-        """How often it takes to fill a turn; found by the warm-up."""
-        warm_up = _Pace(num_repetitions=3, num_calls=1)
-        call_s = max(statistics.median(self._repetitions(side, warm_up)), 1e-7)
-        num_calls = 1
-        if self._is_crowded:
-            num_calls = int(min(max(CROWDED_S / call_s, 1), MAX_CALLS, _exact_sums(self._comm.world_size)))
-        num_repetitions = turn_s / (call_s * num_calls)
-        return _Pace(int(min(max(num_repetitions, MIN_REPETITIONS), MAX_REPETITIONS)), num_calls)
-
-    def _repetitions(self, side: _Side, pace: _Pace) -> list[float]:
-        """Seconds per call of the slowest rank, by repetition; without the first one, since the rival ran before it."""
-        times = []
-        for _ in range(pace.num_repetitions + 1):
-            if side.buffer is not None:
-                side.buffer.fill_(1.0)
-            self._meet()
+    def turn_s(self) -> float:
+        """Returns the median over repetitions of the seconds per call on the slowest rank. Collective."""
+        times_s = []
+        for _ in range(self.num_repetitions + 1):
+            if self.buffer is not None:
+                self.buffer.zero_()  # whose sum stays zero, however often it is taken
+            self.barrier()
             start_s = now_s()
-            for _ in range(pace.num_calls):
-                side.call()
-            times.append((now_s() - start_s) / pace.num_calls)
-            self._meet()
-        slowest = torch.tensor(times[1:], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.tolist()
-
-    def _copy_s(self, limit_s: float) -> float:
-        """`copy_` of as many bytes by rank 0, while the others wait; its median, on all ranks."""
-        source, target = torch.ones(self._nbytes // 4), torch.ones(self._nbytes // 4)  # their pages are there
-        median = torch.zeros(1, dtype=torch.float64)
-        self._meet()
-        if self._comm.rank == 0:
-            times: list[float] = []
-            begin_s = now_s()
-            while len(times) < MIN_REPETITIONS or (now_s() - begin_s < limit_s and len(times) < MAX_REPETITIONS):
-                start_s = now_s()
-                target.copy_(source)
-                times.append(now_s() - start_s)
-            median[0] = statistics.median(times)
-        self._meet()
-        dist.broadcast(median, 0)
-        return median.item()
-
-    # --- correctness -------------------------------------------------------------------------------------------------
-
-    def _check(self, ours: _Side, gloo: _Side) -> None:
-        """On random numbers: as near to Gloo's sum as rounding allows, and the same bits on every rank."""
-        assert ours.buffer is not None and gloo.buffer is not None
-        generator = torch.Generator().manual_seed(self._comm.rank)
-        ours.buffer.normal_(generator=generator)
-        gloo.buffer.copy_(ours.buffer)
-        magnitude = ours.buffer.abs()
-        dist.all_reduce(magnitude)
-        ours.call()
-        gloo.call()
-        # Each side is within (n−1)·eps·Σ|x| of the exact sum, to first order.
-        bound = 4 * (self._comm.world_size - 1) * torch.finfo(torch.float32).eps * magnitude
-        if not bool(((ours.buffer - gloo.buffer).abs() <= bound).all()):
-            raise WrongSum(f"{self._what()}: the sum is not Gloo's, by more than rounding")
-        bits = torch.tensor([zlib.crc32(ours.buffer.numpy().data)] * 2) * torch.tensor([1, -1])
-        dist.all_reduce(bits, dist.ReduceOp.MAX)
-        if bits[0] != -bits[1]:
-            raise WrongSum(f"{self._what()}: the ranks hold different bits")
-
-    def _expect_sum(self, side: _Side, pace: _Pace) -> None:
-        """After a turn: ones, summed over the ranks as many times as a repetition has calls."""
-        if side.buffer is not None:
-            least, most = torch.aminmax(side.buffer)
-            if not least == most == float(self._comm.world_size) ** pace.num_calls:
-                raise WrongSum(f"{self._what()}: a sum of ones came out between {least} and {most}")
-
-    def _what(self) -> str:
-        return f"{self._case.name}, {format_size(self._nbytes)}, {self._comm.world_size} ranks, rank {self._comm.rank}"
+            for _ in range(self.num_calls):
+                self.call()
+            times_s.append((now_s() - start_s) / self.num_calls)
+            self.barrier()
+        return statistics.median(slowest(times_s[1:]))  # the other rival ran before the first one
 
 
-def _exact_sums(world_size: int) -> int:
-    """How often ones can be summed over n ranks, growing to n, n², …, with all partial sums exact in float32."""
-    odd = world_size // (world_size & -world_size)
-    return max(k for k in range(1, 64) if odd**k * world_size <= 1 << 24 and world_size**k < 1 << 127)
+def _rivals(comm: Communicator, barrier: Barrier, case: Case, nbytes: int) -> tuple[Rival, Rival]:
+    if case.is_barrier:
+        return Rival(barrier, comm.barrier, None), Rival(barrier, dist.barrier, None)
+    numel = nbytes // 4
+    mine = comm.allocate(numel, torch.float32) if case.is_allocated else torch.zeros(numel)
+    theirs = torch.zeros(numel)
+    return (
+        Rival(barrier, lambda: comm.all_reduce(mine, "sum", algorithm=case.algorithm), mine),
+        Rival(barrier, lambda: dist.all_reduce(theirs), theirs),
+    )
 
 
-def processes() -> Sequence[int]:
-    """The ranks, and what started them. Collective."""
-    mine = (os.getpid(), os.getppid())
-    found: list[tuple[int, int]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return [pid for pair in found for pid in pair]
+def check(comm: Communicator, ours: Rival, gloo: Rival, name: str) -> None:
+    """Raises WrongSum unless a sum of random numbers is Gloo's but for rounding, with equal bits on all ranks."""
+    if ours.buffer is None or gloo.buffer is None:
+        return
+    where = f"{name}, {comm.world_size} ranks, rank {comm.rank}"
+    ours.buffer.normal_(generator=torch.Generator().manual_seed(comm.rank))
+    gloo.buffer.copy_(ours.buffer)
+    magnitude = ours.buffer.abs()
+    dist.all_reduce(magnitude)
+    ours.call()
+    gloo.call()
+    # Each rival is within (n−1)·eps·Σ|x| of the exact sum, to first order.
+    bound = 4 * (comm.world_size - 1) * torch.finfo(torch.float32).eps * magnitude
+    if not bool(((ours.buffer - gloo.buffer).abs() <= bound).all()):
+        raise WrongSum(f"{where}: the sum is not Gloo's, by more than rounding")
+    bits = torch.tensor([zlib.crc32(ours.buffer.numpy().data)] * 2) * torch.tensor([1, -1])
+    dist.all_reduce(bits, dist.ReduceOp.MAX)
+    if bits[0] != -bits[1]:
+        raise WrongSum(f"{where}: the ranks hold different bits")

@@ -1,4 +1,4 @@
-"""What the step benchmarks train: models with one worker's batch each, in float32 on the CPU.
+"""Makes the models that the step benchmark trains, each with one worker's batch, in float32 on the CPU.
 
 | name                | what it is hard on                                                                        |
 |---------------------|-------------------------------------------------------------------------------------------|
@@ -10,12 +10,14 @@
 | gpt-10m             | 11 M parameters, 4 × 128 tokens                                                           |
 | gpt-10m-b1          | the same with 128 tokens: more communication for each multiplication                      |
 | tiny-1000           | 1,000 parameters of 4 or 16 numbers: what each costs in the interpreter                   |
+
+Read before: `turns.py`. Read next: `step.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +30,22 @@ from ddp.models.resnet import resnet
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model, and one worker's batch for it; both draw from torch's global generator."""
+class Workload(NamedTuple):
+    """Makes a model, and one worker's batch for it; both draw from torch's global generator."""
 
-    name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
 
 
 class TinyLayers(nn.Module):
-    """x → x + layer(x) / n, n times over four numbers: 2n parameters, and hardly anything to compute."""
+    """Adds layer(x) / n to x, n times over four numbers: 2n parameters, and hardly anything to compute."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores [n, 4] for x [n, 4]."""
+        """Returns scores [n, 4] for x [n, 4]."""
         scale = 1 / len(self.layers)  # keeps what passes through finite, at any depth
         for layer in self.layers:
             x = x + scale * layer(x)
@@ -53,7 +53,6 @@ class TinyLayers(nn.Module):
 
 
 def _small_cnn() -> nn.Module:
-    """The one that `shared/probes/bucketed_ddp.py` was measured with."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()),
         *(nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10)),
@@ -73,27 +72,15 @@ def _tokens(n: int) -> Callable[[], Batch]:
 
 
 WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "digits-cnn",  # global batch 64 on two workers
-            lambda: CNN(in_channels=1, image_size=8, num_classes=10),
-            _images(32, 1, 8),
-        ),
-        Workload("cnn-b64", _small_cnn, _images(64, 1, 28)),
-        Workload("resnet18-32px", lambda: resnet("resnet18", num_classes=10, small_images=False), _images(16, 3, 32)),
-        Workload(
-            "resnet18-small-stem",
-            lambda: resnet("resnet18", num_classes=10, small_images=True),
-            _images(16, 3, 32),
-        ),
-        Workload(
-            "mlp-25m",
-            lambda: MLP(in_features=1024, hidden=(4096, 4096), num_classes=1000),
-            _images(64, 1, 32, num_classes=1000),
-        ),
-        Workload("gpt-10m", _gpt, _tokens(4)),
-        Workload("gpt-10m-b1", _gpt, _tokens(1)),
-        Workload("tiny-1000", lambda: TinyLayers(500), lambda: (torch.randn(8, 4), torch.randint(0, 4, (8,)))),
-    )
+    # the share of a worker in a global batch of 64 on two workers
+    "digits-cnn": Workload(lambda: CNN(in_channels=1, image_size=8, num_classes=10), _images(32, 1, 8)),
+    "cnn-b64": Workload(_small_cnn, _images(64, 1, 28)),
+    "resnet18-32px": Workload(lambda: resnet("resnet18", num_classes=10, small_images=False), _images(16, 3, 32)),
+    "resnet18-small-stem": Workload(lambda: resnet("resnet18", num_classes=10, small_images=True), _images(16, 3, 32)),
+    "mlp-25m": Workload(
+        lambda: MLP(in_features=1024, hidden=(4096, 4096), num_classes=1000), _images(64, 1, 32, num_classes=1000)
+    ),
+    "gpt-10m": Workload(_gpt, _tokens(4)),
+    "gpt-10m-b1": Workload(_gpt, _tokens(1)),
+    "tiny-1000": Workload(lambda: TinyLayers(500), lambda: (torch.randn(8, 4), torch.randint(0, 4, (8,)))),
 }

@@ -16,17 +16,19 @@ schedule                  chunks   rounds     messages and bytes sent per rank  
     recursive doubling    1        log₂ p     log₂ p,    log₂ p·N                log₂ p·(α + Nβ + Nγ)
     halving-doubling      p        2 log₂ p   2 log₂ p,  2(p−1)/p·N              2 log₂ p·α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
 
-Recursive doubling has the fewest rounds that are possible: the choice for small messages. Halving-doubling has the
-ring's bytes with far fewer rounds. What it lacks is locality: in every round another partner.
+Recursive doubling has the fewest rounds that are possible, so it suits small messages. Halving-doubling sends the
+ring's bytes in far fewer rounds, but each rank has another partner in every round.
 
-Note "nearest first". Textbooks halve with the farthest partner first. Here the nearest comes first: then the largest
-messages stay among neighbours (on one host), and every chunk is summed in the canonical order.
+Note "nearest first". Textbooks halve with the farthest partner first. Here the nearest comes first, so that the largest
+messages stay among neighbours (on one host) and every chunk is summed in the canonical order.
 
 Note "any number". With p' ranks beyond the largest power of two p, 2p' ranks begin as pairs of neighbours: the odd one
-of each pair gives all it has to the even one, waits, and gets the result, as in MPICH (Thakur, Rabenseifner & Gropp,
-"Optimization of collective communication operations in MPICH", 2005). It costs two rounds; the busiest rank sends N
-more. Since pairs of neighbours come first, the sum stays canonical wherever it can (3, 6, 7, 12, 14, …).
-`circulant.py` shows another way, without the extra bytes.
+of each pair sends all it has to the even one, waits, and gets the result, as in MPICH (Thakur, Rabenseifner & Gropp,
+"Optimization of collective communication operations in MPICH", 2005). That takes two more rounds, and the busiest rank
+sends N more. Since pairs of neighbours come first, the sum stays canonical wherever it can (3, 6, 7, 12, 14, …).
+`circulant.py` does without the extra bytes.
+
+Read before: `placed.py`. Read next: `circulant.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def recursive_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
-    """All-reduce among a power of two of ranks, a chunk for each."""
+    """All-reduces a chunk per rank among a power of two of ranks."""
     mine, exchanges, distance = range(num_ranks), [], 1
     while distance < num_ranks:
         peer, half = rank ^ distance, len(mine) // 2
@@ -62,7 +64,7 @@ def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def doubling(rank: int, num_ranks: int) -> Iterator[Round]:
-    """All-reduce of one chunk among a power of two of ranks."""
+    """All-reduces one chunk among a power of two of ranks."""
     distance = 1
     while distance < num_ranks:
         yield Send(rank ^ distance, range(1)), Recv(rank ^ distance, range(1), add=True)
@@ -70,7 +72,7 @@ def doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def folded(schedule: Schedule, rank: int, num_ranks: int) -> Iterator[Round]:
-    """Note "any number": an all-reduce for a power of two of ranks, played by the even ranks of pairs and the rest."""
+    """Plays an all-reduce for a power of two of ranks with any number of them: see the note "any number"."""
     power = largest_power_of_two(num_ranks)
     paired = 2 * (num_ranks - power)  # ranks 0 … paired−1 are pairs of neighbours
     players = [*range(0, paired, 2), *range(paired, num_ranks)]
@@ -89,5 +91,5 @@ def _between_pair(rank: int, paired: int, *, send: bool, chunks: range, add: boo
 
 
 def largest_power_of_two(num_ranks: int) -> int:
-    """… that is not above `num_ranks`: as many chunks has the all-reduce."""
+    """Returns the largest power of two up to `num_ranks`: the number of chunks of the all-reduce."""
     return 1 << num_ranks.bit_length() - 1

@@ -1,4 +1,4 @@
-"""Every schedule by name: what it promises, and into how many chunks it cuts the buffer.
+"""Every schedule by name, with its goal and the number of chunks into which it cuts the buffer.
 
     python -m ddp draw NAME N        python -m ddp check NAME N        both with --hosts 2,2 where a layout matters
 
@@ -16,6 +16,8 @@
     hierarchical          hosts       see there         a leader: see there
 
 (+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
+
+Read before: `grid.py`. Read next: `draw.py`.
 """
 
 from __future__ import annotations
@@ -75,10 +77,10 @@ BETWEEN_HOSTS = {
 
 
 def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
-    """Every all-reduce for ranks that stand on these hosts.
+    """Returns every all-reduce for ranks that stand on these hosts, by name.
 
-    Those that need a layout are there only where they differ from the flat ones: `two_dimensional` where the ranks
-    fill a grid, the hierarchical ones where there are several hosts and one of them has several ranks.
+    Those that need a layout are left out where they would be the same as a flat one: `two_dimensional` needs ranks that
+    fill a grid, the hierarchical ones need several hosts, one of them with several ranks.
 
     Raises:
         ValueError: the hosts do not hold each rank 0, 1, … exactly once.
@@ -89,20 +91,13 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
     found = dict(ALL_REDUCE)
     rows = grid.rows_of(hosts)
     if len(rows) > 1:
-        found["two_dimensional"] = _two_dimensional(rows)
+        found["two_dimensional"] = Schedule(partial(grid.all_reduce, rows=rows), Goal.ALL_REDUCE, one_per_rank)
     if 1 < len(hosts) < len(ranks):
         found |= {name: _hierarchical(hosts, ALL_REDUCE[between]) for name, between in BETWEEN_HOSTS.items()}
     return found
 
 
-def _two_dimensional(rows: Hosts) -> Schedule:
-    columns = ALL_REDUCE["ring"]
-    num_chunks = len(rows[0]) * columns.num_chunks(len(rows))
-    algorithm = partial(grid.all_reduce, rows=rows, along=grid.RING, columns=columns)
-    return Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks: num_chunks)
-
-
 def _hierarchical(hosts: Hosts, between: Schedule) -> Schedule:
-    num_chunks = hierarchical.num_chunks(hosts, hierarchical.TREE, between)
-    algorithm = partial(hierarchical.all_reduce, hosts=hosts, inside=hierarchical.TREE, between=between)
+    num_chunks = between.num_chunks(len(hosts))
+    algorithm = partial(hierarchical.all_reduce, hosts=hosts, between=between)
     return Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks: num_chunks)

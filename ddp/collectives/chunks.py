@@ -1,18 +1,20 @@
-"""Where chunks begin and end: `numel` elements cut into `num_chunks` runs that differ by at most one element.
+"""The boundaries of chunks: `numel` elements cut into `num_chunks` runs that differ by at most one element.
 
 offsets(10, 4) = [0, 2, 5, 7, 10]        offsets(2, 4) = [0, 0, 1, 1, 2]: fewer elements than ranks is fine
+
+Read before: `schedule.py`. Read next: `master_worker.py`, the simplest algorithm.
 """
 
 from __future__ import annotations
 
 
 def offsets(numel: int, num_chunks: int) -> list[int]:
-    """Boundaries of the chunks, in elements: `num_chunks + 1` numbers from 0 to `numel`."""
+    """Returns the boundaries of the chunks, in elements: `num_chunks + 1` numbers from 0 to `numel`."""
     return [index * numel // num_chunks for index in range(num_chunks + 1)]
 
 
 def around(first: int, count: int, num_chunks: int) -> tuple[range, ...]:
-    """The `count` chunks from `first` on, on a circle of `num_chunks`: two runs where they pass the end, else one."""
+    """Returns `count` chunks from `first` on, on a circle of `num_chunks`, as one run, or two if they pass the end."""
     first %= num_chunks
     passed = first + count - num_chunks
     if passed <= 0:
@@ -20,14 +22,14 @@ def around(first: int, count: int, num_chunks: int) -> tuple[range, ...]:
     return range(first, num_chunks), range(passed)
 
 
-# How many chunks a schedule cuts its buffer into, by number of ranks: two answers that most of them give.
+# The number of chunks into which a schedule cuts its buffer, by number of ranks. Most schedules take one of these.
 
 
 def one_per_rank(num_ranks: int) -> int:
-    """Every rank has a chunk of its own."""
+    """Returns the number of ranks: every rank has a chunk of its own."""
     return num_ranks
 
 
 def whole(num_ranks: int) -> int:
-    """The buffer is one chunk."""
+    """Returns 1: the buffer is one chunk."""
     return 1

@@ -1,4 +1,4 @@
-"""Prints a schedule for a reader: as text, one block per round and one line per rank, or as a picture.
+"""Prints a schedule for a reader: as text, with a block per round and a line per rank, or as a picture.
 
 python -m ddp draw ring 3
 
@@ -11,6 +11,8 @@ python -m ddp draw ring 3 --svg ring.svg
 
 The picture runs from top to bottom: a row of buffers, the transfers of a round, the buffers after it, and so on. A
 chunk keeps its colour; its cell is as full as it has contributions; a ribbon is as wide as what it carries.
+
+Read before: `catalog.py`. Read next: `simulate.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ddp.collectives.schedule import Algorithm, Goal, Proof, Recv, Round, Schedu
 
 
 def draw(algorithm: Algorithm, num_ranks: int) -> str:
-    """The rounds of all ranks as text."""
+    """Returns the rounds of all ranks as text."""
     programs = [list(algorithm(rank, num_ranks)) for rank in range(num_ranks)]
     width = max((len(_phrase(op)) for program in programs for ops in program for op in ops), default=0)
     blocks = [
@@ -46,7 +48,7 @@ def _line(rank: int, ops: Round, width: int) -> str:
 def _phrase(op: Send | Recv) -> str:
     first, last = op.chunks[0], op.chunks[-1]
     name = f"chunk {first}" if first == last else f"chunks {first}-{last}"
-    name += f" of slot {op.slot}" if op.slot else ""
+    name += f" of buffer {op.buffer}" if op.buffer else ""
     if isinstance(op, Send):
         return f"{name} → rank {op.peer}"
     return f"{name} {'+=' if op.add else '←'} rank {op.peer}"
@@ -60,7 +62,7 @@ CELL_HEIGHT, TIP_HEIGHT, READABLE = 26, 10, 9  # a cell less wide than the last 
 
 
 def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) -> str:
-    """A picture of the schedule: readable up to some 16 ranks.
+    """Returns a picture of the schedule; it is readable up to some 16 ranks.
 
     Args:
         hosts: drawn as frames around their ranks, if given; without them, ranks stand in one line.
@@ -69,7 +71,7 @@ def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) ->
         ScheduleError: the schedule is wrong.
     """
     proof = schedule.check(num_ranks)
-    page = _Page(num_ranks, proof.num_chunks, num_slots=2 if schedule.goal is Goal.ALL_TO_ALL else 1, hosts=hosts)
+    page = _Page(num_ranks, proof.num_chunks, num_buffers=2 if schedule.goal is Goal.ALL_TO_ALL else 1, hosts=hosts)
     run = SymbolicRun(num_ranks, schedule.goal, proof.num_chunks, root=0)
     height = page.top(proof.num_rounds) + page.state_height + FOOTER
     parts = [
@@ -102,10 +104,10 @@ def _heading(schedule: Schedule, proof: Proof, title: str) -> Iterator[str]:
 
 
 class _Page:
-    """Where things stand: ranks are columns, rounds follow each other downwards."""
+    """Places everything on the page: ranks are columns, rounds follow each other downwards."""
 
-    def __init__(self, num_ranks: int, num_chunks: int, *, num_slots: int, hosts: Hosts) -> None:
-        self.num_ranks, self.num_chunks, self.num_slots, self.hosts = num_ranks, num_chunks, num_slots, hosts
+    def __init__(self, num_ranks: int, num_chunks: int, *, num_buffers: int, hosts: Hosts) -> None:
+        self.num_ranks, self.num_chunks, self.num_buffers, self.hosts = num_ranks, num_chunks, num_buffers, hosts
         self.cell = max(5.0, min(1000 / num_ranks / (num_chunks + 1), 30.0 if num_chunks > 1 else 56.0))
         self.column = self.cell * num_chunks
         self.gap = max(14.0, min(40.0, 0.3 * self.column))
@@ -113,19 +115,19 @@ class _Page:
         order = [rank for host in hosts for rank in host] or list(range(num_ranks))
         self.place = {rank: place for place, rank in enumerate(order)}
         self.width = max(640.0, LABELS + num_ranks * (self.column + self.gap) + 2 * MARGIN)
-        self.state_height = num_slots * (CELL_HEIGHT + 4) + 10
+        self.state_height = num_buffers * (CELL_HEIGHT + 4) + 10
         self.flight_height = 70 + 0.045 * self.width  # so that far ribbons do not lie too flat
 
     def left(self, rank: int, chunk: int) -> float:
-        """x of a chunk's cell."""
+        """Returns x of a chunk's cell."""
         return MARGIN + LABELS + self.gap / 2 + self.place[rank] * (self.column + self.gap) + chunk * self.cell
 
     def top(self, number: int) -> float:
-        """y of the buffers after round `number`; before the first for 0."""
+        """Returns y of the buffers after round `number`, or before the first round for 0."""
         return HEADER + 30 + number * (self.flight_height + self.state_height)
 
     def names(self, height: float) -> Iterator[str]:
-        """Names of the ranks, and a frame around those of each host."""
+        """Draws the names of the ranks, and a frame around those of each host."""
         for number, host in enumerate(self.hosts if len(self.hosts) > 1 else ()):
             x = self.left(host[0], 0) - self.gap / 2 + 3
             width = self.left(host[-1], self.num_chunks) + self.gap / 2 - 3 - x
@@ -136,23 +138,23 @@ class _Page:
         yield _text(MARGIN, self.top(0) + 18, "at first", size=12)
 
     def panel(self, number: int) -> Iterator[str]:
-        """The ground of a round, and its number."""
+        """Draws the background of a round, and its number."""
         y = self.top(number) - self.flight_height
         yield _rect(MARGIN - 10, y, self.width - 2 * MARGIN + 20, self.flight_height - 5, fill=PANEL, stroke="none")
         yield _text(MARGIN, y + self.flight_height / 2, f"round {number}", size=13, weight="bold")
 
     def state(self, run: SymbolicRun, number: int) -> Iterator[str]:
-        """Every rank's buffer, cell by cell; fuller ones last, so that their edges are seen."""
+        """Draws every rank's buffers, cell by cell; fuller ones last, so that their edges are seen."""
         places = [
-            (rank, slot, chunk)
+            (rank, buffer, chunk)
             for rank in range(self.num_ranks)
-            for slot in range(self.num_slots)
+            for buffer in range(self.num_buffers)
             for chunk in range(self.num_chunks)
         ]
         values = {place: run.buffers[place[0]].get(place[1:]) for place in places}
         for place in sorted(places, key=lambda place: _fullness(values[place], run)):
-            rank, slot, chunk = place
-            x, y = self.left(rank, chunk), self.top(number) + slot * (CELL_HEIGHT + 4)
+            rank, buffer, chunk = place
+            x, y = self.left(rank, chunk), self.top(number) + buffer * (CELL_HEIGHT + 4)
             yield from self._cell(x, y, chunk, values[place], run)
 
     def _cell(self, x: float, y: float, chunk: int, value: Value | None, run: SymbolicRun) -> Iterator[str]:
@@ -171,7 +173,7 @@ class _Page:
             yield _text(x + self.cell / 2, y + CELL_HEIGHT / 2 + size / 3, str(label), size=size, anchor="middle")
 
     def flights(self, rounds: tuple[Round, ...], number: int) -> Iterator[str]:
-        """The transfers of a round, far ones below near ones."""
+        """Draws the transfers of a round, far ones below near ones."""
         messages = sorted(
             _messages(rounds), key=lambda message: -abs(self.place[message.peer] - self.place[message.rank])
         )
@@ -179,7 +181,7 @@ class _Page:
         tip = self.top(number) - TIP_HEIGHT - 2
         for message in messages:
             for chunk, landing in zip(message.send.chunks, message.receive.chunks, strict=True):
-                color = _color(chunk if not message.receive.slot else message.rank, self.num_chunks)
+                color = _color(chunk if not message.receive.buffer else message.rank, self.num_chunks)
                 yield _ribbon(
                     self.left(message.rank, chunk), self.left(message.peer, landing), self.cell, y, tip, color
                 )
@@ -189,7 +191,7 @@ class _Page:
             yield _tip(x, tip, width, filled=message.receive.add)
 
     def legend(self, height: float, goal: Goal) -> Iterator[str]:
-        """How to read it, in two lines along the foot of the page."""
+        """Explains the picture in two lines along the foot of the page."""
         y = height - FOOTER + 24.0
         moves = [(0.0, "nothing of use"), (1.0, "has it")]
         cells = [(1 / 3, "some contributions"), (1.0, "all of them")] if goal.adds else moves
@@ -227,7 +229,7 @@ def _messages(rounds: tuple[Round, ...]) -> Iterator[_Message]:
 
 
 def _fullness(value: Value | None, run: SymbolicRun) -> float:
-    """0 to 1: how many of the contributions are in it."""
+    """Returns the share of the contributions that a value has, from 0 to 1."""
     if value is None:
         return 0.0
     return value.contributors.bit_count() / run.num_ranks if run.goal.adds else 1.0

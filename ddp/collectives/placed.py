@@ -1,12 +1,14 @@
-"""Schedules inside schedules: one that was written for ranks 0 … k−1 is played by other ranks, on a part of the buffer.
+"""Schedules inside schedules: other ranks play what was written for ranks 0 … k−1, on a part of the buffer.
 
 A schedule knows its ranks and chunks by number only. So "a ring among the leaders of the hosts", "a tree from root
-3", "a column of the grid, on its own block of the buffer" need no new algorithm, only other names:
+3", "a column of the grid, on its own block of the buffer" need no new algorithm, only other numbers:
 
     written for        ring of 3       rank 0 → 1 → 2      chunk 0        chunk 1        chunk 2
     played by          ranks 1, 4, 7   rank 1 → 4 → 7      chunks 6-7     chunks 8-9     chunks 10-11
 
 Ranks that do not play yield as many empty rounds, so that round k stays the same moment on every rank.
+
+Read before: `double_tree.py`. Read next: `butterfly.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ Hosts = tuple[tuple[int, ...], ...]  # the ranks of every host; hosts may differ
 
 
 def placed(schedule: Schedule, rank: int, *, ranks: Sequence[int], chunks: range) -> Iterator[Round]:
-    """The rounds of `rank` while `ranks` play `schedule` on the part `chunks` of the buffer.
+    """Yields the rounds of `rank` while `ranks` play `schedule` on the part `chunks` of the buffer.
 
     Args:
-        ranks: who plays rank 0, 1, … of the schedule.
-        chunks: as many as the schedule has, or a multiple: then each of its chunks stands for several of these.
+        ranks: the ranks that play rank 0, 1, … of the schedule.
+        chunks: as many as the schedule has, or a multiple; then each of its chunks stands for several of these.
     """
     if rank not in ranks:
         yield from (() for _ in schedule.algorithm(0, len(ranks)))
@@ -37,21 +39,21 @@ def placed(schedule: Schedule, rank: int, *, ranks: Sequence[int], chunks: range
 
 
 def side_by_side(schedule: Schedule, rank: int, *, groups: Hosts, chunks: range) -> Iterator[Round]:
-    """The rounds of `rank` while every group plays `schedule` by itself: short ones wait for the longest."""
+    """Yields the rounds of `rank` while every group plays `schedule` by itself; short ones wait for the longest."""
     longest = max(num_rounds(schedule, size) for size in {len(group) for group in groups})
     mine = next(group for group in groups if rank in group)
     yield from placed(schedule, rank, ranks=mine, chunks=chunks)
     yield from [()] * (longest - num_rounds(schedule, len(mine)))
 
 
-@cache  # the same object each time: what is worked out for a schedule is kept by it
+@cache  # one object per root, because others cache what they derive from a schedule under the schedule itself
 def rooted(schedule: Schedule, root: int) -> Schedule:
-    """The same schedule with `root` in the place of rank 0: ranks, and chunks that belong to ranks, move on by it."""
+    """Returns the schedule with `root` in the place of rank 0; ranks, and chunks that belong to ranks, move by it."""
     return schedule._replace(algorithm=partial(_rotated, schedule, root))
 
 
 def num_rounds(schedule: Schedule, num_ranks: int) -> int:
-    """Rounds of a schedule: equally many on every rank, so rank 0 is asked."""
+    """Returns the number of rounds of a schedule, counted on rank 0, because it is the same on every rank."""
     return sum(1 for _ in schedule.algorithm(0, num_ranks))
 
 
@@ -70,4 +72,4 @@ def _part(chunks: range, of: range, each: int) -> range:
 
 
 def _renamed(op: Send | Recv, peer: int, chunks: range) -> Send | Recv:
-    return Send(peer, chunks, op.slot) if isinstance(op, Send) else Recv(peer, chunks, op.add, op.slot)
+    return Send(peer, chunks, op.buffer) if isinstance(op, Send) else Recv(peer, chunks, op.add, op.buffer)

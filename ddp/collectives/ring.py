@@ -5,17 +5,19 @@ all-reduce algorithms for clusters of workstations", 2009):
 
     reduce-scatter   p−1 rounds; partial sums travel to the right, each rank adds its own part. Rank r ends with the sum
                      of chunk r.
-    all-gather       p−1 rounds; the finished chunks travel on to the right until everyone has them.
+    all-gather       p−1 rounds; the finished chunks travel on to the right until all ranks have them.
 
     rounds 2(p−1)  ·  bytes sent per rank 2(p−1)/p·N  ·  time 2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
 
 Note "two ranks". Right and left neighbour are then the same rank, and both halves fold into one exchange of whole
-buffers: the same bytes in one round instead of two, at the price of adding everything on both sides. On one busy
-host, where being woken up costs more than the bytes, that makes a message of 64 KB several times faster.
+buffers: the same bytes in one round instead of two, although both ranks then add everything. On one busy host, where
+waking a process up takes longer than moving the bytes, a message of 64 KB becomes several times faster.
 
-The β term is the lower bound for point-to-point algorithms; the α term grows with p, so small messages want a tree.
-Every chunk is summed in another rotation of the ranks: replicas agree bitwise, but the bits depend on where the chunk
-borders lie. See them with `python -m ddp draw ring 4`.
+The β term is the lower bound for point-to-point algorithms; the α term grows with p, so a tree is faster for small
+messages. Every chunk is summed in another rotation of the ranks: replicas agree bitwise, but the bits depend on where
+the chunk borders lie. `python -m ddp draw ring 4` shows the rounds.
+
+Read before: `all_to_all.py`. Read next: `tree.py`.
 """
 
 from __future__ import annotations

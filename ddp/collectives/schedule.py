@@ -1,33 +1,35 @@
 """A collective is data: rounds of sends and receives, and a checker that proves what they do.
 
-A schedule is a generator `algorithm(rank, num_ranks)` that yields *rounds*. A round is a tuple of `Send` and
-`Recv`: the transfers that this rank has in flight together; the next round starts when all of them are done. A rank
-that idles yields an empty round, so that round k means the same moment on every rank. A schedule never sees a
-tensor. It speaks of *chunks* 0 … n−1 of a buffer, and of *slots* when a rank holds several buffers:
+A schedule is a generator `algorithm(rank, num_ranks)` that yields *rounds*. A round is a tuple of `Send` and `Recv`:
+the transfers that this rank has in flight together. The next round starts when all of them have completed. A rank
+that idles yields an empty round, so that round k means the same moment on every rank. A schedule never sees a tensor.
+It speaks of *chunks* 0 … n−1 of a buffer, and numbers the *buffers* where a rank holds several:
 
     rank 0 of a ring of 3:   (Send(1, chunks 2), Recv(2, chunks 1, add))      round 0
                              (Send(1, chunks 1), Recv(2, chunks 0, add))      round 1
                              …
 
-Receives that add are applied in the order in which they are *listed*, never in the order in which they arrive: the
+The executor applies receives that add in the order in which they are *listed*, never in the order of arrival: the
 order of additions is part of the schedule, and with it every bit of the result. A round may send a chunk and add to
-it: what leaves is what stood there before.
+it; the peer then gets the value from before the addition.
 
-`check` runs a schedule for all ranks at once on symbols instead of numbers. Every chunk becomes an expression, a
-nested pair of ranks, e.g. ((0, 1), (2, 3)): the sum with its order of additions (a pair has none: a + b is b + a,
-bit by bit). Proven are:
+`Schedule.check` runs a schedule for all ranks at once on symbols instead of numbers. Every chunk becomes an expression,
+a nested pair of ranks such as ((0, 1), (2, 3)): the sum with its order of additions. (A pair has no order, because
+a + b and b + a have the same bits.) The checker proves:
 
-    no deadlock        what is sent in a round is received in the same round, and nothing else is. So every round ends
-                       once its ranks have reached it, even if a send only completes when its receive is posted (the
-                       strictest transport, NCCL): by induction the last one ends too.
+    no deadlock        each send of a round has its receive in the same round, and vice versa. So every round completes
+                       once its ranks have reached it, even on a transport such as NCCL, where a send only completes
+                       when its receive is posted; by induction the last round completes too
     no race            no transfer of a round overwrites what another one reads or writes
-    no waste           nothing is sent to where it is already
-    exactly once       no contribution is added twice, none is missing at the end
-    one result         all ranks end with the same expression, so with the same bits
+    no waste           no transfer brings a value to where it already is
+    exactly once       no contribution is added twice, and none is missing at the end
+    one result         all ranks end with the same expression, and so with the same bits
 
-Note "canonical". A schedule is canonical when every chunk is added up as the same binary tree over the ranks, that
-of `canonical`: nearest neighbours first, split at the largest power of two. Its bits then do not depend on where
-chunk borders lie, nor on which canonical schedule ran: binomial tree, butterfly, or a host's shared memory.
+Note "canonical". A schedule is canonical when every chunk is added up as the binary tree over the ranks that
+`canonical` returns: nearest neighbours first, split at the largest power of two. The bits then depend neither on
+where chunk borders lie nor on which canonical schedule ran: binomial tree, butterfly, or a host's shared memory.
+
+Read before: `__init__.py`. Read next: `chunks.py`.
 """
 
 from __future__ import annotations
@@ -42,21 +44,21 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends the chunks of one of this rank's slots to `peer`."""
+    """Sends chunks of one of this rank's buffers to `peer`."""
 
     peer: int
     chunks: range
-    slot: int = 0
+    buffer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receives the chunks into a slot: added to what is there (`add`), or written over it."""
+    """Receives chunks into one of this rank's buffers, and adds them to what is there (`add`) or overwrites it."""
 
     peer: int
     chunks: range
     add: bool
-    slot: int = 0
+    buffer: int = 0
 
 
 Round = tuple[Send | Recv, ...]
@@ -65,7 +67,7 @@ Expression = int | tuple["Expression", "Expression"]
 
 
 class Goal(Enum):
-    """What a schedule promises: who holds which chunk of whose contribution before and after."""
+    """Says what a schedule promises: which rank holds which chunk of whose contribution before and after."""
 
     ALL_REDUCE = "every rank ends with the sum of every chunk"
     REDUCE_SCATTER = "rank r ends with the sum of chunk r"
@@ -74,29 +76,17 @@ class Goal(Enum):
     GATHER = "rank r starts with chunk r, rank 0 ends with all chunks"
     BROADCAST = "rank 0 starts with every chunk, every rank ends with them"
     SCATTER = "rank 0 starts with every chunk, rank r ends with chunk r"
-    ALL_TO_ALL = "chunk d of rank s ends as chunk s of rank d in slot 1, where every rank's own chunk stands already"
+    ALL_TO_ALL = "chunk d of rank s ends as chunk s of rank d in buffer 1, where every rank's own chunk stands already"
 
     @property
     def adds(self) -> bool:
-        """Whether contributions are summed; else they only move."""
+        """Returns True if contributions are summed, and False if they only move."""
         return self in (Goal.ALL_REDUCE, Goal.REDUCE_SCATTER, Goal.REDUCE)
 
     @property
     def chunk_per_rank(self) -> bool:
-        """Whether chunks belong to ranks; else the buffer may be cut as the schedule likes."""
+        """Returns True if chunks belong to ranks, and False if a schedule may cut the buffer as it likes."""
         return self not in (Goal.ALL_REDUCE, Goal.REDUCE, Goal.BROADCAST)
-
-
-class Schedule(NamedTuple):
-    """An algorithm, what it promises, and into how many chunks it cuts the buffer."""
-
-    algorithm: Algorithm
-    goal: Goal
-    num_chunks: Callable[[int], int]  # by number of ranks
-
-    def check(self, num_ranks: int, *, root: int = 0) -> Proof:
-        """Proves that this schedule reaches its goal; see `check` below."""
-        return check(self.algorithm, num_ranks, goal=self.goal, num_chunks=self.num_chunks(num_ranks), root=root)
 
 
 class ScheduleError(AssertionError):
@@ -105,10 +95,10 @@ class ScheduleError(AssertionError):
 
 @dataclass(frozen=True)
 class Proof:
-    """What `check` found out, and counted on the way."""
+    """Holds what `Schedule.check` found out, and counted on the way."""
 
     expressions: tuple[Expression, ...]  # what each chunk becomes
-    canonical: bool  # every chunk is added up in the order of `canonical`; true, too, where nothing is added
+    canonical: bool  # True if every chunk is added up in the order of `canonical`, and where nothing is added
     num_rounds: int
     num_chunks: int
     messages_sent: tuple[int, ...]  # by each rank
@@ -116,61 +106,51 @@ class Proof:
 
     @property
     def busiest(self) -> Fraction:
-        """What the rank that sends most sends, in buffers: 3/2 for a ring of 4."""
+        """Returns how much the rank that sends most sends, in buffers: 3/2 for a ring of 4."""
         return Fraction(max(self.chunks_sent), self.num_chunks)
 
 
-def check(
-    algorithm: Algorithm,
-    num_ranks: int,
-    *,
-    goal: Goal = Goal.ALL_REDUCE,
-    num_chunks: int | None = None,
-    root: int = 0,
-) -> Proof:
-    """Proves that `algorithm` reaches `goal` for `num_ranks` ranks.
+class Schedule(NamedTuple):
+    """An algorithm, its goal, and the number of chunks into which it cuts the buffer."""
 
-    Args:
-        num_chunks: chunks that the buffer is cut into; one per rank unless given.
-        root: the rank that takes the part of rank 0 in the goal.
+    algorithm: Algorithm
+    goal: Goal
+    num_chunks: Callable[[int], int]  # by number of ranks
 
-    Raises:
-        ScheduleError: it does not; says where.
-    """
-    num_chunks = num_ranks if num_chunks is None else num_chunks
-    if goal.chunk_per_rank and num_chunks != num_ranks:
-        raise ScheduleError(f"{num_ranks} ranks, {num_chunks} chunks: this goal has a chunk per rank ({goal.value})")
-    run = SymbolicRun(num_ranks, goal, num_chunks, root)
-    for rounds in zip_longest(*(algorithm(rank, num_ranks) for rank in range(num_ranks))):
-        run.play(rounds)
-    expressions = run.prove()
-    return Proof(
-        expressions,
-        canonical=not goal.adds or set(expressions) == {canonical(num_ranks)},
-        num_rounds=run.round_number,
-        num_chunks=num_chunks,
-        messages_sent=tuple(run.messages_sent),
-        chunks_sent=tuple(run.chunks_sent),
-    )
+    def check(self, num_ranks: int, *, root: int = 0) -> Proof:
+        """Proves that this schedule reaches its goal.
 
+        Args:
+            root: the rank that takes the part of rank 0 in the goal.
 
-def canonical(num_ranks: int) -> Expression:
-    """The binary tree over the ranks that splits at the largest power of two: 5 → (((0, 1), (2, 3)), 4)."""
-    return _canonical(0, num_ranks)
+        Raises:
+            ScheduleError: it does not; the message says where.
+        """
+        goal, num_chunks = self.goal, self.num_chunks(num_ranks)
+        if goal.chunk_per_rank and num_chunks != num_ranks:
+            raise ScheduleError(
+                f"{num_ranks} ranks, {num_chunks} chunks: this goal has a chunk per rank ({goal.value})"
+            )
+        run = SymbolicRun(num_ranks, goal, num_chunks, root)
+        for rounds in zip_longest(*(self.algorithm(rank, num_ranks) for rank in range(num_ranks))):
+            run.play(rounds)
+        expressions = run.prove()
+        return Proof(
+            expressions,
+            canonical=not goal.adds or set(expressions) == {canonical(num_ranks)},
+            num_rounds=run.round_number,
+            num_chunks=num_chunks,
+            messages_sent=tuple(run.messages_sent),
+            chunks_sent=tuple(run.chunks_sent),
+        )
 
 
-def _canonical(first: int, stop: int) -> Expression:
-    if stop - first == 1:
+def canonical(num_ranks: int, first: int = 0) -> Expression:
+    """Returns the binary tree over the ranks that splits at the largest power of two: 5 → (((0, 1), (2, 3)), 4)."""
+    if num_ranks == 1:
         return first
-    middle = first + (1 << (stop - first - 1).bit_length() - 1)
-    return _canonical(first, middle), _canonical(middle, stop)
-
-
-def leaves(expression: Expression) -> list[int]:
-    """The contributions that an expression adds up."""
-    if isinstance(expression, int):
-        return [expression]
-    return leaves(expression[0]) + leaves(expression[1])
+    left = 1 << (num_ranks - 1).bit_length() - 1
+    return canonical(left, first), canonical(num_ranks - left, first + left)
 
 
 # --- the symbolic run --------------------------------------------------------------------------------------------
@@ -178,14 +158,14 @@ def leaves(expression: Expression) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """What a chunk holds. Equal values are one object, so that comparing them costs nothing; never changed."""
+    """The content of a chunk. Equal values are one object, so that comparing them costs nothing; they never change."""
 
     expression: Expression
-    contributors: int  # bit r: the contribution of rank r is in it
+    contributors: int  # bit r is set if the contribution of rank r is in it
 
 
 class SymbolicRun:
-    """The buffers of all ranks, and what one round after the other does to them."""
+    """Holds the buffers of all ranks, and plays one round after the other on them."""
 
     def __init__(self, num_ranks: int, goal: Goal, num_chunks: int, root: int) -> None:
         self.num_ranks, self.goal, self.num_chunks, self.root = num_ranks, goal, num_chunks, root
@@ -194,7 +174,7 @@ class SymbolicRun:
         self._sums: dict[tuple[Value, Value], Value] = {}
         everyone, chunks = range(num_ranks), range(num_chunks)
         self._own = [[Value(rank, 1 << rank) for _ in chunks] for rank in everyone]  # what each rank contributes
-        # of every rank: (slot, chunk) -> what stands there; None: nothing of use
+        # by rank: (buffer, chunk) → what stands there; None: nothing of use
         self.buffers: list[dict[tuple[int, int], Value | None]] = [
             {(0, chunk): self._own[rank][chunk] if self._has_at_first(rank, chunk) else None for chunk in chunks}
             for rank in everyone
@@ -211,7 +191,7 @@ class SymbolicRun:
         return True
 
     def play(self, rounds: tuple[Round | None, ...]) -> None:
-        """One round of all ranks: first everything leaves, then it is written or added, in the order listed."""
+        """Plays one round of all ranks: everything is sent first, and then written or added in the order listed."""
         on_the_way: dict[tuple[int, int], list[Send]] = {}  # between two ranks, in the order listed
         receives: list[tuple[int, Recv]] = []
         for rank, ops in enumerate(rounds):
@@ -241,24 +221,24 @@ class SymbolicRun:
             raise self._error(rank, f"{op.chunks} is not a run of the chunks 0 to {self.num_chunks - 1}")
 
     def _forbid_races(self, rank: int, ops: Round) -> None:
-        overwritten = [(op.slot, c) for op in ops if isinstance(op, Recv) and not op.add for c in op.chunks]
+        overwritten = [(op.buffer, c) for op in ops if isinstance(op, Recv) and not op.add for c in op.chunks]
         if overwritten:
-            used = {(op.slot, c) for op in ops if isinstance(op, Send) or op.add for c in op.chunks}
+            used = {(op.buffer, c) for op in ops if isinstance(op, Send) or op.add for c in op.chunks}
             if len(set(overwritten)) < len(overwritten) or not used.isdisjoint(overwritten):
                 raise self._error(rank, "a chunk is overwritten while in use")
 
     def _delivered(self, rank: int, op: Recv, sends: list[Send] | None) -> list[Value]:
-        """What the peer's oldest message of this round brings."""
+        """Returns what the oldest message of this round from the peer brings."""
         if not sends:
             raise self._error(rank, f"deadlock: rank {op.peer} sends no {_named(op.chunks)} in this round")
         send = sends.pop(0)
-        # Chunks differ in length by one element, so they keep their place. Those of an all-to-all are equally long.
+        # Chunks may differ in length by an element, so they keep their number; those of an all-to-all have one length.
         fits = len(send.chunks) == len(op.chunks) if self.goal is Goal.ALL_TO_ALL else send.chunks == op.chunks
         if not fits:
             raise self._error(rank, f"expects {_named(op.chunks)}, rank {op.peer} sends {_named(send.chunks)}")
         values = []
         for chunk in send.chunks:
-            value = self.buffers[op.peer].get((send.slot, chunk))
+            value = self.buffers[op.peer].get((send.buffer, chunk))
             if value is None:
                 raise self._error(op.peer, f"sends chunk {chunk}, where it has nothing of use")
             values.append(value)
@@ -267,17 +247,17 @@ class SymbolicRun:
     def _write(self, rank: int, op: Recv, values: list[Value]) -> None:
         buffer = self.buffers[rank]
         for chunk, value in zip(op.chunks, values, strict=True):
-            here = buffer.get((op.slot, chunk))
+            here = buffer.get((op.buffer, chunk))
             if value is here:
                 raise self._error(rank, f"chunk {chunk} brings what is there already")
-            buffer[op.slot, chunk] = self._sum(rank, chunk, here, value) if op.add else value
+            buffer[op.buffer, chunk] = self._sum(rank, chunk, here, value) if op.add else value
 
     def _sum(self, rank: int, chunk: int, here: Value | None, value: Value) -> Value:
         if here is None:
             raise self._error(rank, f"adds to chunk {chunk}, where it has nothing of use")
         if here.contributors & value.contributors:
             raise self._error(rank, f"adds a contribution to chunk {chunk} twice")
-        # A pair has no order (a + b is b + a): whoever holds the smallest rank is written first.
+        # A pair has no order (a + b is b + a): the part with the smallest rank is written first.
         smallest = [part.contributors & -part.contributors for part in (here, value)]
         first, second = (here, value) if smallest[0] < smallest[1] else (value, here)
         found = self._sums.get((first, second))
@@ -294,7 +274,7 @@ class SymbolicRun:
         if self.goal is Goal.ALL_TO_ALL:
             for rank, buffer in enumerate(self.buffers):
                 if buffer[1, chunk] is not self._own[chunk][rank]:
-                    raise self._error(rank, f"chunk {chunk} of slot 1 is not what rank {chunk} had for rank {rank}")
+                    raise self._error(rank, f"chunk {chunk} of buffer 1 is not what rank {chunk} had for rank {rank}")
             return chunk
         holders = self._holders(chunk)
         value = self.buffers[holders[0]][0, chunk]
@@ -308,7 +288,7 @@ class SymbolicRun:
         return value.expression
 
     def _holders(self, chunk: int) -> list[int]:
-        """The ranks that must have this chunk at the end."""
+        """Returns the ranks that must have this chunk at the end."""
         if self.goal in (Goal.REDUCE_SCATTER, Goal.SCATTER):
             return [chunk]
         if self.goal in (Goal.REDUCE, Goal.GATHER):
@@ -316,7 +296,7 @@ class SymbolicRun:
         return list(range(self.num_ranks))
 
     def _wanted(self, chunk: int) -> int:
-        """Whose contributions must be in it, as a bit mask."""
+        """Returns whose contributions must be in a chunk at the end, as a bit mask."""
         if self.goal.adds:
             return (1 << self.num_ranks) - 1
         return 1 << (chunk if self.goal in (Goal.ALL_GATHER, Goal.GATHER) else self.root)

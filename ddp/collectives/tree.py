@@ -1,4 +1,4 @@
-"""Binomial tree: the number of ranks that know the news doubles in every round.
+"""Binomial tree: the number of ranks that have the data doubles in every round.
 
     broadcast from rank 0, 8 ranks      round 0: 0→4      round 1: 0→2 4→6      round 2: 0→1 2→3 4→5 6→7
 
@@ -22,8 +22,10 @@ A buffer of N bytes, p ranks, α per message, β per byte sent, γ per byte adde
 The tree has p−1 edges, each used once: every schedule but the all-reduce is p−1 messages.
 
 Source: Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice, and experience",
-2007, minimum spanning tree (MST) algorithms. Right for small messages, and for what happens once. Where the root's
-⌈log₂ p⌉·N hurts, go on to `double_tree.py`; where even 2N per rank hurts, to `butterfly.py` and `ring.py`.
+2007, minimum spanning tree (MST) algorithms. A tree suits small messages, and what happens once. Where the root's
+⌈log₂ p⌉·N is too much, `double_tree.py` sends less; `butterfly.py` and `ring.py` send least.
+
+Read before: `ring.py`. Read next: `double_tree.py`.
 """
 
 from __future__ import annotations
@@ -86,10 +88,10 @@ def gather(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def distances(num_ranks: int) -> list[int]:
-    """1, 2, 4, … below `num_ranks`: how far a message goes, round by round, from the leaves to the root."""
+    """Returns 1, 2, 4, … below `num_ranks`: the distance of a message, round by round, from the leaves to the root."""
     return [1 << level for level in range((num_ranks - 1).bit_length())]
 
 
 def subtree(rank: int, distance: int, num_ranks: int) -> range:
-    """The chunks of the ranks that `rank` answers for when it talks over `distance`."""
+    """Returns the chunks of `rank` and of the ranks below it in the tree, if its parent is `distance` away."""
     return range(rank, min(rank + distance, num_ranks))

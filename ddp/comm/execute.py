@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     """A run of elements of a buffer: one message of a round, or sums that are complete after it."""
 
     peer: int
-    slot: int
+    buffer: int
     start: int
     stop: int
     add: bool  # what arrives is added; else it replaces what is there
@@ -90,9 +90,9 @@ def program(
     num_lanes = max(1, -(-longest // segment_numel))
     complete = _complete_sums(rounds)
 
-    def runs(lane: int, slot: int, chunks: range) -> Iterator[tuple[int, int]]:
+    def runs(lane: int, buffer: int, chunks: range) -> Iterator[tuple[int, int]]:
         """None of them empty; where a lane has all of its chunks, neighbours travel as one."""
-        bounds, done = offsets[slot], lane * segment_numel
+        bounds, done = offsets[buffer], lane * segment_numel
         found = [(bounds[k] + done, min(bounds[k] + done + segment_numel, bounds[k + 1])) for k in chunks]
         if num_lanes == 1:
             found = [(bounds[chunks.start], bounds[chunks.stop])]
@@ -102,21 +102,21 @@ def program(
         sends, receives, sums = list[Piece](), list[Piece](), list[Piece]()
         for op in ops:
             pieces, add = (sends, False) if isinstance(op, Send) else (receives, op.add)
-            pieces += [Piece(op.peer, op.slot, *run, add) for run in runs(lane, op.slot, op.chunks)]
-        for slot, chunk in complete[number]:
-            sums += [Piece(rank, slot, *run, True) for run in runs(lane, slot, range(chunk, chunk + 1))]
+            pieces += [Piece(op.peer, op.buffer, *run, add) for run in runs(lane, op.buffer, op.chunks)]
+        for buffer, chunk in complete[number]:
+            sums += [Piece(rank, buffer, *run, True) for run in runs(lane, buffer, range(chunk, chunk + 1))]
         return Step(tuple(sends), tuple(receives), tuple(sums))
 
     return tuple(tuple(step(lane, number, ops) for number, ops in enumerate(rounds)) for lane in range(num_lanes))
 
 
 def _complete_sums(rounds: Sequence[Round]) -> dict[int, list[tuple[int, int]]]:
-    """Returns, by round, the chunks (slot, number) that are received in it for the last time, and added."""
+    """Returns, by round, the chunks (buffer, number) that are received in it for the last time, and added."""
     last: dict[tuple[int, int], tuple[int, bool]] = {}
     for number, ops in enumerate(rounds):
         for op in ops:
             if isinstance(op, Recv):
-                last.update({(op.slot, chunk): (number, op.add) for chunk in op.chunks})
+                last.update({(op.buffer, chunk): (number, op.add) for chunk in op.chunks})
     complete = defaultdict[int, list[tuple[int, int]]](list)
     for place, (number, is_added) in last.items():
         if is_added:
@@ -257,7 +257,7 @@ class _Lane:
         ]
 
     def _part(self, piece: Piece) -> Tensor:
-        flat = self._buffers[piece.slot]
+        flat = self._buffers[piece.buffer]
         return flat if piece.stop - piece.start == flat.numel() else flat[piece.start : piece.stop]
 
     def _room(self, block: Tensor | None, pieces: Sequence[Piece]) -> tuple[Tensor, Sequence[Tensor]]:

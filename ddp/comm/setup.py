@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous as open_store
 
+from ddp.allocator import keep_large_blocks
 from ddp.comm.communicator import Communicator
 from ddp.comm.rendezvous import out_of_reach, rendezvous
 from ddp.comm.settings import SEGMENT_BYTES, Settings
@@ -82,6 +83,7 @@ def init(
     _forget_what_ended()
     if dist.group.WORLD in _process.comms:
         return _process.comms[dist.group.WORLD]
+    keep_large_blocks()
     _process.generation += 1
     _process.handled, _process.pid = sys.exception(), os.getpid()
     chosen_device, chosen_backend = choose_device(device, backend, *_place())

@@ -1,1 +1,1 @@
-"""Data sets: `prepare` once in the parent, `load` in every worker; `splits` says what they hand over."""
+"""Data sets, the samplers that share them out, and the loaders that fetch them."""

@@ -4,6 +4,8 @@
 
 A fifth of *each class* is held out, chosen once and for all: the choice depends on no run's seed, so accuracies of
 different runs are about the same 359 images. Source: UCI, "Optical Recognition of Handwritten Digits" (test part).
+
+Read before: `splits.py`. Read next: `vision.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +23,8 @@ _HELD_OUT_SHARE = 0.2
 _MEAN, _DEVIATION = 4.884, 6.017  # of all pixels
 
 
-def prepare(root: str | Path) -> None:
-    """Nothing to do: scikit-learn has brought the images along."""
-
-
-def load(root: str | Path) -> Splits:
-    """1,438 images to train on and 359 held out. `root` is not used."""
+def load() -> Splits:
+    """Returns 1,438 images to train on and 359 held out."""
     table = np.loadtxt(_file(), delimiter=",")  # [1797, 65]: pixels, and the class
     pixels, classes = table[:, :-1], table[:, -1].astype(np.int64)
     images = torch.as_tensor((pixels - _MEAN) / _DEVIATION, dtype=torch.float32, device="cpu").view(-1, 1, 8, 8)
@@ -35,7 +33,6 @@ def load(root: str | Path) -> Splits:
     return Splits(
         train=TensorSet(images[~is_test], labels[~is_test]),
         test=TensorSet(images[is_test], labels[is_test]),
-        kind="images",
         sample_shape=(1, 8, 8),
         num_classes=10,
         name="digits (scikit-learn)",
@@ -43,7 +40,7 @@ def load(root: str | Path) -> Splits:
 
 
 def _file() -> Path:
-    """Finds it without importing scikit-learn, which imports scipy.stats and so costs each process a second."""
+    """Finds the file without importing scikit-learn, which imports scipy.stats: a second for each process."""
     package = find_spec("sklearn")
     assert package is not None and package.origin is not None  # it is one of our dependencies
     return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"

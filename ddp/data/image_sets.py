@@ -6,8 +6,10 @@
     FOLDER     only looks             train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
 
 Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
-from torch's global generator, as torchvision's transforms do; whoever loads a sample seeds it for that sample. What is
-not augmented lies in memory as bytes and is served in whole batches.
+from torch's global generator, as torchvision's transforms do; `loader.py` seeds it for each sample. Images that are not
+augmented lie in memory as bytes and are read in whole batches.
+
+Read before: `vision.py`. Read next: `standard_library.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def prepare_mnist(root: str | Path) -> None:
 
 
 def load_mnist(root: str | Path) -> Splits:
-    """MNIST from `root`.
+    """Returns MNIST from `root`.
 
     Raises:
         ConfigError: it is not there.
@@ -58,7 +60,6 @@ def load_mnist(root: str | Path) -> Splits:
     return Splits(
         train=TensorSet(train.data[:, None], train.targets, transform=normalise),
         test=TensorSet(test.data[:, None], test.targets, transform=normalise),
-        kind="images",
         sample_shape=(1, 28, 28),
         num_classes=10,
         name="MNIST",
@@ -78,32 +79,26 @@ def prepare_cifar10(root: str | Path) -> None:
         torchvision().datasets.CIFAR10(root, train=True, download=True)
 
 
-def load_cifar10(root: str | Path, *, augment: bool = True) -> Splits:
-    """CIFAR-10 from `root`; `augment` shifts training images by up to four pixels and mirrors every other one.
+def load_cifar10(root: str | Path) -> Splits:
+    """Returns CIFAR-10 from `root`; training images are shifted by up to four pixels, and every other one is mirrored.
 
     Raises:
         ConfigError: it is not there, or a file's checksum is wrong.
     """
     with _missing_files_explained(root, "CIFAR-10", ".", [torchvision().datasets.CIFAR10.filename]):
         train, test = (torchvision().datasets.CIFAR10(root, train=is_train) for is_train in (True, False))
-    normalise = _normalise_bytes(_CIFAR10_STATISTICS)
-    if augment:
-        transforms = torchvision().transforms
-        shift_and_mirror = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-        train.transform = transforms.Compose([*shift_and_mirror, *_to_normalised(_CIFAR10_STATISTICS)])
+    transforms = torchvision().transforms
+    shift_and_mirror = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    train.transform = transforms.Compose([*shift_and_mirror, *_to_normalised(_CIFAR10_STATISTICS)])
+    pixels = torch.from_numpy(test.data).permute(0, 3, 1, 2).contiguous()  # [n, 3, 32, 32] uint8
+    classes = torch.tensor(test.targets, device="cpu")
     return Splits(
-        train=train if augment else _cifar_in_memory(train, normalise),
-        test=_cifar_in_memory(test, normalise),
-        kind="images",
+        train=train,
+        test=TensorSet(pixels, classes, transform=_normalise_bytes(_CIFAR10_STATISTICS)),
         sample_shape=(3, 32, 32),
         num_classes=10,
         name="CIFAR-10",
     )
-
-
-def _cifar_in_memory(photographs: Any, normalise: Callable[[Tensor], Tensor]) -> TensorSet:
-    pixels = torch.from_numpy(photographs.data).permute(0, 3, 1, 2).contiguous()  # [n, 3, 32, 32] uint8
-    return TensorSet(pixels, torch.tensor(photographs.targets, device="cpu"), transform=normalise)
 
 
 # Folders: one folder per class, as ImageNet is unpacked
@@ -113,13 +108,15 @@ def prepare_folder(root: str | Path) -> None:
     """Checks that `root` has the layout.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it does not.
     """
     load_folder(root)
 
 
 def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
-    """The images under `root`, decoded when they are used. Test images: the middle, after resizing to 8/7 of the size.
+    """Returns the images under `root`, decoded when they are used.
+
+    Of a test image the middle is taken, after resizing it to 8/7 of the size.
 
     Raises:
         ConfigError: a folder is missing or holds no images, or train and val have different classes.
@@ -137,7 +134,6 @@ def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
     return Splits(
         train=train,
         test=test,
-        kind="images",
         sample_shape=(3, image_size, image_size),
         num_classes=len(train.classes),
         name=f"images under {root}",
@@ -158,7 +154,7 @@ def _folder(path: Path, transform: Callable[[Any], Tensor]) -> Any:
 
 
 def _normalise_bytes(statistics: Statistics) -> Callable[[Tensor], Tensor]:
-    """uint8 [..., channels, h, w] to normalised float32."""
+    """Returns a function from uint8 [..., channels, h, w] to normalised float32."""
     transforms = torchvision().transforms
     normalise: Callable[[Tensor], Tensor] = transforms.Compose(
         [transforms.ConvertImageDtype(torch.float32), transforms.Normalize(*statistics)]
@@ -167,7 +163,7 @@ def _normalise_bytes(statistics: Statistics) -> Callable[[Tensor], Tensor]:
 
 
 def _to_normalised(statistics: Statistics) -> list[Any]:
-    """A decoded image to normalised float32 [channels, h, w]."""
+    """Returns the transforms from a decoded image to normalised float32 [channels, h, w]."""
     transforms = torchvision().transforms
     return [transforms.ToTensor(), transforms.Normalize(*statistics)]
 
@@ -178,7 +174,7 @@ def _mnist_files() -> list[str]:
 
 @contextmanager
 def _missing_files_explained(root: str | Path, name: str, folder: str, files: list[str]) -> Iterator[None]:
-    """Turns what torchvision raises for missing or damaged files into advice; a silent network counts as none."""
+    """Turns torchvision's errors for missing or damaged files into advice; a network that is silent counts as none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # urllib would wait for ever
     try:

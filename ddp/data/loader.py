@@ -4,20 +4,22 @@
     TrainSampler -> StepPlan -> micro -> (seed, epoch, indices)  ->  for each index: seed by (seed, epoch, index), fetch
                                       <-        batch           <-  collate
 
-The key of the random numbers travels with the indices, so a transform (torchvision's draw from the process's
-generators) gives a sample the same crop wherever it is fetched, while no two samples of an epoch share one. The
-generators are put back after each batch: loading leaves no trace in the randomness of the rest of the program.
+The key of the random numbers travels with the indices. So a transform (torchvision's draw from the process's
+generators) gives a sample the same crop in whichever process fetches it, while no two samples of an epoch share one.
+The generators are restored after each batch: loading leaves no trace in the randomness of the rest of the program.
 
-A data set in memory may offer `batch(indices) -> batch` (deterministic); it is then asked for a micro-batch at once.
+A data set in memory may offer `batch(indices) -> batch`, which must not be random; it is then called once for each
+micro-batch.
 
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
-Read before: streams.py, sampler.py.
+
+Read before: `sampler.py`. Read next: `splits.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -28,11 +30,9 @@ from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
 from ddp.data.streams import augmentation_stream, preserved
 from ddp.errors import ConfigError
 
-Collate = Callable[[list[Any]], Any]
-
 
 class TrainLoader:
-    """Step plans and their batches, to the end of the sampler's epoch.
+    """Yields step plans and their batches, to the end of the sampler's epoch.
 
         for plan, micros in loader.epoch():
             for micro, batch in zip(plan.micros, micros, strict=True):
@@ -40,29 +40,17 @@ class TrainLoader:
             sampler.commit(plan)
 
     Args:
-        dataset: map-style, as long as the sampler says. With a method `batch(indices) -> batch` and no `collate`, that
-            method is called per micro-batch; it must not be random.
-        sampler: says which samples, in which order and parts; shared with whoever commits.
+        dataset: map-style, as long as the sampler says; its samples are collated by torch's `default_collate`.
+        sampler: says which samples, in which order and parts; the caller commits its plans.
         num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
         pin_memory: batches in page-locked memory; ignored where there is no accelerator to copy to.
-        collate: list of samples to batch; torch's `default_collate` if None.
-        prefetch: micro-batches that each loader process keeps ready.
 
     Raises:
         TypeError: an `IterableDataset`.
-        ConfigError: the sampler was made for another length, or a number is out of range.
+        ConfigError: the sampler was made for another length.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        sampler: TrainSampler,
-        *,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        collate: Collate | None = None,
-        prefetch: int = 2,
-    ) -> None:
+    def __init__(self, dataset: Any, sampler: TrainSampler, *, num_workers: int = 0, pin_memory: bool = False) -> None:
         _check_dataset(dataset)
         if len(dataset) != sampler.length:
             raise ConfigError(
@@ -72,20 +60,14 @@ class TrainLoader:
         self.sampler = sampler
         self._requests = _Requests()
         self._loader = _data_loader(
-            dataset,
-            self._requests,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            collate=collate,
-            prefetch=prefetch,
-            persistent=True,
+            dataset, self._requests, num_workers=num_workers, pin_memory=pin_memory, persistent=True
         )
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
-        """From the sampler's state to the end of its epoch: each plan, with this rank's batches in its order.
+        """Yields each plan from the sampler's state to the end of its epoch, with an iterator over this rank's batches.
 
-        Batches come lazily, one per `plan.micros`; what a step leaves unread is skipped. A new call plans anew from the
-        sampler's state, and ends the use of earlier iterators.
+        Batches are fetched lazily, one per micro-batch of the plan; what a step leaves unread is skipped. A new call
+        starts again from the sampler's state, and earlier iterators must not be used any more.
         """
         # Two readers of one sequence of plans: the loader, which runs ahead, and the caller's steps.
         plans, ahead = tee(self.sampler.plans())
@@ -95,7 +77,7 @@ class TrainLoader:
         for plan in plans:
             micros = islice(batches, len(plan.micros))
             yield plan, micros
-            for _ in micros:  # a step that was broken off: keep plans and batches in line
+            for _ in micros:  # after a step that was broken off, plans and batches must stay in line
                 pass
 
     def close(self) -> None:
@@ -106,66 +88,36 @@ class TrainLoader:
             self._loader._iterator = None
 
 
-class EvaluationLoader:
-    """This rank's batches of an exact evaluation: each sample once over all ranks, in order; iterate at will.
+def evaluation_loader(
+    dataset: Any, *, batch_size: int, rank: int, world_size: int, num_workers: int = 0
+) -> DataLoader[Any]:
+    """Returns this rank's batches of an exact evaluation: each sample once over all ranks, in order.
 
     Random transforms, if any are left in an evaluation set, draw the same at every pass (seed 0, epoch 0).
 
     Args:
-        dataset, num_workers, pin_memory, collate: as in `TrainLoader`.
+        dataset, num_workers: as in `TrainLoader`.
         batch_size: samples in a batch; the last one may be smaller.
         rank, world_size: whose share to read.
 
-    Attributes:
-        share: indices of the data set that this rank reads, in order; contiguous.
-        num_samples_local: their number, possibly 0.
-
     Raises:
         TypeError: an `IterableDataset`.
-        ConfigError: a number is out of range.
+        ConfigError: `batch_size` is below 1.
     """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        collate: Collate | None = None,
-    ) -> None:
-        _check_dataset(dataset)
-        if batch_size < 1:
-            raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
-        self.share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
-        self.num_samples_local = len(self.share)
-        runs = [self.share[i : i + batch_size] for i in range(0, len(self.share), batch_size)]
-        self._requests = [_Request(0, 0, tuple(run)) for run in runs]
-        self._loader = _data_loader(
-            dataset,
-            self._requests,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            collate=collate,
-            prefetch=2,
-            persistent=False,
-        )
-
-    def __len__(self) -> int:
-        """Number of this rank's batches."""
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+    _check_dataset(dataset)
+    if batch_size < 1:
+        raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
+    share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
+    runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+    requests = [_Request(0, 0, tuple(run)) for run in runs]
+    return _data_loader(dataset, requests, num_workers=num_workers, pin_memory=False, persistent=False)
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
 
 
 class _Request(NamedTuple):
-    """One batch, as told to whichever process fetches it. Complete: a worker's copy of the data set holds no state."""
+    """One batch for whichever process fetches it. It is complete, so that loader processes hold no state."""
 
     seed: int
     epoch: int
@@ -173,26 +125,26 @@ class _Request(NamedTuple):
 
 
 class _Requests:
-    """DataLoader's `batch_sampler`: a fixed object, for its persistent workers, whose content `epoch()` replaces."""
+    """DataLoader's `batch_sampler`: one object, because its workers persist, whose content `epoch()` replaces."""
 
     def __init__(self) -> None:
         self.source: Iterable[_Request] = ()
 
     def __iter__(self) -> Iterator[_Request]:
-        yield from self.source  # lazily: DataLoader makes an iterator in vain before its first
+        yield from self.source  # lazily, because DataLoader makes one iterator more than it uses
 
 
 class _Keyed(Dataset[Any]):
-    """The data set as DataLoader sees it: answers requests instead of indices."""
+    """The data set as DataLoader sees it: it takes requests instead of indices."""
 
     def __init__(self, dataset: Any, *, at_once: bool) -> None:
         self.dataset, self.at_once = dataset, at_once
 
     def __getitems__(self, request: _Request) -> Any:
-        """A finished batch (`at_once`), or the list of samples to collate."""
+        """Returns a finished batch (`at_once`), or the list of samples to collate."""
         if self.at_once:
             return self.dataset.batch(request.indices)
-        with preserved(device="cpu"):
+        with preserved():
             return [self._fetch(request, index) for index in request.indices]
 
     def _fetch(self, request: _Request, index: int) -> Any:
@@ -210,20 +162,15 @@ def _data_loader(
     *,
     num_workers: int,
     pin_memory: bool,
-    collate: Collate | None,
-    prefetch: int,
     persistent: bool,
 ) -> DataLoader[Any]:
-    if num_workers < 0 or prefetch < 1:
-        raise ConfigError(f"need num_workers >= 0 and prefetch >= 1, got {num_workers} and {prefetch}")
-    at_once = collate is None and callable(getattr(dataset, "batch", None))
+    at_once = callable(getattr(dataset, "batch", None))
     return DataLoader(
         _Keyed(dataset, at_once=at_once),
         batch_sampler=requests,
-        collate_fn=_finished if at_once else collate,
+        collate_fn=_finished if at_once else None,
         num_workers=num_workers,
         pin_memory=pin_memory and torch.accelerator.is_available(),
-        prefetch_factor=prefetch if num_workers else None,
         persistent_workers=persistent and num_workers > 0,
         worker_init_fn=_leave_signals_to_the_trainer,
         generator=torch.Generator(),  # else each pass would draw its workers' seeds from the program's generator

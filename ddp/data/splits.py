@@ -1,20 +1,21 @@
-"""What every data set here hands over: two sets of samples, and the facts that a model needs to be built for them.
+"""The form of every data set here: two sets of samples, and the facts that a model needs to be built for them.
 
-    prepare(root)      once, by the parent or rank 0, before workers start; the only place that may download
-    load(root, ...)    in every worker; reads, never downloads; returns `Splits`
+    prepare_…(root)    once, by the parent or rank 0, before workers start; the only place that may download
+    load…(…)           in every worker; reads, never downloads; returns `Splits`
 
-Both are functions of each module of this package (`digits`, `image_sets`, `standard_library`, `synthetic`). Nothing in
-them depends on a rank or on the run's seed: train and test are the same samples in every run.
+Nothing in them depends on a rank or on the run's seed: train and test are the same samples in every run.
 
 A sample is a pair (input, target). A data set may also offer `batch(indices)`, which returns the collated tensors at
-once: for data that lies in memory this is one `index_select` instead of a Python loop over samples.
+once: for data in memory this is one `index_select` instead of a Python loop over samples.
+
+Read before: `loader.py`. Read next: `digits.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,20 +31,18 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """A data set, cut into what is trained on and what is held out.
+    """A data set, cut into the samples to train on and those that are held out.
 
     Attributes:
-        train, test: the samples; no sample is in both.
-        kind: "images" has pairs (image [channels, height, width] float32, class); "text" has pairs (bytes [context],
-            the same bytes one position later [context]), both int64.
+        train, test: the samples; no sample is in both. Images come as (image [channels, height, width] float32, class),
+            text as (bytes [context], the same bytes one position later [context]), both int64.
         sample_shape: shape of one input.
-        num_classes: what a target may be: 0 … num_classes − 1. For text, the size of the vocabulary.
-        name: the data in words, with version or digest; recorded with a run, so that two runs can be compared.
+        num_classes: targets are 0 … num_classes − 1. For text, the size of the vocabulary.
+        name: the data in words, with version or digest, so that hosts can compare what they have.
     """
 
     train: Samples
     test: Samples
-    kind: Literal["images", "text"]
     sample_shape: tuple[int, ...]
     num_classes: int
     name: str
@@ -55,8 +54,8 @@ class TensorSet:
     Args:
         inputs: [n, ...]
         targets: [n]
-        transform: applied to what is handed out, to one input or to a batch of them. So images may lie in memory as
-            bytes and become normalised floats, four times as large, only when they are used. It must not be random.
+        transform: applied to one input, or to a batch of them, when it is read. So images may lie in memory as bytes
+            and become normalised floats, four times as large, only when they are used. It must not be random.
 
     Raises:
         ValueError: the two lengths differ.
@@ -76,7 +75,7 @@ class TensorSet:
         return self.transform(self.inputs[index]), self.targets[index]
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The samples at `indices`, in that order: (inputs [k, ...], targets [k])."""
+        """Returns the samples at `indices`, in that order: (inputs [k, ...], targets [k])."""
         where = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
         return self.transform(self.inputs.index_select(0, where)), self.targets.index_select(0, where)
 

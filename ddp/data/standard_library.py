@@ -9,12 +9,14 @@
     sample k = (x, y):   x = b[kc : kc + c],  y = b[kc + 1 : kc + c + 1]
 
 So every byte but the first is a target exactly once per epoch (a last partial window is left out), and bits per byte
-of the held-out side are comparable with any other model of the same bytes (`ddp.tasks.ngram` computes some).
+of the held-out side are comparable with any other model of the same bytes (`tasks/ngram.py` computes some).
 
-Whole files are held out, by a hash of the path: the same file is on the same side on every machine, in every run. Left
-out are tests, generated tables (`encodings`, `pydoc_data`: hundreds of near copies, of which one side would give away
-the other), files of this one build (`_sysconfigdata…`, `config-…`), and whatever was installed later. The bytes depend
-on Python's version; `Splits.name` carries it with a digest.
+Whole files are held out, by a hash of the path: the same file is on the same side on every machine, in every run. The
+corpus has no tests, no generated tables (`encodings`, `pydoc_data`: hundreds of near copies, of which one side would
+give away the other), no files of this one build (`_sysconfigdata…`, `config-…`), and nothing that was installed later.
+The bytes depend on Python's version; `Splits.name` has it, with a digest.
+
+Read before: `image_sets.py`. Read next: `synthetic.py`.
 """
 
 from __future__ import annotations
@@ -41,17 +43,16 @@ _HELD_OUT = 18  # of 256: some 7 % of the files
 
 
 class Corpus(NamedTuple):
-    """The raw bytes of both sides."""
+    """Holds the raw bytes of both sides."""
 
     train: bytes
     held_out: bytes
 
 
 class ByteWindows:
-    """Next-byte samples over a run of bytes, kept as uint8: memory is one byte per byte.
+    """A data set of next-byte samples over a run of bytes, kept as uint8: memory is one byte per byte.
 
     Args:
-        text: what is cut into windows.
         context: length of an input, in bytes.
 
     Raises:
@@ -75,23 +76,14 @@ class ByteWindows:
         return window[:-1], window[1:]
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The windows at `indices`: (x, y), both [k, context] int64."""
+        """Returns the windows at `indices`: (x, y), both [k, context] int64."""
         starts = torch.as_tensor(indices, dtype=torch.int64, device="cpu") * self.context
         windows = self._bytes[starts[:, None] + self._offsets].long()
         return windows[:, :-1], windows[:, 1:]
 
 
-def prepare(root: str | Path) -> None:
-    """Checks that the sources are there. `root` is not used: Python has brought them along.
-
-    Raises:
-        ConfigError: this Python came without its sources.
-    """
-    corpus()
-
-
-def load(root: str | Path, *, context: int = 256) -> Splits:
-    """Both sides, as windows of `context` bytes. `root` is not used.
+def load(*, context: int = 256) -> Splits:
+    """Returns both sides, as windows of `context` bytes.
 
     Raises:
         ConfigError: this Python came without its sources, or `context` is longer than they are.
@@ -101,7 +93,6 @@ def load(root: str | Path, *, context: int = 256) -> Splits:
     return Splits(
         train=ByteWindows(text.train, context=context),
         test=ByteWindows(text.held_out, context=context),
-        kind="text",
         sample_shape=(context,),
         num_classes=256,
         name=f"standard library of Python {platform.python_version()}, sha256 {digest}",
@@ -129,7 +120,7 @@ def corpus(library: str | Path | None = None) -> Corpus:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this relative path (with forward slashes) is on the held-out side."""
+    """Returns True if the file of this relative path (with forward slashes) is held out."""
     return hashlib.sha256(name.encode()).digest()[0] < _HELD_OUT
 
 

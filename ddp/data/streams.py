@@ -6,14 +6,14 @@
     "augmentation"   (seed, epoch, sample index)   a sample's random transforms, in whichever process fetches it
     "dropout"        (seed, step, shard, part)     the noise of one micro-batch's forward and backward
 
-Two consequences: samples and shards never share their noise by accident, and a run that is resumed, or continued at
-another world size, draws what the uninterrupted run would have drawn.
+So samples and shards never share their noise by accident, and a run that is resumed, or continued at another world
+size, draws what the uninterrupted run would have drawn.
 
-A key becomes a seed through BLAKE2b (RFC 7693) of its unambiguous text, cut to 63 bits: the same number in every
-process and version, unrelated for neighbouring keys (seed + epoch + index would collide). About 3 us; seeding the
-generators takes another 8 us. `torch.manual_seed` would take 160 us, because it also visits every other backend.
+A key becomes a seed through BLAKE2b (RFC 7693) of its unambiguous text, cut to 63 bits. The number is the same in every
+process and version, and unrelated for neighbouring keys (seed + epoch + index would collide). That takes about 3 us,
+seeding the generators another 8 us. `torch.manual_seed` would take 160 us, because it also visits every other backend.
 
-Read next: sampler.py (the order), loader.py (augmentation).
+Read before: `drop_in/data_parallel.py`. Read next: `sampler.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 
 def stream_seed(seed: int, *keys: int | str) -> int:
-    """The seed, in [0, 2**63), of the stream that `keys` name in a run with `seed`.
+    """Returns the seed, in [0, 2**63), of the stream that `keys` name in a run with `seed`.
 
     Whole numbers of any type (`numpy.int64` too) count by their value; 1 and "1" are different keys.
 
@@ -48,26 +48,25 @@ def _text(key: int | str) -> str:
 # --------------------------------------------------------------------------------------------- the process's generators
 
 
-def seed_generators(value: int, *, device: torch.device | str | None = None) -> None:
-    """Seeds what library code draws from: torch's CPU generator, `random`, NumPy's, and one CUDA generator.
+def seed_generators(value: int, *, device: torch.device | str) -> None:
+    """Seeds the generators of library code: torch's for the CPU and for `device`, `random`, and NumPy's.
 
     Args:
         value: any result of `stream_seed`.
-        device: the device that random operations run on. None means the current CUDA device if CUDA is initialised
-            (asking never initialises it); a CPU device means no CUDA generator.
+        device: the device on which random operations run.
     """
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFF_FFFF)  # its legacy generator takes no more
-    if (cuda := _cuda_generator(device)) is not None:
-        cuda.manual_seed(value)
+    if (device := torch.device(device)).type == "cuda":
+        torch.cuda.init()  # `default_generators` is empty before
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(value)
 
 
 @contextmanager
-def preserved(*, device: torch.device | str | None = None) -> Iterator[None]:
-    """Puts the generators of `seed_generators` back, at the end of the block, to where they stood before it."""
-    cuda = _cuda_generator(device)
-    cuda_state = None if cuda is None else cuda.get_state()
+def preserved() -> Iterator[None]:
+    """Restores the CPU generators of `seed_generators` at the end of the block."""
     torch_state = torch.default_generator.get_state()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
@@ -76,46 +75,26 @@ def preserved(*, device: torch.device | str | None = None) -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        if cuda is not None and cuda_state is not None:
-            cuda.set_state(cuda_state)
-
-
-@contextmanager
-def seeded(value: int, *, device: torch.device | str | None = None) -> Iterator[None]:
-    """Seeds the generators for the block, and puts them back afterwards."""
-    with preserved(device=device):
-        seed_generators(value, device=device)
-        yield
-
-
-def _cuda_generator(device: torch.device | str | None) -> torch.Generator | None:
-    if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    device = torch.device(device)
-    if device.type != "cuda":
-        return None
-    torch.cuda.init()  # `default_generators` is empty before
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 # ------------------------------------------------------------------------------------------------------- the streams
 
 
-def init_stream(seed: int, *, device: torch.device | str | None = None) -> None:
-    """Seeds the generators for building a model: every rank draws the same weights."""
+def init_stream(seed: int, *, device: torch.device | str) -> None:
+    """Seeds the generators for building a model, so that every rank draws the same weights."""
     seed_generators(stream_seed(seed, "init"), device=device)
 
 
 def order_generator(seed: int, epoch: int) -> torch.Generator:
-    """A generator of its own for the permutation of one epoch."""
+    """Returns a generator of its own for the permutation of one epoch."""
     return torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
 
 
 def augmentation_stream(seed: int, epoch: int, index: int) -> None:
-    """Seeds the CPU generators for fetching sample `index` in `epoch`. Wrap a batch of these in `preserved()`."""
+    """Seeds the CPU generators for fetching sample `index` in `epoch`. Wrap the calls for a batch in `preserved()`."""
     seed_generators(stream_seed(seed, "augmentation", epoch, index), device="cpu")
 
 
-def dropout_stream(seed: int, step: int, shard: int, part: int, device: torch.device | str | None = None) -> None:
-    """Seeds the generators for the forward and backward of one micro-batch: part `part` of shard `shard` of a step."""
+def dropout_stream(seed: int, step: int, shard: int, part: int, device: torch.device | str) -> None:
+    """Seeds the generators for forward and backward of one micro-batch: part `part` of shard `shard` of a step."""
     seed_generators(stream_seed(seed, "dropout", step, shard, part), device=device)

@@ -1,33 +1,37 @@
-"""What a step must agree on: it rides in the tails of the first and the last bucket, and so costs no message.
+"""Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and so cost no message.
 
-    tail of the first bucket   loss_sum   items ÷ 4096   items % 4096   ranks that want to stop
-    tail of the last bucket    ranks with unused parameters   ranks with undefined gradients
+    totals     loss_sum   items ÷ 4096   items % 4096   votes to stop     in the tail of the first bucket
+    verdicts   ranks with unused parameters   with undefined gradients    in the tail of the last bucket
 
-The gradients are sums over samples (or tokens); the mean is taken once, by the *global* count. The count travels first,
-so that every later bucket can be divided on its way. A float32 holds integers up to 2²⁴ exactly; the count takes two
-lanes, so that it is exact up to 2³⁶ per step. What is known only when backward has ended travels last; the last tail is
-divided like the gradients beside it, so all that it tells is which of its two numbers are above zero.
+The gradients are sums over samples (or tokens), and the mean is taken once, by the *global* count. So the count travels
+first: every later bucket can be divided on its way. A float32 holds integers up to 2²⁴ exactly. The count takes two
+places, so that it is exact up to 2³⁶ per step. What is known only when backward has ended travels last. The last tail
+is divided like the gradients beside it, so that a verdict says only whether any rank has found something.
+
+Where no bucket can carry a tail (its type is too narrow, or a communication hook reduces it), totals and verdicts
+travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
+
+Read before: `comm/communicator.py`. Read next: `bucket.py`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-NUM_LANES = 4  # of the first bucket's tail
-NUM_UNUSED = 2  # of the last bucket's
 BASE = 4096
 
 
-class StepTotals(NamedTuple):
+class Totals(NamedTuple):
     """Sums over ranks, or one rank's part of them.
 
     Attributes:
-        loss_sum: sum of the losses of all samples (or tokens) of the step; a scalar tensor on its way in, so that a
-            GPU need not be waited for, a float on its way out.
-        num_items: how many samples (or tokens) they are.
-        num_stopping: ranks that want to stop after this step.
+        loss_sum: sum of the losses of all samples (or tokens) of the step. One rank's part is a scalar tensor, so that
+            a GPU need not be waited for; the sum over ranks is a float.
+        num_items: number of these samples (or tokens).
+        num_stopping: number of ranks that want to stop after this step.
     """
 
     loss_sum: float | Tensor = 0.0
@@ -35,13 +39,55 @@ class StepTotals(NamedTuple):
     num_stopping: int = 0
 
     def write(self, tail: Tensor) -> None:
-        """Into a tail, [NUM_LANES]."""
-        counts = [self.num_items // BASE, self.num_items % BASE, self.num_stopping]
-        tail[1:].copy_(tail.new_tensor(counts))
+        """Writes this rank's part into a tail, [NUM_TOTALS]."""
+        tail[1:].copy_(tail.new_tensor([self.num_items // BASE, self.num_items % BASE, self.num_stopping]))
         tail[0] = self.loss_sum
 
     @classmethod
-    def read(cls, tail: Tensor) -> StepTotals:
-        """From a tail, [NUM_LANES]."""
+    def read(cls, tail: Tensor) -> Totals:
+        """Reads the sums over ranks from a tail, [NUM_TOTALS]."""
         loss_sum, high, low, num_stopping = tail.tolist()
         return cls(loss_sum, round(high) * BASE + round(low), round(num_stopping))
+
+
+class Verdicts(NamedTuple):
+    """Findings of a rank about its own gradients, or of any rank about its own.
+
+    Attributes:
+        has_unused: backward has not reached a parameter.
+        has_undefined: backward has reached a parameter, but brought no gradient.
+    """
+
+    has_unused: bool = False
+    has_undefined: bool = False
+
+    def write(self, tail: Tensor) -> None:
+        """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
+        if any(self):
+            tail.copy_(torch.tensor(self, dtype=tail.dtype))
+        else:
+            tail.zero_()
+
+    @classmethod
+    def read(cls, tail: Tensor) -> Verdicts:
+        """Reads from a tail, [NUM_VERDICTS], what any rank has found."""
+        return cls(*(number > 0 for number in tail.tolist()))
+
+
+NUM_TOTALS, NUM_VERDICTS = 4, len(Verdicts._fields)
+
+
+class GlobalCount:
+    """The number of items of all ranks, as a value that can be read once the totals are complete.
+
+    It is passed down to collectives that divide by it: they run after the one that carries the totals.
+
+    Args:
+        totals: the tail that carries them, [NUM_TOTALS].
+    """
+
+    def __init__(self, totals: Tensor) -> None:
+        self._totals = totals
+
+    def __int__(self) -> int:
+        return max(1, Totals.read(self._totals).num_items)

@@ -8,6 +8,8 @@
 
 No BatchNorm: its statistics would depend on how a batch is split among workers, so that training on several workers
 would not equal training on one. At width 32 and 8×8 images it has 151 k parameters.
+
+Read before: `mlp.py`. Read next: `resnet.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _HEAD_WIDTH = 128
 
 
 class CNN(nn.Module):
-    """Class scores from square images.
+    """Computes class scores from square images.
 
     Initialisation is torch's for `nn.Conv2d` and `nn.Linear` (uniform within ±1/√fan_in), drawn from torch's global
     generator.
@@ -53,7 +55,7 @@ class CNN(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores [n, num_classes] for images [n, in_channels, image_size, image_size]."""
+        """Returns scores [n, num_classes] for images [n, in_channels, image_size, image_size]."""
         scores: Tensor = self.head(self.features(images))
         return scores
 

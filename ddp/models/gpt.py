@@ -1,4 +1,4 @@
-"""A GPT: a decoder that reads tokens from left to right and guesses the next one at every position.
+"""A GPT: a decoder that reads tokens from left to right and predicts the next one at every position.
 
     tokens [n, time]
        │  token embedding
@@ -9,14 +9,16 @@
        ▼
     logits [n, time, vocabulary]
 
-Where a token stands enters by rotation: in each head, query and key of position t are turned by angles proportional to
-t, so that their product depends on how far apart two positions are, not on where they are. It takes no weights.
+Positions enter by rotation: in each head, query and key of position t are turned by angles proportional to t, so that
+their product depends on how far apart two positions are, not on where they are. This takes no weights.
 
 Parameters: 12 · depth · width² + vocabulary · width. Forward and backward cost some 6 floating-point operations per
 parameter and token, and 6 · depth · width · time more for attention.
 
 Source: Radford et al. 2019 (GPT-2), whose blocks and whose smaller projections into the stream these are; Press & Wolf
 2016 for the tied embedding; Su et al. 2021 for the rotation; no biases, as in PaLM (Chowdhery et al. 2022).
+
+Read before: `resnet.py`. Read next: `tasks/task.py`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _LONGEST_WAVE = 10_000.0  # positions, about: the slowest angle's period over 2�
 
 
 class GPT(nn.Module):
-    """Next-token logits for a batch of token sequences.
+    """Computes next-token logits for a batch of token sequences.
 
     Initialisation, by torch's global generator. Matrices are normal with standard deviation 1 / √fan_in, which keeps
-    the size of what passes through, at any width; a block's two projections back into the stream have a √(2 · depth)
-    times smaller one, so that the stream does not grow with depth. The embedding has 0.05: large enough to be
-    seen beside the blocks, small enough for all tokens to begin about equally likely. Norm gains are 1.
+    the size of activations at any width. A block's two projections back into the stream have a √(2 · depth) times
+    smaller one, so that the stream does not grow with depth. The embedding has 0.05: large enough to matter beside the
+    blocks, small enough for all tokens to begin about equally likely. Norm gains are 1.
 
     Args:
         vocab_size: number of tokens; 256 for bytes.
@@ -76,7 +78,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features) / shrink)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [n, time, vocabulary] for tokens [n, time], time ≤ context.
+        """Returns logits [n, time, vocabulary] for tokens [n, time], time ≤ context.
 
         Raises:
             ValueError: the sequences are longer than the context.
@@ -144,9 +146,10 @@ class FeedForward(nn.Module):
 
 
 def rotary_angles(time: int, head_width: int, *, device: torch.device | None = None) -> Tensor:
-    """By how much pair i of a head's numbers is turned at position t: t / 10000^(2i / head_width), [time, pairs].
+    """Returns the angle by which pair i of a head's numbers is turned at position t, [time, pairs].
 
-    Computed anew in each forward (some microseconds) and in float64, so that there is no buffer to keep in step.
+    The angle is t / 10000^(2i / head_width). It is computed in each forward (some microseconds) and in float64, so that
+    there is no buffer to synchronise.
     """
     pair = torch.arange(head_width // 2, dtype=torch.float64, device=device)
     position = torch.arange(time, dtype=torch.float64, device=device)

@@ -2,7 +2,9 @@
 
     [n, …] → flatten → [linear → ReLU] for each hidden width → linear → [n, num_classes]
 
-Its parameters number Σ (fan_in + 1) · fan_out: 51 k for 8×8 images, 235 k for 28×28.
+It has Σ (fan_in + 1) · fan_out parameters: 51 k for 8×8 images, 235 k for 28×28.
+
+Read before: `data/splits.py`. Read next: `cnn.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Class scores from inputs of any shape.
+    """Computes class scores from inputs of any shape.
 
     Initialisation is torch's for `nn.Linear` (uniform within ±1/√fan_in), drawn from torch's global generator.
 
@@ -33,6 +35,6 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores [n, num_classes] for x [n, …] with `in_features` numbers per sample."""
+        """Returns scores [n, num_classes] for x [n, …] with `in_features` numbers per sample."""
         scores: Tensor = self.layers(x)
         return scores

@@ -8,34 +8,31 @@ The first would leave one pixel of a 32-pixel image after the last stage; the se
 
 These networks have BatchNorm. Under data parallelism each replica normalises by its own share of the batch, so results
 depend (slightly) on the number of workers; statistics are synchronised before evaluation and checkpoints.
+
+Read before: `cnn.py`. Read next: `gpt.py`.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from ddp.errors import ConfigError
 from ddp.vision import torchvision
-
-NAMES = ("resnet18", "resnet34", "resnet50")
 
 
 def resnet(name: str = "resnet18", *, num_classes: int, small_images: bool, in_channels: int = 3) -> nn.Module:
-    """A residual network with fresh weights: images [n, in_channels, h, w] to scores [n, num_classes].
+    """Returns a residual network with fresh weights: images [n, in_channels, h, w] to scores [n, num_classes].
 
     Initialisation is torchvision's (Kaiming normal by fan-out for convolutions), drawn from torch's global generator.
 
     Args:
-        name: one of `NAMES`.
+        name: "resnet18", "resnet34" or "resnet50".
         num_classes: number of scores.
-        small_images: takes the stem for images of some 32 pixels.
+        small_images: use the stem for images of some 32 pixels.
         in_channels: 1 for grey, 3 for colour.
 
     Raises:
-        ConfigError: `name` is unknown, or torchvision is missing.
+        ConfigError: torchvision is missing.
     """
-    if name not in NAMES:
-        raise ConfigError(f"unknown ResNet {name!r}; choose one of {', '.join(NAMES)}")
     model: nn.Module = getattr(torchvision().models, name)(weights=None, num_classes=num_classes)
     if small_images:
         stem = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)

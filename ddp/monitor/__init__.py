@@ -1,1 +1,1 @@
-"""What a run is measured by. Monitors hold numbers and return verdicts; the training loop acts on them."""
+"""Measurements of a run. Monitors hold numbers; the training loop acts on them."""

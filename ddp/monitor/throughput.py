@@ -1,16 +1,18 @@
-"""Samples per second, and where the time of a step goes on this rank.
+"""Samples per second, and the shares of a step's time on this rank.
 
     step   = data (waiting for the next batch) + waiting (for other ranks, at the end of backward) + computing (the
     rest)
 
-Samples are global: all ranks' together.
+Samples are global: those of all ranks together.
+
+Read before: `train/state.py`. Read next: `train/callbacks.py`.
 """
 
 from __future__ import annotations
 
 
 class Throughput:
-    """Sums over steps."""
+    """Adds up the samples and times of steps."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_samples = 0
@@ -30,15 +32,15 @@ class Throughput:
 
     @property
     def wait_fraction(self) -> float:
-        """Share of the time spent waiting for other ranks, in [0, 1]."""
+        """Returns the share of the time spent waiting for other ranks, in [0, 1]."""
         return self.wait_s / self.step_s if self.step_s else 0.0
 
     @property
     def data_fraction(self) -> float:
-        """Share of the time spent waiting for data, in [0, 1]."""
+        """Returns the share of the time spent waiting for data, in [0, 1]."""
         return self.data_s / self.step_s if self.step_s else 0.0
 
     @property
     def compute_fraction(self) -> float:
-        """The rest of the time, in [0, 1]."""
+        """Returns the rest of the time, in [0, 1]."""
         return max(0.0, 1.0 - self.wait_fraction - self.data_fraction) if self.step_s else 0.0

@@ -1,1 +1,1 @@
-"""What changes parameters: learning-rate schedules (`schedules.py`). The optimizers so far are torch's own."""
+"""Learning-rate schedules."""

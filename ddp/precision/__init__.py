@@ -1,1 +1,1 @@
-"""Number formats of a step."""
+"""Mixed precision."""

@@ -1,7 +1,9 @@
 """Mixed precision: matrix products in bfloat16, everything that adds up in float32.
 
-Parameters, gradients, their sum over ranks and the optimizer stay float32; bfloat16 has float32's range, so the
+Parameters, gradients, their sum over ranks and the optimizer stay float32. bfloat16 has float32's range, so the
 loss needs no scaling (Kalamkar et al., arXiv 1905.12322).
+
+Read before: `optim/schedules.py`. Read next: `train/state.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def forward_precision(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context for forward and loss; backward runs outside it, in the types that forward chose."""
+    """Returns the context for forward and loss; backward runs outside it, in the types that forward chose."""
     if precision == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()

@@ -1,9 +1,11 @@
-"""Equal at the start: every rank gets rank 0's parameters and buffers, after it is certain that they fit.
+"""Makes replicas equal at the start: every rank gets rank 0's parameters and buffers, once it is certain that they fit.
 
 Shapes are compared first. A broadcast into a tensor of another size is at best a hang, at worst a wrong model; the
 comparison names the first tensor that differs, and the ranks.
 
 Tensors travel packed by dtype, one message per `PACK_BYTES` or so rather than one per tensor.
+
+Read before: `sink.py`. Read next: `buffers.py`.
 """
 
 from __future__ import annotations

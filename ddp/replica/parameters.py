@@ -1,7 +1,9 @@
-"""Which parameters a replica keeps equal, and whether they are still the same ones.
+"""The parameters that a replica keeps equal, and a look whether they are still the same ones.
 
 A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
 So every forward looks whether modules and parameters are still those of the beginning: one comparison of two lists.
+
+Read before: `naive.py`. Read next: `gradient_hooks.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _HAS_DEVICES = torch.accelerator.is_available()  # else there is nowhere for a p
 
 
 def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that a replica answers for, each once even if shared, in registration order.
+    """Returns names and parameters that a replica answers for, each once even if shared, in registration order.
 
     Args:
         ignored: names that are left out.
@@ -33,36 +35,38 @@ def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module])
     return [(name, p) for name, p in module.named_parameters() if name not in ignored and id(p) not in others]
 
 
-def trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> list[tuple[str, nn.Parameter]]:
-    """Those that need a gradient.
+def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
+    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet.
 
-    Raises:
-        ConfigError: there are none, or one has no shape yet.
+    Args:
+        has_inner: other parameters of the module do, and an inner replica answers for them.
     """
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
-    found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not found and not has_inner:
+    if not has_inner and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
-    return found
 
 
 class Change(Enum):
-    """Tells what a look at the parameters has found."""
+    """The findings of a look at the parameters."""
 
     NONE = auto()
-    BORROWED = auto()  # torch.func.functional_call has put other tensors in their places for one forward
     MODULES = auto()  # some without parameters came or went
     REQUIRES_GRAD = auto()  # some were frozen or unfrozen
     KINDS = auto()  # some have another type, or are on another device
 
 
 class ParameterWatch:
-    """Remembers a module's parameters."""
+    """Remembers a module's parameters.
+
+    Attributes:
+        is_borrowed: at the last look, torch.func.functional_call had put other tensors in the parameters' places for
+            one forward.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self.is_borrowed = module, False
         self._remember()
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()
 
@@ -82,7 +86,7 @@ class ParameterWatch:
 
     @property
     def needed(self) -> tuple[bool, ...]:
-        """Which parameters needed a gradient at the last look."""
+        """For each parameter, True if it needed a gradient at the last look."""
         return tuple(self._needed)
 
     def look(self) -> Change:
@@ -91,6 +95,7 @@ class ParameterWatch:
         Raises:
             ConfigError: parameters were added, removed or replaced; names them.
         """
+        self.is_borrowed = False
         if any(map(is_not, chain(chain.from_iterable(self._tables), [_END]), self._values)):
             return self._compare()
         before = self._needed, self._kinds
@@ -111,15 +116,20 @@ class ParameterWatch:
 
     @property
     def needed_ids(self) -> frozenset[int]:
-        """The same parameters, by their ids."""
+        """Ids of the parameters that needed a gradient at the last look."""
         return frozenset(map(id, compress(self._parameters, self._needed)))
+
+    def names_of(self, ids: Collection[int]) -> list[str]:
+        """Returns the names of parameters, by their ids, sorted."""
+        return sorted(name for name, parameter in self._named.items() if id(parameter) in ids)
 
     def _compare(self) -> Change:
         now = dict(self._module.named_parameters(remove_duplicate=False))
         added, removed = now.keys() - self._named.keys(), self._named.keys() - now.keys()
         replaced = [name for name in now if name in self._named and now[name] is not self._named[name]]
         if not (added or removed) and replaced and not any(isinstance(now[name], nn.Parameter) for name in replaced):
-            return Change.BORROWED
+            self.is_borrowed = True
+            return Change.NONE
         for names, what in ((added, "added"), (removed, "removed"), (replaced, "replaced")):
             if names:
                 raise ConfigError(

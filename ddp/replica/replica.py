@@ -1,78 +1,64 @@
-"""One worker's copy of a model, kept equal to the others': what any reducer needs around it.
+"""One worker's copy of a model, kept equal to the others': all that does not depend on how gradients are averaged.
 
-`DistributedDataParallel` and `NaiveDataParallel` are replicas that differ in the reducer: the one's works in buckets,
-while backward runs, the other's afterwards, one parameter at a time.
+    forward      what the last step left behind is raised, and buffers are made equal; then the module's own forward.
+                 Its outputs are watched
+    backward     when it has ended, `_finish` averages the gradients
+
+`NaiveDataParallel` and `BucketedDataParallel` say how gradients are averaged: the one afterwards, a parameter at a
+time, the other in buckets, while backward runs.
 
 The *sum* form is for `ddp.fit`: `ride_along` sends loss and sample count with the gradients, which are then divided by
 the global count. `state_dict` is that of torch's class: keys begin with "module."; loading takes them with and without.
+
+Read before: `uncompiled.py`. Read next: `naive.py`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
-from ddp.gradients.totals import StepTotals
-from ddp.replica.buffers import BufferSync, When
-from ddp.replica.sink import watch_backward
+from ddp.gradients.totals import Totals
+from ddp.replica.broadcast import broadcast_state
+from ddp.replica.buffers import BufferSync
 from ddp.replica.uncompiled import uncompiled
 from ddp.replica.verify import verify_replicas
 
 PREFIX = "module."
 
 
-class AnyReducer(Protocol):
-    """What a replica needs of its reducer.
-
-    Attributes:
-        totals: what all ranks' totals added up to in the last step.
-        waited: time that backward's thread spent on reductions, or waiting for them.
-        num_steps: steps that have synchronised.
-    """
-
-    waited: Stopwatch
-    num_steps: int
-
-    @property
-    def totals(self) -> StepTotals: ...
-    @property
-    def layout(self) -> list[list[str]]: ...
-    @property
-    def order(self) -> list[str] | None: ...
-    def adopt_order(self, names: Sequence[str]) -> None: ...
-    def raise_pending(self) -> None: ...
-    def ride_along(self, totals: StepTotals) -> None: ...
-    def begin(self, *, in_backward: bool = True) -> bool: ...
-    def finish(self, *, had_backward: bool = True) -> None: ...
-
-
-class Replica(nn.Module):
-    """One worker's copy of a model, kept equal to the others by a reducer.
+class Replica(nn.Module, ABC):
+    """One worker's copy of a model, kept equal to the others.
 
     Attributes:
         module: the model.
         comm: the ranks that have a copy.
-        reducer: averages gradients.
+        totals: what the last step's totals add up to, over all ranks.
+        waited: time that backward's thread has spent on averaging, or waiting for it.
+        num_steps: number of backwards that have synchronised.
         require_backward_grad_sync: False inside `no_sync`.
         require_forward_param_sync: the next forward synchronises buffers (`buffers.py`).
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator, reducer: AnyReducer, buffers: BufferSync) -> None:
+    def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
         self.module, self.comm = module, comm
+        self.totals, self.waited, self.num_steps = Totals(), Stopwatch(), 0
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self.reducer, self._buffer_sync = reducer, buffers
-        self._verifies: Verification | None = None
+        self._buffer_sync = buffers
+        self._mine: Totals | None = None
+        self._verification: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; a backward through what it returns ends with equal gradients on all ranks."""
+        """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
         synchronises = self._before_forward()
         return self._after_forward(self.module(*args, **kwargs), synchronises=synchronises)
 
@@ -83,13 +69,15 @@ class Replica(nn.Module):
         if synchronises or self._syncs_buffers(synchronises=synchronises):
             self.prepare()
         if synchronises:
-            self._meet()
-        self._sync_buffers(When.PRE_FORWARD, synchronises=synchronises)
+            self._before_synchronised_forward()
+        if self._syncs_buffers(synchronises=synchronises):
+            self._buffer_sync.before_forward(self._root)
         return synchronises
 
     @uncompiled
     def _after_forward(self, outputs: Any, *, synchronises: bool) -> Any:
-        self._sync_buffers(When.POST_FORWARD, synchronises=synchronises)
+        if self._syncs_buffers(synchronises=synchronises):
+            self._buffer_sync.after_forward()
         if synchronises or not self._is_joined:
             # looked up again, because Lightning's manual optimization switches it off inside the forward
             self.require_forward_param_sync = synchronises and self.require_backward_grad_sync
@@ -97,46 +85,87 @@ class Replica(nn.Module):
             self._watch_outputs(outputs)
         return outputs
 
-    def prepare(self) -> None:
-        """Looks at what the last step left behind, before anything is communicated."""
-        self.reducer.raise_pending()
-
-    def _meet(self) -> None:
-        """Lets the ranks tell each other who has inputs, where that may differ."""
-
-    def _watch_outputs(self, outputs: Any) -> None:
-        watch_backward(outputs, self.reducer.begin, self._finish)
-
-    @property
-    def _is_joined(self) -> bool:
-        """True inside a context in which ranks may run out of inputs."""
-        return False
-
-    @property
-    def _root(self) -> int:
-        """The rank whose buffers are right."""
-        return 0
+    @uncompiled
+    def _finish(self, *, had_backward: bool = True) -> None:
+        """Backward has ended."""
+        self.totals = self._average(had_backward=had_backward)
+        self._buffer_sync.after_backward()
+        self.num_steps += 1
+        due = self._verification
+        if due is not None and self.num_steps % due.every == 0 and self._all_make_steps:
+            self.verify_replicas(also=due.also)
 
     def _syncs_buffers(self, *, synchronises: bool) -> bool:
         """Returns True if buffers are synchronised around this forward (`buffers.py`)."""
         is_heard = synchronises or not self._is_joined  # a rank without inputs shadows only forwards that synchronise
         return self.require_forward_param_sync and is_heard and self._buffer_sync.is_active
 
-    def _sync_buffers(self, when: When, *, synchronises: bool) -> None:
-        if self._syncs_buffers(synchronises=synchronises):
-            self._buffer_sync.run(when, root=self._root)
+    # --- how gradients are averaged: each kind of replica has its own ------------------------------------------------
 
-    @uncompiled
-    def _finish(self, *, had_backward: bool = True) -> None:
-        """Backward has ended."""
-        self.reducer.finish(had_backward=had_backward)
-        is_time = self._verifies is not None and self.reducer.num_steps % self._verifies.every == 0
-        if self._verifies is not None and is_time and self._all_make_steps():
-            self.verify_replicas(also=self._verifies.also)
+    def prepare(self) -> None:
+        """Looks at the model, and at what the last step left behind, before anything is communicated."""
 
+    def raise_pending(self) -> None:
+        """Raises, on every rank alike, what the last backward has found wrong."""
+
+    def ride_along(self, totals: Totals) -> None:
+        """Sends this rank's part of the step's totals with the gradients, which are divided by the global count then.
+
+        Called between the step's last forward and its backward.
+        """
+        self._mine = totals
+
+    def _take_totals(self) -> Totals | None:
+        """Returns this rank's part of the totals that ride along with the next backward; they do so once."""
+        mine, self._mine = self._mine, None
+        return mine
+
+    @abstractmethod
+    def _watch_outputs(self, outputs: Any) -> None:
+        """Sees to it that `_finish` is called when a backward through these outputs has ended (`sink.py`)."""
+
+    @abstractmethod
+    def _average(self, *, had_backward: bool) -> Totals:
+        """Backward has ended: every gradient becomes the mean over ranks. Returns the step's totals. Collective.
+
+        Args:
+            had_backward: False on a rank without samples.
+        """
+
+    @property
+    def bucket_layout(self) -> list[list[str]]:
+        """Names of the gradients that are reduced together; the bits of a ring depend on it."""
+        return [[name] for name, _ in self.module.named_parameters()]
+
+    @property
+    def gradient_order(self) -> list[str] | None:
+        """Names in the order in which gradients become ready; None where that is not known, or does not matter."""
+        return None
+
+    def adopt_gradient_order(self, names: Sequence[str]) -> None:
+        """Expects gradients in this order from now on. Every rank calls it alike."""
+
+    # --- uneven inputs: changed by `drop_in/data_parallel.py` --------------------------------------------------------
+
+    def _before_synchronised_forward(self) -> None:
+        """Lets the ranks tell each other who has inputs, where that may differ."""
+
+    @property
+    def _is_joined(self) -> bool:
+        """Returns True inside a context in which ranks may run out of inputs."""
+        return False
+
+    @property
     def _all_make_steps(self) -> bool:
         """Returns True if every rank has made the same number of optimizer steps."""
         return True
+
+    @property
+    def _root(self) -> int:
+        """The rank whose buffers are right."""
+        return 0
+
+    # --- what users call ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -147,9 +176,30 @@ class Replica(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def reduce_without_backward(self) -> None:
+        """Takes part in a step for which this rank has no samples (or none that needed a backward).
+
+        It passes through everything that a forward and a backward of the other ranks pass through.
+        """
+        self.prepare()
+        if self._syncs_buffers(synchronises=True):
+            self._buffer_sync.before_forward(self._root)
+            self._buffer_sync.after_forward()
+        self.require_forward_param_sync = True
+        self._begin_without_backward()
+        self._finish(had_backward=False)
+
+    def _begin_without_backward(self) -> None:
+        """Begins a step for which this rank has no samples."""
+
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (BatchNorm statistics and the like). Collective."""
         self._buffer_sync.broadcast()
+
+    def broadcast_from(self, root: int) -> None:
+        """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""
+        buffers = self._buffer_sync.named().items() if self._buffer_sync.mode != "none" else ()
+        broadcast_state(self.comm, [*self._replicated_parameters(), *buffers], root=root)
 
     def verify_replicas(
         self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
@@ -167,53 +217,16 @@ class Replica(nn.Module):
         if every is not None and every < 0:
             raise ValueError(f"every={every}: want a number of steps, or 0 for never again")
         if every is None:
-            verify_replicas(self.comm, [*self._equal_parameters(), *also()])
+            verify_replicas(self.comm, [*self._replicated_parameters(), *also()])
         else:
-            self._verifies = Verification(every, also) if every else None
+            self._verification = Verification(every, also) if every else None
 
-    def _equal_parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
-
-    # --- the sum form, for ddp.fit -----------------------------------------------------------------------------------
-
-    def ride_along(self, totals: StepTotals) -> None:
-        """Call before the step's last backward: gradients become global sums divided by the global count."""
-        self.reducer.ride_along(totals)
-
-    def reduce_without_backward(self) -> None:
-        """Takes part in a step for which this rank has no samples (or none that needed a backward).
-
-        It passes through everything that a forward and a backward of the other ranks pass through.
-        """
-        self.prepare()
-        self._sync_buffers(When.PRE_FORWARD, synchronises=True)
-        self._sync_buffers(When.POST_FORWARD, synchronises=True)
-        self.require_forward_param_sync = True
-        if self.reducer.begin(in_backward=False):
-            self._finish(had_backward=False)
-
-    def raise_pending(self) -> None:
-        """Raises, on every rank alike, what the last backward found wrong (UnusedParameters)."""
-        self.reducer.raise_pending()
-
-    @property
-    def bucket_layout(self) -> list[list[str]]:
-        """Names of the gradients that are reduced together; the bits of a ring depend on it."""
-        return self.reducer.layout
-
-    @property
-    def totals(self) -> StepTotals:
-        """What the last step's totals added up to, over all ranks."""
-        return self.reducer.totals
-
-    @property
-    def waited(self) -> Stopwatch:
-        """Time that backward had to wait for the other ranks."""
-        return self.reducer.waited
 
 
 class Verification(NamedTuple):
-    """What is compared, and when."""
+    """A wish to compare replicas every so many steps, and other tensors with them."""
 
     every: int
     also: Callable[[], Iterable[tuple[str, Tensor]]]

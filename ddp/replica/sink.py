@@ -8,6 +8,8 @@ outermost backward; a callback queued there runs when the whole of it has ended.
 A hook on an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
 gradient penalty): `accumulates` tells. And `will_accumulate` asks the graph that is being run which parameters it will
 come to, before it has come to any.
+
+Read before: `gradients/layout.py`. Read next: `broadcast.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ddp.log import log
 from ddp.replica.uncompiled import uncompiled
 
 
@@ -56,6 +56,11 @@ def call_at_end(end: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
+def is_in_backward() -> bool:
+    """Returns True if the calling thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def accumulates(parameters: Sequence[Tensor]) -> bool:
     """Returns True if the running backward adds to gradients of these: `backward()` does, `autograd.grad` does not."""
     if torch.autograd._is_checkpoint_valid():  # no `inputs=`, and not `autograd.grad`
@@ -67,7 +72,7 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
 
 
 def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
-    """Which of these, by place, the backward that is running will come to.
+    """Returns the places of those parameters that the running backward will reach.
 
     Parameters inside re-entrant checkpoints are not seen: their part of the graph does not exist yet.
     """
@@ -78,7 +83,7 @@ def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor inside: in mappings, sequences, dataclasses, and the attributes of other objects."""
+    """Yields every tensor inside: in mappings, sequences, dataclasses, and the attributes of other objects."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -98,33 +103,6 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _slots(kind: type) -> Iterable[str]:
-    """Names of the attributes that a class itself has added to its `__slots__`."""
+    """Returns the names of the attributes that a class itself has added to its `__slots__`."""
     names = vars(kind).get("__slots__", ())
     return (names,) if isinstance(names, str) else names
-
-
-@uncompiled
-def check_engine(*, in_backward: bool = False) -> None:
-    """Raises RuntimeError in a context of torch.distributed.autograd, whose gradients never come to the parameters.
-
-    Args:
-        in_backward: this is the engine's thread, which knows no context: any open one counts.
-    """
-    if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
-        return
-    autograd = torch._C._distributed_autograd
-    try:
-        if not in_backward:
-            autograd._current_context()
-        elif int(autograd._get_debug_info()["num_current_dist_autograd_contexts"]) == 0:
-            return
-    except RuntimeError:  # there is none
-        return
-    message = (
-        "torch.distributed.autograd keeps gradients in its context, where a replica cannot average them. Run forward "
-        "and loss.backward() outside of the context, or keep torch's DistributedDataParallel for a model that spans "
-        "hosts by RPC"
-    )
-    if in_backward:
-        log.error(message)  # that engine passes on that there was an error, and not which
-    raise RuntimeError(message)

@@ -37,7 +37,9 @@ what counts is latency. They run in a group of their own, which the first forwar
 that of gradient buckets have nothing to do with each other.
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
-for computing the sample variance: analysis and recommendations" (1983). Read before: `data_parallel.py`.
+for computing the sample variance: analysis and recommendations" (1983).
+
+Read before: `bucketed.py`. Read next: `drop_in/backward.py`.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _in_place_of(cls, layer: _BatchNorm) -> SyncBatchNorm:
-        """One with the state of `layer`, all of which stands in its attributes."""
+        """Returns a layer with the state of `layer`, all of which stands in its attributes."""
         replacement = cls.__new__(cls)
         replacement.__dict__.update(layer.__dict__)
         replacement.__dict__.pop("process_group", None)
@@ -174,7 +176,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Whose:
-    """The communicator that a module uses but does not own: copies share it, pickles leave it out."""
+    """Refers to a communicator that a module uses but does not own: copies share it, pickles leave it out."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self.comm = comm
@@ -219,7 +221,7 @@ def _moments_by_blocks(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _exchange(group: Communicator, mine: Tensor) -> Tensor:
-    """All ranks' summaries [2C + 1] as one.
+    """Combines all ranks' summaries [2C + 1] into one.
 
     By an all-reduce of a table in which the others' rows are zero. `all_gather` would move half as much, but it asks
     for everyone's number of rows first: two exchanges, where it is their number that costs.
@@ -248,12 +250,12 @@ def _split(summary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dims(x: Tensor) -> list[int]:
-    """All but the channels."""
+    """Returns all dimensions but the channels."""
     return [0, *range(2, x.dim())]
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What is computed in: float32, for float64 input that."""
+    """Returns the type that statistics are computed in: float32, or float64 for float64 input."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -304,7 +306,7 @@ class _Normalise(Function):
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """This rank's ∂γ = Σ dy·x̂ and ∂β = Σ dy, [C] each."""
+    """Returns this rank's ∂γ = Σ dy·x̂ and ∂β = Σ dy, [C] each."""
     if x.numel() == 0:  # torch's kernel divides by the number of positions
         return torch.zeros_like(mean), torch.zeros_like(mean)
     _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
@@ -322,7 +324,7 @@ def _input_gradient(
     means: Tensor,  # [2C], of dy·x̂ and of dy, over all ranks
     eps: float,
 ) -> Tensor:
-    """dx as in the module's table, with x̂ multiplied out: dy·scale + x·slope + offset, in three passes."""
+    """Returns dx as in the module's table, with x̂ multiplied out: dy·scale + x·slope + offset, in three passes."""
     mean_dy_xhat, mean_dy = means.chunk(2)
     inverse_deviation = (variance + eps).rsqrt()
     scale = inverse_deviation if weight is None else weight * inverse_deviation
@@ -334,7 +336,7 @@ def _input_gradient(
 
 
 def _layout(x: Tensor) -> torch.memory_format:
-    """How x lies in memory; of those that torch's kernels are fast with."""
+    """Returns the memory layout of x, if it is one that torch's kernels are fast with; else the contiguous one."""
     if not x.is_contiguous():
         for layout in (torch.channels_last, torch.channels_last_3d):
             if x.is_contiguous(memory_format=layout):
@@ -349,7 +351,7 @@ _GROUPS: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
 
 
 def _group_of(comm: Communicator) -> Communicator:
-    """All ranks of `comm` once more, for the collectives of these layers. The first call is collective."""
+    """Returns a group of all ranks of `comm`, for the collectives of these layers. The first call is collective."""
     group = _GROUPS.get(comm)
     if group is None:
         group = comm.subgroup(range(comm.world_size))

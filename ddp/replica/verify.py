@@ -1,4 +1,7 @@
-"""Are the replicas still equal? Compares a hash of every tensor on every rank, and names the first that differs."""
+"""Are the replicas still equal? Compares a hash of every tensor on every rank, and names the first that differs.
+
+Read before: `buffers.py`. Read next: `uncompiled.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ddp.errors import ReplicaMismatch
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """Of the bits: 0.0 and -0.0 differ, equal NaNs do not."""
+    """Returns a hash of the tensor's bits: 0.0 and -0.0 differ, equal NaNs do not."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 

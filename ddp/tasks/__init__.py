@@ -1,1 +1,1 @@
-"""What is learned from a batch: loss, metrics and outputs, in sums that any number of ranks can add."""
+"""Tasks: loss, metrics and outputs of a batch, as sums that any number of ranks can add."""

@@ -1,10 +1,12 @@
-"""Telling which class a sample is of; the model gives [n, num_classes] scores.
+"""Classification: which class is a sample of? The model returns [n, num_classes] scores.
 
     loss       Σ over samples of  −ln p(class),  p = softmax(scores)            in nats
-    accuracy   how many samples have their class's score on top, of how many
+    accuracy   the number of samples whose class has the highest score, of how many
 
-Label smoothing ε asks for p(class) = 1 − ε + ε/num_classes and ε/num_classes elsewhere; it belongs to training, so the
-reported loss is without it. Source: Szegedy et al. 2015, section 7.
+Label smoothing ε makes p(class) = 1 − ε + ε/num_classes, and ε/num_classes elsewhere, the target. It belongs to
+training, so the reported loss is without it. Source: Szegedy et al. 2015, section 7.
+
+Read before: `task.py`. Read next: `language_model.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ddp.tasks.task import Batch, at_least_float32
 
 @dataclass(frozen=True)
 class Classification:
-    """Cross-entropy of the class; reported with accuracy.
+    """Minimises the cross-entropy of the class; reports it with the accuracy.
 
     Raises:
         ConfigError: `label_smoothing` is not within 0 … 1.
@@ -37,14 +39,14 @@ class Classification:
             raise ConfigError(f"label_smoothing={self.label_smoothing} is no share of a label; choose 0 … 1, often 0.1")
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ cross-entropy over the samples, their number)."""
+        """Returns (Σ cross-entropy over the samples, their number)."""
         inputs, classes = batch
         scores = at_least_float32(model(inputs))
         return F.cross_entropy(scores, classes, reduction="sum", label_smoothing=self.label_smoothing), len(classes)
 
     @torch.no_grad()
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
-        """`loss` (without label smoothing) and `accuracy`."""
+        """Returns `loss` (without label smoothing) and `accuracy`."""
         inputs, classes = batch
         scores = at_least_float32(model(inputs))
         num_right = (scores.argmax(dim=1) == classes).sum()
@@ -55,10 +57,10 @@ class Classification:
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Log-probabilities [n, num_classes]; their argmax is the predicted class."""
+        """Returns log-probabilities [n, num_classes]; their argmax is the predicted class."""
         inputs, _ = batch
         return F.log_softmax(at_least_float32(model(inputs)), dim=1)
 
     def finish(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The means as they are."""
+        """Returns the means as they are."""
         return dict(means)

@@ -1,10 +1,12 @@
-"""Predicting the next token of a text; the model gives [n, time, vocabulary] logits for [n, time] tokens.
+"""Language modelling: which token is next? The model returns [n, time, vocabulary] logits for [n, time] tokens.
 
     loss            Σ over targets of  −ln p(target | everything before it)           in nats
-    bits per byte   loss mean / ln 2, where a token is a byte                         what a compressor would need
+    bits per byte   loss mean / ln 2, where a token is a byte                         as a compressor would need
 
 A target of −100 (`IGNORE`, torch's own convention) is no target: neither in the sum nor in the count. So padded texts
 of uneven length weigh by what they hold, on every rank.
+
+Read before: `classification.py`. Read next: `ngram.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """Cross-entropy of the next token; reported as bits per byte."""
+    """Minimises the cross-entropy of the next token; reports it as bits per byte, too."""
 
     main_metric: str = "bits_per_byte"
     higher_is_better: bool = False
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ −ln p over the targets, their number)."""
+        """Returns (Σ −ln p over the targets, their number)."""
         tokens, targets = batch
         logits = at_least_float32(model(tokens))  # [n, time, vocabulary]
         loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -38,12 +40,12 @@ class LanguageModel:
 
     @torch.no_grad()
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
-        """The loss alone; bits per byte are a multiple of its mean, see `finish`."""
+        """Returns the loss alone; bits per byte are a multiple of its mean, see `finish`."""
         return {"loss": self.loss(model, batch)}
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Nats of every target, [n, time]; 0 where the target is `IGNORE`."""
+        """Returns the nats of every target, [n, time]; 0 where the target is `IGNORE`."""
         tokens, targets = batch
         logits = at_least_float32(model(tokens))
         return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")

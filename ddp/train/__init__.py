@@ -1,4 +1,1 @@
-"""The loop: `fit.py` (all of it, in pseudocode at the top), `step.py` (one step), `evaluate.py`, `checkpoint.py`.
-
-State stands apart from the loop (`state.py`); what only watches is a callback (`callbacks.py`, `progress.py`).
-"""
+"""The training loop, evaluation, checkpoints, and the callbacks that watch a run."""

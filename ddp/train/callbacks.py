@@ -1,14 +1,15 @@
-"""What watches a run: six moments, and a callback per concern.
+"""Callbacks watch a run at six moments; this file has the base class, the throughput, and metrics.jsonl.
 
     fit_start   step_start   step_end   evaluated   exception   fit_end
 
-Every rank calls its callbacks at the same moments, so a callback may run collectives, as long as it does on all ranks.
+Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks.
+
+Read before: `state.py`, `monitor/throughput.py`. Read next: `step.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,57 +22,26 @@ class Callback:
     """Does nothing at any of the six moments; override what you need."""
 
     def fit_start(self, state: TrainState) -> None:
-        """Before the first step."""
+        """Runs before the first step."""
 
     def step_start(self, state: TrainState) -> None:
-        """Before each step."""
+        """Runs before each step."""
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
-        """After a step was committed."""
+        """Runs after a step was committed."""
 
     def evaluated(self, state: TrainState) -> None:
-        """After an evaluation; its metrics are in `state.evaluation`."""
+        """Runs after an evaluation; its metrics are in `state.evaluation`."""
 
     def exception(self, state: TrainState, error: BaseException) -> None:
-        """The run ends by an error, which is raised on afterwards. The ranks may no longer agree: no collectives."""
+        """Runs before an error ends the run. It must not run collectives, because the ranks may no longer agree."""
 
     def fit_end(self, state: TrainState) -> None:
-        """After the last step, also when the run stops early."""
-
-
-class Callbacks(Callback):
-    """Several callbacks as one, called in the order given."""
-
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = list(callbacks)
-
-    def fit_start(self, state: TrainState) -> None:
-        for callback in self._callbacks:
-            callback.fit_start(state)
-
-    def step_start(self, state: TrainState) -> None:
-        for callback in self._callbacks:
-            callback.step_start(state)
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        for callback in self._callbacks:
-            callback.step_end(state, report)
-
-    def evaluated(self, state: TrainState) -> None:
-        for callback in self._callbacks:
-            callback.evaluated(state)
-
-    def exception(self, state: TrainState, error: BaseException) -> None:
-        for callback in self._callbacks:
-            callback.exception(state, error)
-
-    def fit_end(self, state: TrainState) -> None:
-        for callback in self._callbacks:
-            callback.fit_end(state)
+        """Runs after the last step, also when the run stops early."""
 
 
 class ThroughputMeter(Callback):
-    """Adds up samples and times of all steps of this run."""
+    """Adds up samples and times of all steps of this run, and of those since the last entry in metrics.jsonl."""
 
     def __init__(self) -> None:
         self.whole, self.recent = Throughput(), Throughput()
@@ -84,7 +54,7 @@ class ThroughputMeter(Callback):
 class MetricsFile(Callback):
     """Appends to metrics.jsonl on rank 0: one object per logged step, and one per evaluation.
 
-    A resumed run first drops what lies beyond its checkpoint: those steps are about to happen again.
+    A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again.
     """
 
     def __init__(self, path: Path, meter: ThroughputMeter, *, every: int) -> None:
@@ -124,7 +94,7 @@ class MetricsFile(Callback):
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; a line cut off by a crash belongs to no step that counts."""
+    """Returns the step of a line, or infinity for a line that a crash cut off."""
     try:
         return float(json_object(line)["step"])
     except (ValueError, KeyError, TypeError):

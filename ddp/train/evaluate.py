@@ -1,7 +1,9 @@
 """Evaluation and prediction: every sample exactly once, whatever the world size.
 
-Each rank reads its own contiguous share of the data set (shares differ by at most one sample and may be empty). A
-metric travels as (sum, count) and is divided once: no padding, no mean of means.
+Each rank reads its own contiguous share of the data set (shares differ by at most one sample and may be empty). Ranks
+add up each metric as (sum, count) and divide once: no padding, no mean of means.
+
+Read before: `fit.py`. Read next: `files.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current
-from ddp.data.loader import EvaluationLoader
+from ddp.data.loader import evaluation_loader
 from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.replica.replica import Replica
@@ -39,16 +41,16 @@ def evaluate(
     precision: Precision = "fp32",
     stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
-    """The task's metrics over all of `data`. Collective; the same numbers on every rank.
+    """Returns the task's metrics over all of `data`. Collective; the same numbers on every rank.
 
     Args:
         model: a replica, whose buffers become rank 0's first, or any module.
         data: map-style data set.
         batch_size: samples per forward and rank; the result does not depend on it but for rounding.
-        stop: polled every few batches; if any rank wants to stop, the evaluation is given up.
+        stop: polled every few batches; if any rank wants to stop, all ranks give up the evaluation.
 
     Returns:
-        Metric by name; None if the evaluation was given up.
+        Metric by name; None if the ranks gave up the evaluation.
 
     Raises:
         ConfigError: there is nothing to evaluate on.
@@ -56,7 +58,7 @@ def evaluate(
     comm = comm or current()
     if not len(data):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
-    loader = EvaluationLoader(
+    loader = evaluation_loader(
         data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
     )
     largest_share = math.ceil(len(data) / comm.world_size)
@@ -87,13 +89,13 @@ def predict(
     num_workers: int = 0,
     precision: Precision = "fp32",
 ) -> Tensor:
-    """The task's output for every sample, in the data set's order, on every rank. Collective.
+    """Returns the task's output for every sample, in the data set's order, on every rank. Collective.
 
     Returns:
         [len(data), ...], on the communicator's device.
     """
     comm = comm or current()
-    loader = EvaluationLoader(
+    loader = evaluation_loader(
         data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
     )
     outputs: list[Tensor] = []
@@ -109,7 +111,7 @@ def predict(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Buffers in step, evaluation mode; afterwards every submodule is in the mode that it was in.
+    """Synchronises buffers and switches to evaluation mode; restores every submodule's mode afterwards.
 
     No forward synchronises buffers meanwhile, because a rank with fewer samples makes fewer forwards.
     """
@@ -130,7 +132,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _global_means(comm: Communicator, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Adds all ranks' (sum, count) in rank order, and divides. A rank without samples knows no names."""
+    """Adds all ranks' (sum, count) in rank order, and divides. A rank without samples has no metrics."""
     totals: dict[str, list[float]] = {}
     for theirs in all_gather_object(comm, sums):
         for name, (total, count) in theirs.items():

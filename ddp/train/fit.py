@@ -1,4 +1,7 @@
-"""The training loop. The docstring of `continue_fit` is its pseudocode; one step is in `step.py`."""
+"""The training loop. The docstring of `continue_fit` is its pseudocode; one step is in `step.py`.
+
+Read before: `step.py`, `callbacks.py`. Read next: `evaluate.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current
 from ddp.data.loader import TrainLoader
 from ddp.data.sampler import TrainSampler
+from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.drop_in.in_backward import refusal
+from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
 from ddp.optim.schedules import Schedule, constant
 from ddp.precision.autocast import Precision
-from ddp.replica.data_parallel import DistributedDataParallel
-from ddp.replica.in_backward import refusal
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.task import Task
-from ddp.train.callbacks import Callback, Callbacks
+from ddp.train.callbacks import Callback
 from ddp.train.state import TrainState
 from ddp.train.step import StepRules, train_step
 from ddp.train.stopping import StopFlag
@@ -45,15 +50,15 @@ def fit(
     """Trains a model from its beginning. Collective.
 
     Args:
-        model: a `Replica` (`DistributedDataParallel`), or a module, which is wrapped in one.
-        optimizer: of the module's parameters.
+        model: a `Replica`, or a module, which is wrapped in a `BucketedDataParallel`.
+        optimizer: has the module's parameters.
         global_batch: samples per step of all ranks together; any number from the world size up.
         num_shards, micro_size: parts that a batch is cut into, and most samples per forward (`TrainSampler`).
         seed: of the order and of all random streams.
         how: `epochs` or `max_steps`, and everything else that `continue_fit` takes.
 
     Returns:
-        Where the run stands; `continue_fit` goes on from there.
+        The state of the run; `continue_fit` goes on from it.
 
     Raises:
         As `continue_fit`; ConfigError if the batch cannot be shared.
@@ -68,7 +73,7 @@ def fit(
         micro_size=micro_size,
         seed=seed,
     )
-    replica = model if isinstance(model, Replica) else DistributedDataParallel(model, comm=comm)
+    replica = model if isinstance(model, Replica) else _wrapped(model, comm)
     return continue_fit(TrainState(comm, replica, optimizer, sampler), task, train_data, **how)
 
 
@@ -97,8 +102,8 @@ def continue_fit(
             for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
                 forward, backward; gradients are summed over all ranks meanwhile
                 divide by the global count, clip, step, commit    (step.py)
-                evaluate, if it is time
-                leave, if any rank wants to stop
+                if any rank wants to stop: leave
+                if it is time: evaluate
         evaluate, unless that was done after the last step
 
     Args:
@@ -106,13 +111,13 @@ def continue_fit(
         task: turns a batch into (loss_sum, count).
         train_data: map-style data set.
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
-        schedule: factor of the learning rate as a function of the step; it multiplies the optimizer's first rates.
+        schedule: learning-rate schedule: a factor, by step, on the optimizer's first rates.
         clip_norm: largest norm of the global gradient.
         loader_workers: processes that prepare batches, per rank.
-        evaluation: computes metrics; collective, called on all ranks after the same step. None from it means that it
-            was given up because a rank wants to stop.
-        callbacks: called at the six moments of `callbacks.py`.
-        stop: this rank's wish to stop. It is the caller's: a flag that is still raised stops the next call, too.
+        evaluation: computes metrics; collective, called on all ranks after the same step. It returns None if the ranks
+            gave it up because one of them wants to stop.
+        callbacks: run at the six moments of `callbacks.py`, in this order.
+        stop: this rank's wish to stop. It is the caller's: a flag that is still set stops the next call, too.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -123,39 +128,52 @@ def continue_fit(
     num_steps = last_step(state, epochs=epochs, max_steps=max_steps)
     seed = state.sampler.state.seed
     rules = StepRules(task, schedule or constant(), base_rates(state.optimizer), clip_norm, precision, seed)
-    watching = Callbacks(callbacks)
-    stop = StopFlag() if stop is None else stop  # a flag that is not raised counts as false
+    stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
     on_gpu = state.comm.device.type == "cuda"
     loader = TrainLoader(train_data, state.sampler, num_workers=loader_workers, pin_memory=on_gpu)
     _check_replica(state)
     state.stopped_by = ""
     state.model.train()
+    running_step = None
     try:
-        watching.fit_start(state)
+        for callback in callbacks:
+            callback.fit_start(state)
         while state.step < num_steps and not state.stopped_by:
             for plan, batches in loader.epoch():
-                watching.step_start(state)
+                running_step = state.step + 1
+                for callback in callbacks:
+                    callback.step_start(state)
                 report, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(stop))
-                watching.step_end(state, report)
+                for callback in callbacks:
+                    callback.step_end(state, report)
                 if someone_stops:
                     state.stopped_by = _agreed_reason(state, stop)
                 elif evaluation and _is_time(state, evaluate_every_epochs, evaluate_every_steps):
-                    _evaluate(state, evaluation, watching, stop)
+                    _evaluate(state, evaluation, callbacks, stop)
                 if state.step >= num_steps or state.stopped_by:
                     break
         if evaluation and not state.stopped_by and state.evaluated_at != state.step:
-            _evaluate(state, evaluation, watching, stop)
-        watching.fit_end(state)
+            _evaluate(state, evaluation, callbacks, stop)
+        for callback in callbacks:
+            callback.fit_end(state)
     except BaseException as error:
-        watching.exception(state, error)
+        error.step = running_step  # type: ignore[attr-defined]  # for the report of a worker that fails
+        for callback in callbacks:
+            callback.exception(state, error)
         raise
     finally:
         loader.close()
     return state
 
 
+def _wrapped(module: nn.Module, comm: Communicator) -> Replica:
+    """Returns a replica of the module; of the drop-in class where gradients are sparse."""
+    is_sparse = any(map(produces_sparse_gradient, module.modules()))
+    return DistributedDataParallel(module, comm=comm) if is_sparse else BucketedDataParallel(module, comm=comm)
+
+
 def _check_replica(state: TrainState) -> None:
-    """Raises ConfigError for a replica whose steps cannot be taken back, or whose layers would wait in vain."""
+    """Raises ConfigError if steps of the replica cannot be taken back, or its layers would wait for ever."""
     model, sampler = state.model, state.sampler
     if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
         raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
@@ -170,7 +188,7 @@ def _check_replica(state: TrainState) -> None:
 
 
 def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -> int:
-    """The number of steps of the whole run: those that were made, and those that are left at the present batch size."""
+    """Returns the steps of the whole run: those that were made, and those that are left at the present batch size."""
     if epochs is None and max_steps is None:
         raise ConfigError("neither epochs nor max_steps is given: the run would never end")
     limits = [] if max_steps is None else [max_steps]
@@ -183,12 +201,12 @@ def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -
 
 
 def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """Learning rates per group before any schedule; kept in the optimizer, and so in its checkpoints."""
+    """Returns the rates by group before any schedule, which the optimizer keeps, and so its checkpoints."""
     return tuple(float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups)
 
 
 def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
-    """Every so many epochs, every so many steps."""
+    """Returns True if the last step is one after which to evaluate."""
     position = state.sampler.state
     at_epoch_end = position.consumed == 0
     if every_epochs is not None and at_epoch_end and position.epoch % every_epochs == 0:
@@ -199,7 +217,7 @@ def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | Non
 def _evaluate(
     state: TrainState,
     evaluation: Callable[[TrainState], dict[str, float] | None],
-    watching: Callback,
+    callbacks: Sequence[Callback],
     stop: StopFlag,
 ) -> None:
     metrics = evaluation(state)
@@ -207,10 +225,11 @@ def _evaluate(
         state.stopped_by = _agreed_reason(state, stop)
     else:
         state.evaluation, state.evaluated_at = metrics, state.step
-        watching.evaluated(state)
+        for callback in callbacks:
+            callback.evaluated(state)
 
 
 def _agreed_reason(state: TrainState, stop: StopFlag) -> str:
-    """The reason of the lowest rank that has one, on every rank."""
+    """Returns, on every rank, the reason of the lowest rank that has one."""
     reasons = all_gather_object(state.comm, stop.reason)
     return next((reason for reason in reasons if reason), "stopped")

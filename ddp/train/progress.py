@@ -1,4 +1,7 @@
-"""The progress bar: rank 0 only, with loss, samples per second and time left."""
+"""The progress bar, on rank 0 only: loss, samples per second and time left.
+
+Read before: `stopping.py`. Read next: `report.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ REFRESH_EVERY_S = 0.2
 
 
 class ProgressBar(Callback):
-    """A bar on a terminal; elsewhere one line per evaluation."""
+    """Shows a bar on a terminal; elsewhere it prints one line per evaluation."""
 
     def __init__(self, meter: ThroughputMeter, *, num_steps: int, num_epochs: int | None) -> None:
         self._meter, self._num_steps, self._num_epochs = meter, num_steps, num_epochs

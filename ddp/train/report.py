@@ -1,4 +1,7 @@
-"""What a finished run leaves behind for people: curves.png and the table on the terminal."""
+"""The results of a run for people: curves.png, and the table on the terminal.
+
+Read before: `progress.py`. Read next: `config.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from ddp.files import json_object
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl; a last line that a crash cut off is left out."""
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a metrics.jsonl, without a last line that a crash cut off."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
@@ -26,14 +29,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapping[str, Any]) -> None:
-    """Draws training loss, held-out loss and the main metric over steps; yardsticks of the summary as level lines."""
+    """Draws training loss, held-out loss and the main metric over steps; yardsticks become level lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    entries = read_metrics(metrics)
+    entries = _read_metrics(metrics)
     steps = [entry for entry in entries if entry["kind"] == "step"]
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -62,7 +65,7 @@ def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapp
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:
-    """The table at the end: quality, speed, where the time went, where the results lie, what to try."""
+    """Prints the table at the end: quality, speed, shares of the time, where the results are, what to try next."""
     table = Table(show_header=False, title="finished" if not summary["stopped_by"] else "stopped early and saved")
     table.add_column(justify="right", style="bold")
     table.add_column()

@@ -1,4 +1,7 @@
-"""Where a run stands: everything that a step changes, in one place, so that the loop itself holds nothing."""
+"""The state of a run: everything that a step changes, in one place, so that the loop itself holds nothing.
+
+Read before: `precision/autocast.py`. Read next: `monitor/throughput.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ddp.replica.replica import Replica
 
 @dataclass(eq=False)
 class TrainState:
-    """Where a run stands after its last committed step.
+    """The state of a run after its last committed step.
 
     Attributes:
         step: committed optimizer steps.
@@ -36,36 +39,36 @@ class TrainState:
 
     @property
     def epochs_done(self) -> float:
-        """Epochs trained so far, as a fraction."""
+        """Returns the number of epochs trained so far, as a fraction."""
         position = self.sampler.state
         return position.epoch + position.consumed / self.sampler.length
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next step belongs to."""
+        """Returns the epoch that the next step belongs to."""
         return self.sampler.state.epoch
 
     def position(self) -> dict[str, Any]:
-        """Step and sampler position; valid at any world size."""
+        """Returns step and sampler position, valid at any world size."""
         return {"step": self.step, "sampler": self.sampler.state_dict(), "train_loss": self.train_loss}
 
     def load_position(self, position: Mapping[str, Any]) -> None:
-        """Continues from there."""
-        self.sampler.load_state_dict(position["sampler"])  # first, as it may refuse
+        """Continues from what `position` returned."""
+        self.sampler.load_state_dict(position["sampler"])  # first, because it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step was like: global numbers, and this rank's times.
+    """Figures of one step: global numbers, and this rank's times.
 
     Attributes:
         step: its number, from 1.
         loss: mean over all samples (or tokens) of the global batch.
-        num_items: how many those were; num_samples: samples of the global batch.
+        num_items: number of samples (or tokens) in that mean; num_samples: samples of the global batch.
         gradient_norm: of the global mean gradient, before clipping.
         rate: learning rate of the first parameter group.
-        step_s: whole step; data_s: of it, waiting for data; wait_s: of it, waiting for other ranks.
+        step_s: whole step; data_s: waiting for data during it; wait_s: waiting for other ranks during it.
     """
 
     step: int

@@ -28,7 +28,7 @@ from ddp.clock import Stopwatch, now_s
 from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import Diverged
-from ddp.gradients.totals import StepTotals
+from ddp.gradients.totals import Totals
 from ddp.optim.schedules import Schedule, set_rate
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.tasks.task import Task
@@ -37,7 +37,7 @@ from ddp.train.state import StepReport, TrainState
 
 @dataclass(frozen=True)
 class StepRules:
-    """How steps are made; fixed for a run.
+    """Settings of a step that are fixed for a run.
 
     Attributes:
         base_rates: learning rate per parameter group, before the schedule's factor.
@@ -95,7 +95,7 @@ def train_step(
 
 
 def _clip(model: nn.Module, clip_norm: float | None) -> float:
-    """Norm of the global gradient over whole tensors; scales the gradients down if it is above `clip_norm`."""
+    """Returns the norm of the global gradient; scales the gradients down if it is above `clip_norm`."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([_values(cast(Tensor, parameter.grad)) for parameter in parameters])
     if clip_norm is not None:
@@ -104,7 +104,7 @@ def _clip(model: nn.Module, clip_norm: float | None) -> float:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """What a norm is made of. The reducer leaves a sparse gradient coalesced: each row of it occurs once."""
+    """Returns the values of a gradient; a sparse one is coalesced, so that each row occurs once."""
     return gradient.values() if gradient.is_sparse else gradient
 
 
@@ -116,9 +116,9 @@ def _backward(
     fetching: Stopwatch,
     wants_stop: bool,
 ) -> None:
-    """Gradients of all micro-batches of this rank, and with the last one those of all ranks."""
+    """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks."""
     model, device = state.model, state.comm.device
-    totals = StepTotals(num_stopping=int(wants_stop))
+    totals = Totals(num_stopping=int(wants_stop))
     if not plan.micros:
         model.ride_along(totals)
         model.reduce_without_backward()
@@ -139,7 +139,7 @@ def _backward(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`; copies from pinned memory do not wait."""
+    """Returns the batch with its tensors on `device`; copies from pinned memory do not wait."""
     if device.type == "cpu":
         return batch
     return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,18 +1,20 @@
 """Stopping early, by agreement: a signal sets a flag, the flag rides with the next step, all ranks act on the sum.
 
-A rank that simply left would hang the others in their next collective. So nothing is done in the handler; the
-step's totals tell every rank that some rank wants to stop, and all of them leave the loop after the same step,
-save, and meet. A second signal ends the process at once, as it would have without us.
+If one rank simply left, the others would hang in their next collective. So the handler only sets a flag. The step's
+totals tell every rank that some rank wants to stop, and all of them leave the loop after the same step and save. A
+second signal ends the process at once, as it would have without the handler.
 
-Note "echoes": one wish to stop often arrives several times. Process managers signal every process of a job, and the
-launcher passes on what it got; Linux sends the parent-death signal once for each thread of the parent. So what comes
-within `ECHO_S` of the first signal is the same wish.
+Note "echoes". One wish to stop often arrives several times: process managers signal every process of a job, the
+launcher passes on what it got, and Linux sends the parent-death signal once for each thread of the parent. So signals
+within `ECHO_S` of the first one are the same wish.
 
 | signal           | who sends it                             | it asks to stop                         |
 |------------------|------------------------------------------|-----------------------------------------|
 | SIGTERM, SIGINT  | process managers, Ctrl-C                 | unless it is ignored (`sh -c 'job &'`)  |
 | SIGHUP           | a terminal that closes                   | unless it is ignored (`nohup`) or the   |
 | SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has a handler of its own |
+
+Read before: `initial_weights.py`. Read next: `progress.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def _caught_by_anyone() -> set[int]:
-    """Returns the signals that have a handler, also one in C, of which Python does not know (faulthandler.register)."""
+    """Returns the signals that have a handler, also one in C that Python does not know of (faulthandler.register)."""
     with suppress(OSError):  # Linux only
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -49,7 +51,7 @@ def _caught_by_anyone() -> set[int]:
 
 
 class StopFlag:
-    """Whether this rank wants to stop, and why."""
+    """Says whether this rank wants to stop, and why."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -64,7 +66,7 @@ class StopFlag:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turns the signals that ask to stop into a request, for the block's duration. Only in the main thread."""
+        """Turns the signals that ask to stop into a request, for the duration of the block. Only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

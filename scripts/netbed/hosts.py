@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several hosts on one Linux machine, for jobs that are meant for many.
+"""Makes several hosts on one Linux machine, for jobs that are meant for many.
 
 Each host is a network namespace with its own address, host name, /dev/shm and boot id. All hosts hang on one bridge,
 which has a namespace of its own (the hub), so no device, address or route is added to the machine's own network, and
@@ -16,12 +16,15 @@ each frame back; this needs no netem in the kernel, only /dev/net/tun.
 
     hosts.py up 2 --rate 100mbit --delay 1ms
     hosts.py run -k 2 train.py --epochs 1
+    hosts.py run --up 2 --rate 1gbit train.py     makes the hosts first, and removes them afterwards
     hosts.py run --on 'step 20' 'cut 1; sleep 5; heal 1' --timeout 120 train.py
     hosts.py cut 1; hosts.py heal 1; hosts.py kill 0 1
     hosts.py rate 1gbit
     hosts.py down
 
 Needs root, iproute2 and util-linux; Python 3.9 or newer, no packages.
+
+Read next: scripts/netbed/README.md.
 """
 
 from __future__ import annotations
@@ -45,13 +48,18 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 STATE_ROOT = Path("/run/hosts-bed")
 SHM_ROOT = Path("/dev/shm")
+SUBNET = ipaddress.ip_network("10.77.0.0/24")
+MTU = 1500
+BUFFER = 512 * 1024  # bytes that a port may queue, or what a link carries in one round trip if that is more
 BURST_SECONDS = 0.00025
+GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+PORT = 29500  # of torchrun's rendezvous
 DEFAULT_WAITING = 4 << 20  # bytes that a connection may put into its host's queue: so many that it is no limit
 UNLIMITED = "unlimited"
 KILL_WORDS = ("agent", "all")
@@ -59,14 +67,14 @@ TIME_LIMIT_STATUS = 124
 
 
 class BedError(Exception):
-    """What cannot be done, for the one who asked."""
+    """Says to the user what cannot be done, and why."""
 
 
 # --- units ------------------------------------------------------------------
 
 
 def parse_rate(text: str) -> int | None:
-    """Bits per second, or None for an unlimited link."""
+    """Returns bits per second, or None for an unlimited link."""
     if text == UNLIMITED:
         return None
     match = re.fullmatch(r"([0-9.]+)([kmg]?)bit", text.lower())
@@ -76,7 +84,7 @@ def parse_rate(text: str) -> int | None:
 
 
 def parse_delay(text: str) -> float:
-    """Seconds."""
+    """Returns seconds."""
     match = re.fullmatch(r"([0-9.]+)(us|ms|s)|0", text.lower())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}: want e.g. 500us, 2ms or 0")
@@ -84,7 +92,7 @@ def parse_delay(text: str) -> float:
 
 
 def parse_name(text: str) -> str:
-    """Part of the names of namespaces and files."""
+    """Returns the text if it can be part of the names of namespaces and files."""
     if not re.fullmatch(r"[a-z][a-z0-9]{0,15}", text):
         raise argparse.ArgumentTypeError(f"{text!r}: want up to 16 lower-case letters and digits")
     return text
@@ -106,7 +114,7 @@ def sh(*command: object, check: bool = True) -> str:
 
 
 def parents() -> dict[int, int]:
-    """The parent of every process that lives (is no zombie), by pid."""
+    """Returns the parent of every process that lives (is no zombie), by pid."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -120,7 +128,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(root: int) -> set[int]:
-    """Processes started by `root`, by those that it started, and so on."""
+    """Returns the processes started by `root`, by those that it started, and so on."""
     table = parents()
     found: set[int] = set()
     frontier = {root}
@@ -131,7 +139,7 @@ def descendants(root: int) -> set[int]:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The variables that a process was started with; none if it is gone."""
+    """Returns the variables that a process was started with; none if it is gone."""
     try:
         pairs = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
     except OSError:
@@ -140,14 +148,14 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal, to a process that may have ended."""
+    """Signals a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def end(list_pids: Callable[[], set[int]], grace: float) -> None:
-    """Ends the processes that `list_pids` names, now and meanwhile: asks them, and after `grace` seconds kills them."""
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+def end(list_pids: Callable[[], set[int]]) -> None:
+    """Ends the processes that `list_pids` names, now and meanwhile: asks them, and after a while kills them."""
+    for number, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5.0)):
         deadline = time.monotonic() + patience
         signalled: set[int] = set()
         while pids := list_pids():
@@ -162,33 +170,22 @@ def end(list_pids: Callable[[], set[int]], grace: float) -> None:
 # --- the bed ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a bed was made with. Times in seconds, sizes in bytes; the rate is not in it, since it changes.
-
-    Attributes:
-        delay: one way, host to host.
-        buffer: what a port may queue.
-        congestion: TCP's congestion control; None: the machine's.
-    """
+class Layout(NamedTuple):
+    """Holds what a bed was made with, except the rate, which can change; `delay`: seconds from host to host."""
 
     count: int
     delay: float
-    mtu: int
-    buffer: int
-    congestion: str | None
-    subnet: str
 
 
 class Bed:
-    """The hosts of one name, up or not. All that is known of them stands in the kernel and in `dir`."""
+    """Knows the hosts of one name, up or not; all of its knowledge is in the kernel and in `dir`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dir = STATE_ROOT / name
         self.state_file = self.dir / "state.json"
         self.hub = f"{name}-hub"
-        self._layout = Layout(**json.loads(self.state_file.read_text())) if self.state_file.exists() else None
+        self._layout = Layout(*json.loads(self.state_file.read_text())) if self.state_file.exists() else None
 
     @property
     def layout(self) -> Layout:
@@ -209,14 +206,14 @@ class Bed:
         return f"{self.name}-h{host}"
 
     def shm(self, host: int) -> Path:
-        """What the host sees as /dev/shm."""
+        """Returns the folder that the host sees as /dev/shm."""
         return SHM_ROOT / self.namespace(host)
 
     def address(self, host: int) -> str:
-        return str(ipaddress.ip_network(self.layout.subnet)[host + 1])
+        return str(SUBNET[host + 1])
 
     def namespaces(self) -> list[str]:
-        """Those of this bed that exist, whether or not there is a state file."""
+        """Returns those of this bed that exist, whether or not there is a state file."""
         pattern = re.compile(rf"{self.name}-(hub|h\d+)")
         names = (line.split()[0] for line in sh("ip", "netns", "list").splitlines() if line)
         return [name for name in names if pattern.fullmatch(name)]
@@ -225,7 +222,7 @@ class Bed:
         return {int(pid) for pid in sh("ip", "netns", "pids", namespace, check=False).split()}
 
     def inside(self, host: int, command: Iterable[str]) -> list[str]:
-        """The command line that runs `command` on the host."""
+        """Returns the command line that runs `command` on the host."""
         setup = (
             'hostname "$1" && mount --bind "$2/hosts" /etc/hosts && mount --bind "$3" /dev/shm'
             ' && mount --bind "$2/$1.boot_id" /proc/sys/kernel/random/boot_id'
@@ -240,11 +237,11 @@ class Bed:
     def up(self, layout: Layout, rate: int | None) -> None:
         """Makes the hosts, in place of those there were; nothing is left of them if that fails."""
         self.down()
-        if not 1 <= layout.count <= min(250, ipaddress.ip_network(layout.subnet).num_addresses - 2):
-            raise BedError(f"cannot make {layout.count} hosts in {layout.subnet}")
+        if not 1 <= layout.count <= 250:
+            raise BedError(f"cannot make {layout.count} hosts: want 1 to 250")
         self.dir.mkdir(parents=True)
         self._layout = layout
-        self.state_file.write_text(json.dumps(asdict(layout)))
+        self.state_file.write_text(json.dumps(layout))
         try:
             self.make(rate)
         except BaseException:
@@ -252,16 +249,14 @@ class Bed:
             raise
 
     def make(self, rate: int | None) -> None:
-        """Namespaces first, then the bridge, then a link for each host."""
-        mtu = self.layout.mtu
+        """Makes the namespaces, then the bridge, then a link for each host."""
         names = [self.namespace(host) for host in range(self.count)]
         for name in (self.hub, *names):
             sh("ip", "netns", "add", name)
             conf = "/proc/sys/net/ipv6/conf"
             no_ipv6 = f"echo 1 >{conf}/all/disable_ipv6; echo 1 >{conf}/default/disable_ipv6"
             sh("ip", "netns", "exec", name, "sh", "-c", no_ipv6)
-            if self.layout.congestion:
-                self.set_tcp(name, "congestion_control", self.layout.congestion)
+            self.set_tcp(name, "congestion_control", "reno")  # with BBR some transfers take a fifth longer
             sh("ip", "-n", name, "link", "set", "lo", "up")
         hosts_file = ["127.0.0.1 localhost"]
         for host, name in enumerate(names):
@@ -270,21 +265,20 @@ class Bed:
         (self.dir / "hosts").write_text("\n".join(hosts_file) + "\n")
 
         bridge = ("type", "bridge", "stp_state", 0, "forward_delay", 0, "mcast_snooping", 0)
-        sh("ip", "-n", self.hub, "link", "add", "br0", "mtu", mtu, *bridge)
+        sh("ip", "-n", self.hub, "link", "add", "br0", "mtu", MTU, *bridge)
         sh("ip", "-n", self.hub, "link", "set", "br0", "up")
         self.make_links()
         for host, name in enumerate(names):
             (self.dir / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
             self.shm(host).mkdir(mode=0o1777)
             self.shm(host).chmod(0o1777)
-            prefix = ipaddress.ip_network(self.layout.subnet).prefixlen
-            sh("ip", "-n", name, "addr", "add", f"{self.address(host)}/{prefix}", "dev", "eth0")
-            sh("ip", "-n", name, "link", "set", "eth0", "mtu", mtu, "up")
-            sh("ip", "-n", self.hub, "link", "set", f"p{host}", "mtu", mtu, "master", "br0", "up")
+            sh("ip", "-n", name, "addr", "add", f"{self.address(host)}/{SUBNET.prefixlen}", "dev", "eth0")
+            sh("ip", "-n", name, "link", "set", "eth0", "mtu", MTU, "up")
+            sh("ip", "-n", self.hub, "link", "set", f"p{host}", "mtu", MTU, "master", "br0", "up")
             self.set_rate(host, rate)
 
     def make_links(self) -> None:
-        """The two ends e<i> and p<i> of every link; e<i> goes to its host as eth0."""
+        """Makes the two ends e<i> and p<i> of every link; e<i> goes to its host as eth0."""
         if self.layout.delay:
             self.start_cable()
         for host in range(self.count):
@@ -307,10 +301,10 @@ class Bed:
                 raise BedError("no cable: " + log_file.read_text().strip())
 
     def down(self) -> None:
-        """Ends every process on the hosts and removes all there is of the bed; also what half a bed has left."""
+        """Ends every process on the hosts and removes all there is of the bed, and of half a bed."""
         names = self.namespaces()
         me = {os.getpid()}
-        end(lambda: {pid for name in names for pid in self.pids(name)} - me, grace=2.0)
+        end(lambda: {pid for name in names for pid in self.pids(name)} - me)
         for name in names:
             sh("ip", "netns", "del", name)
         for path in SHM_ROOT.glob(f"{self.name}-h*"):
@@ -336,18 +330,18 @@ class Bed:
         connection may put a quarter of the buffer into its host's own queue at a time: four of them can send as much
         as they like, and nothing is dropped there.
         """
-        mtu = self.layout.mtu
         burst = 65536 if rate is None else int(rate / 8 * BURST_SECONDS)
-        burst = min(max(burst, 2 * mtu), 65536)
-        chunk = burst if rate is None else max(burst // 2, 2 * mtu)
-        waiting = DEFAULT_WAITING if rate is None else max(self.layout.buffer // 4, 2 * chunk)
+        burst = min(max(burst, 2 * MTU), 65536)
+        chunk = burst if rate is None else max(burst // 2, 2 * MTU)
+        buffer = BUFFER if rate is None else max(BUFFER, int(rate / 8 * 2 * self.layout.delay))
+        waiting = DEFAULT_WAITING if rate is None else max(buffer // 4, 2 * chunk)
         self.set_tcp(self.namespace(host), "limit_output_bytes", waiting)
         for namespace, device in ((self.namespace(host), "eth0"), (self.hub, f"p{host}")):
             sh("ip", "-n", namespace, "link", "set", device, "gso_max_size", chunk)
             if rate is None:
                 sh("tc", "-n", namespace, "qdisc", "del", "dev", device, "root", check=False)
             else:
-                shape = ("rate", f"{rate}bit", "burst", burst + mtu, "limit", self.layout.buffer)
+                shape = ("rate", f"{rate}bit", "burst", burst + MTU, "limit", buffer)
                 sh("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
 
     def cut(self, host: int, *, silent: bool = False) -> None:
@@ -361,7 +355,7 @@ class Bed:
                 sh("ip", "-n", self.namespace(host), "link", "set", "eth0", "carrier", "off")
 
     def heal(self, host: int) -> None:
-        """Puts it back."""
+        """Puts the host's cable back."""
         self.check(host)
         sh("ip", "-n", self.hub, "link", "set", f"p{host}", "master", "br0", "up")
         if self.layout.delay:
@@ -370,7 +364,7 @@ class Bed:
     # processes
 
     def workers(self, host: int) -> dict[int, int]:
-        """The pid of each local rank that torchrun has started on a host; not of what the ranks have started."""
+        """Returns the pid of each local rank that torchrun has started; not of what the ranks have started."""
         ranks = {pid: environment(pid).get("LOCAL_RANK") for pid in self.pids(self.namespace(host))}
         table = parents()
         return {int(rank): pid for pid, rank in ranks.items() if rank and ranks.get(table.get(pid, 0)) is None}
@@ -395,8 +389,7 @@ class Bed:
 
     def status(self) -> None:
         """Prints a line for the bed and one for each host."""
-        layout = self.layout
-        print(f"bed {self.name}: {self.count} hosts, one-way delay {layout.delay * 1e3:g} ms, mtu {layout.mtu}")
+        print(f"bed {self.name}: {self.count} hosts, one-way delay {self.layout.delay * 1e3:g} ms")
         for host in range(self.count):
             name, port = self.namespace(host), f"p{host}"
             link = sh("ip", "-n", self.hub, "link", "show", port)
@@ -458,37 +451,33 @@ def cable(count: int, delay: float) -> int:
 
 
 def adopt_orphans() -> None:
-    """From now on the descendants of this process are all that it started, whoever of them ends first."""
+    """Makes this process the parent of what its children leave behind, so that all it started are its descendants."""
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Runner:
-    """torchrun on every host: starts it, passes its lines on, injects faults, and ends all that was started."""
+    """Runs torchrun on every host: starts it, passes its lines on, injects faults, and ends all that was started."""
 
-    def __init__(self, bed: Bed, args: argparse.Namespace) -> None:
+    def __init__(self, bed: Bed, args: argparse.Namespace, faults: Sequence[tuple[str, str]]) -> None:
         self.bed = bed
         self.args = args
         self.start = time.monotonic()
         self.lock = threading.Lock()
-        self.triggers: list[tuple[str, str]] = list(args.on)
+        self.triggers = list(faults)  # the text to wait for, and the fault
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def say(self, who: str, text: str) -> None:
         with self.lock:
             print(f"[{who} {time.monotonic() - self.start:7.2f}] {text}", flush=True)
 
-    def command(self, index: int, host: int, hosts: Sequence[int]) -> list[str]:
-        """torchrun for the `index`-th of `hosts`; the first of them is the master."""
-        args, master = self.args, self.bed.address(hosts[0])
-        line = [args.python, "-m", "torch.distributed.run", "--nnodes", args.nnodes or str(len(hosts))]
-        line += ["--nproc-per-node", str(args.nproc_per_node), "--max-restarts", str(args.max_restarts)]
-        if args.rdzv == "c10d":
-            line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{master}:{args.port}", "--rdzv-id", self.bed.name]
-            line += ["--local-addr", self.bed.address(host), "--rdzv-conf", f"is_host={int(index == 0)}"]
-        else:
-            line += ["--node-rank", str(index), "--master-addr", master, "--master-port", str(args.port)]
-        return [*line, *args.agent_arg, args.script, *args.args]
+    def command(self, host: int) -> list[str]:
+        """Returns torchrun's command line for a host; host 0 is the master."""
+        line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self.bed.count)]
+        line += ["--nproc-per-node", str(self.args.nproc_per_node), "--rdzv-id", self.bed.name]
+        line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.bed.address(0)}:{PORT}"]
+        line += ["--local-addr", self.bed.address(host), "--rdzv-conf", f"is_host={int(host == 0)}"]
+        return [*line, self.args.script, *self.args.args]
 
     def environment(self) -> dict[str, str]:
         extra = {f"{library}_SOCKET_IFNAME": "eth0" for library in ("GLOO", "NCCL", "TP")}
@@ -496,9 +485,6 @@ class Runner:
         extra["PYTHONUNBUFFERED"] = "1"
         extra.update(pair.split("=", 1) for pair in self.args.env)
         return {**os.environ, **extra}
-
-    def fault(self, text: str) -> None:
-        threading.Thread(target=self.inject, args=(text,), daemon=True).start()
 
     def inject(self, text: str) -> None:
         for part in text.split(";"):
@@ -512,36 +498,20 @@ class Runner:
         """Passes a host's output on, line by line, and fires the faults that wait for a line."""
         output = self.processes[host].stdout
         assert output is not None
-        with self.log(host) as keep:
-            for line in output:
-                text = line.decode(errors="replace").rstrip("\n")
-                self.say(f"h{host}", text)
-                keep(line)
-                with self.lock:
-                    fired = [trigger for trigger in self.triggers if trigger[0] in text]
-                    self.triggers = [trigger for trigger in self.triggers if trigger not in fired]
-                for _, fault in fired:
-                    self.fault(fault)
-
-    @contextlib.contextmanager
-    def log(self, host: int) -> Iterator[Callable[[bytes], object]]:
-        """Where a host's lines are kept."""
-        if not self.args.log_dir:
-            yield len  # nowhere
-            return
-        folder = Path(self.args.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"h{host}.log").open("wb", buffering=0) as file:
-            yield file.write
+        for line in output:
+            text = line.decode(errors="replace").rstrip("\n")
+            self.say(f"h{host}", text)
+            with self.lock:
+                fired = [trigger for trigger in self.triggers if trigger[0] in text]
+                self.triggers = [trigger for trigger in self.triggers if trigger not in fired]
+            for _, fault in fired:
+                threading.Thread(target=self.inject, args=(fault,), daemon=True).start()
 
     def wait(self) -> dict[int, int | None]:
-        """Exit codes by host; None for those still alive at the time limit."""
+        """Returns exit codes by host; None for those still alive at the time limit."""
         codes: dict[int, int | None] = dict.fromkeys(self.processes)
-        timed = sorted(self.args.at)
         while any(code is None for code in codes.values()):
             passed = time.monotonic() - self.start
-            while timed and timed[0][0] <= passed:
-                self.fault(timed.pop(0)[1])
             if self.args.timeout and passed > self.args.timeout:
                 self.say("bed", f"time limit of {self.args.timeout:g} s")
                 break
@@ -553,16 +523,13 @@ class Runner:
         return codes
 
     def run(self) -> int:
-        """The exit status: 0, 1 if a host failed, 124 at the time limit."""
+        """Returns the exit status: 0, 1 if a host failed, 124 at the time limit."""
         adopt_orphans()
-        hosts = self.args.hosts or list(range(self.bed.count))
-        for host in hosts:
-            self.bed.check(host)
         env = self.environment()
         pumps: list[threading.Thread] = []
         try:
-            for index, host in enumerate(hosts):
-                command = self.bed.inside(host, self.command(index, host, hosts))
+            for host in range(self.bed.count):
+                command = self.bed.inside(host, self.command(host))
                 self.processes[host] = subprocess.Popen(
                     command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
                 )
@@ -571,7 +538,7 @@ class Runner:
             codes = self.wait()
         finally:
             me = os.getpid()
-            end(lambda: descendants(me), grace=self.args.grace)
+            end(lambda: descendants(me))
             for thread in pumps:
                 thread.join(1.0)
         if any(code is None for code in codes.values()):
@@ -588,10 +555,6 @@ def host_number(text: str) -> int:
     return int(text.lstrip("h"))
 
 
-def host_numbers(text: str) -> list[int]:
-    return [host_number(part) for part in text.split(",")]
-
-
 def kill_target(text: str) -> str:
     if not (text.isdigit() or text in KILL_WORDS):
         raise argparse.ArgumentTypeError(f"{text!r}: want a local rank, agent or all")
@@ -599,7 +562,7 @@ def kill_target(text: str) -> str:
 
 
 def inject(bed: Bed, words: Sequence[str]) -> None:
-    """A fault given as words: 'cut 1', 'heal 1', 'kill 0 1', 'rate 1gbit 0', 'sleep 5'."""
+    """Does what the words of a fault say: 'cut 1', 'heal 1', 'kill 0 1', 'rate 1gbit 0', 'sleep 5'."""
     if words[:1] == ["sleep"]:
         time.sleep(float(words[1]))
     else:
@@ -607,7 +570,7 @@ def inject(bed: Bed, words: Sequence[str]) -> None:
 
 
 def fault_text(text: str) -> str:
-    """Checked when it is given, not when it fires."""
+    """Returns the text if it is a fault, so that a wrong one is refused when it is given, not when it fires."""
     for part in text.split(";"):
         words = shlex.split(part)
         if words[:1] == ["sleep"] and len(words) == 2:
@@ -620,20 +583,13 @@ def fault_text(text: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every verb and its options."""
+    """Returns the parser of every verb and its options."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--name", type=parse_name, default="bed", help="several beds may be up at once")
     verbs = top.add_subparsers(dest="verb", required=True)
 
     up = verbs.add_parser("up", help="make the hosts, in place of those there were")
     up.add_argument("count", type=int)
-    up.add_argument("--rate", type=parse_rate, default=None, help=f"e.g. 100mbit (default {UNLIMITED})")
-    up.add_argument("--delay", type=parse_delay, default=0.0, help="one way, host to host, e.g. 1ms")
-    up.add_argument("--mtu", type=int, default=1500)
-    up.add_argument("--buffer", type=int, default=512 * 1024, help="bytes a port may queue")
-    allowed = "net.ipv4.tcp_allowed_congestion_control"
-    up.add_argument("--congestion", help=f"TCP's congestion control, one of the machine's {allowed} (default: its own)")
-    up.add_argument("--subnet", type=ipaddress.ip_network, default="10.77.0.0/24")
 
     verbs.add_parser("down", help="end every process on the hosts and remove them")
     verbs.add_parser("status")
@@ -658,22 +614,17 @@ def parser() -> argparse.ArgumentParser:
     execute.add_argument("command", nargs=argparse.REMAINDER)
 
     run = verbs.add_parser("run", help="torchrun on every host")
-    run.add_argument("-k", "--nproc-per-node", type=int, default=1)
-    run.add_argument("--hosts", type=host_numbers, help="e.g. 0,2 (default: all); the first is the master")
-    run.add_argument("--nnodes", help="for elastic jobs, e.g. 1:4 (default: the number of hosts)")
-    run.add_argument("--rdzv", choices=("c10d", "static"), default="c10d")
-    run.add_argument("--port", type=int, default=29500)
-    run.add_argument("--max-restarts", type=int, default=0)
-    run.add_argument("--agent-arg", action="append", default=[], metavar="ARG", help="one more for torchrun")
-    run.add_argument("--env", action="append", default=[], metavar="KEY=VALUE")
-    run.add_argument("--python", default=sys.executable, help="the interpreter that has torch")
+    run.add_argument(
+        "-k", "--nproc-per-node", type=int, default=1, metavar="N", help="workers on each host (default: 1)"
+    )
+    run.add_argument("--up", type=int, dest="count", help="make so many hosts first, and remove them afterwards")
+    run.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="for the workers")
     run.add_argument("--timeout", type=float, help="seconds; exit status 124 when it is reached")
-    run.add_argument("--grace", type=float, default=3.0, help="seconds between SIGTERM and SIGKILL")
-    run.add_argument("--log-dir", help="also write h<i>.log there")
-    at, on = run.add_argument("--at", action="append", nargs=2), run.add_argument("--on", action="append", nargs=2)
-    at.default, at.metavar, at.help = [], ("SECONDS", "FAULT"), "e.g. --at 30 'cut 1; sleep 5; heal 1'"
-    on.default, on.metavar = [], ("TEXT", "FAULT")
-    on.help = "when a line of output first holds TEXT, e.g. --on 'step 9' 'kill 1 0'"
+    on = run.add_argument("--on", action="append", nargs=2, default=[])
+    on.metavar, on.help = ("TEXT", "FAULT"), "when a line of output first holds TEXT, e.g. --on 'step 9' 'kill 1 0'"
+    for verb in (up, run):
+        verb.add_argument("--rate", type=parse_rate, default=None, help=f"e.g. 100mbit (default {UNLIMITED})")
+        verb.add_argument("--delay", type=parse_delay, default=0.0, help="one way, host to host, e.g. 1ms")
     run.add_argument("script")
     run.add_argument("args", nargs=argparse.REMAINDER)
 
@@ -684,10 +635,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def act(bed: Bed, args: argparse.Namespace) -> int:
-    """Does what the command line says; returns the exit status."""
+    """Runs one verb; returns the exit status."""
     if args.verb == "up":
-        layout = Layout(args.count, args.delay, args.mtu, args.buffer, args.congestion, str(args.subnet))
-        bed.up(layout, args.rate)
+        bed.up(Layout(args.count, args.delay), args.rate)
     elif args.verb == "down":
         bed.down()
     elif args.verb == "status":
@@ -706,17 +656,21 @@ def act(bed: Bed, args: argparse.Namespace) -> int:
         bed.check(args.host)
         return subprocess.run(bed.inside(args.host, args.command)).returncode
     elif args.verb == "run":
+        runner = Runner(bed, args, [(text, fault_text(fault)) for text, fault in args.on])
+        if args.count is None:
+            return runner.run()
         try:
-            args.at = [(float(seconds), fault_text(fault)) for seconds, fault in args.at]
-        except ValueError as error:
-            raise BedError(f"--at: {error}") from None
-        args.on = [(text, fault_text(fault)) for text, fault in args.on]
-        return Runner(bed, args).run()
+            bed.up(Layout(args.count, args.delay), args.rate)
+            return runner.run()
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second one would leave half a bed
+                signal.signal(number, signal.SIG_IGN)
+            bed.down()
     return 0
 
 
 def main() -> int:
-    """Runs one verb; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     args = parser().parse_args()
     if args.verb == "cable":
         return cable(args.count, args.delay)

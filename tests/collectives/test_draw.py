@@ -32,9 +32,9 @@ def test_one_rank_has_nothing_to_do(name: str) -> None:
     assert "nothing to do" in draw(SCHEDULES[name].algorithm, 1)
 
 
-def test_text_names_other_slots() -> None:
+def test_text_names_other_buffers() -> None:
     text = draw(SCHEDULES["all_to_all_exchange"].algorithm, 2)
-    assert "  rank 1   chunk 0 → rank 0             chunk 0 of slot 1 ← rank 0" in text
+    assert "  rank 1   chunk 0 → rank 0               chunk 0 of buffer 1 ← rank 0" in text
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -52,9 +52,9 @@ def test_picture_shows_every_transfer_and_every_buffer(name: str, num_ranks: int
     legend = 2 if schedule.goal.adds else 1
     assert len(tips) == len(sends) + legend
     assert tips.count("#1f2937") == len(additions) + legend - 1
-    slots = 2 if schedule.goal is Goal.ALL_TO_ALL else 1
+    buffers = 2 if schedule.goal is Goal.ALL_TO_ALL else 1
     cells = [box for box in rectangles(picture) if float(box.get("height", 0)) == CELL_HEIGHT and outlined(box)]
-    assert len(cells) == num_ranks * slots * proof.num_chunks * (proof.num_rounds + 1)
+    assert len(cells) == num_ranks * buffers * proof.num_chunks * (proof.num_rounds + 1)
     words = [text.text for text in picture.findall(f"{SVG}text")]
     assert [f"rank {rank}" in words for rank in range(num_ranks)] == [True] * num_ranks
     assert [word for word in words if word and word.startswith("round ")] == [

@@ -24,8 +24,8 @@ from ddp.comm import watchdog as watchdog_module
 from ddp.comm.call import Call
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.watchdog import Watchdog
+from ddp.drop_in.comm_hook import await_future
 from ddp.errors import CommunicatorBroken, PeerLost
-from ddp.gradients.hook import await_future
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
 

@@ -9,7 +9,7 @@ from ddp.data.splits import TensorSet
 
 
 def sides() -> tuple[TensorSet, TensorSet]:
-    splits = digits.load("")
+    splits = digits.load()
     assert isinstance(splits.train, TensorSet)
     assert isinstance(splits.test, TensorSet)
     return splits.train, splits.test

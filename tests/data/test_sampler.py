@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from ddp.data.sampler import DistributedSampler, EvaluationSampler, SamplerState, StepPlan, TrainSampler
+from ddp.data.distributed_sampler import DistributedSampler
+from ddp.data.sampler import EvaluationSampler, SamplerState, StepPlan, TrainSampler
 from ddp.errors import ConfigError
 
 WORLD_SIZES = range(1, 9)
@@ -214,7 +215,7 @@ def test_each_sample_once_per_epoch_and_the_same_steps_at_every_world_size(world
 def test_shares_differ_by_one_sample_if_the_shards_divide(world_size, shards_per_rank, extra, micro_size):
     options = {"global_batch": world_size + extra, "num_shards": world_size * shards_per_rank, "seed": 1}
     for plans in zip(*(s.plans() for s in team(60, world_size, micro_size=micro_size, **options)), strict=True):
-        shares = [plan.num_samples_local for plan in plans]
+        shares = [sum(len(micro.indices) for micro in plan.micros) for plan in plans]
         assert max(shares) - min(shares) <= 1
         assert plans[0].size < options["global_batch"] or min(shares) >= 1
         shards: dict[int, list[int]] = {}
@@ -236,7 +237,7 @@ def test_micro_batches_are_the_same_at_every_world_size(world_size, more_shards,
     together = list(zip(*(sampler.plans() for sampler in team(50, world_size, **options)), strict=True))
     assert [sum((plan.micros for plan in plans), ()) for plans in together] == alone
     for plans in together:
-        shares = [plan.num_samples_local for plan in plans]
+        shares = [sum(len(micro.indices) for micro in plan.micros) for plan in plans]
         assert max(shares) - min(shares) <= -(-plans[0].size // num_shards) + 1  # one shard and one sample
 
 

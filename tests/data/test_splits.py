@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,11 +14,10 @@ from ddp.data import digits, standard_library, synthetic
 from ddp.data.splits import Splits, TensorSet
 from ddp.errors import ConfigError
 
-NOWHERE = "/nonexistent"
 MEMBERS: dict[str, Callable[[], Splits]] = {
-    "digits": lambda: digits.load(NOWHERE),
-    "standard library": lambda: standard_library.load(NOWHERE, context=64),
-    "synthetic": lambda: synthetic.load(NOWHERE, image_size=12, channels=2, num_classes=3, num_train=20, num_test=10),
+    "digits": lambda: digits.load(),
+    "standard library": lambda: standard_library.load(context=64),
+    "synthetic": lambda: synthetic.load(image_size=12, num_classes=3, num_train=20, num_test=10),
 }
 
 
@@ -34,9 +32,9 @@ def test_samples_are_what_the_splits_say(member: Splits) -> None:
             sample, target = side[index]
             target = torch.as_tensor(target)
             assert tuple(sample.shape) == member.sample_shape
-            assert sample.dtype == (torch.float32 if member.kind == "images" else torch.int64)
+            assert sample.dtype == (torch.float32 if len(member.sample_shape) == 3 else torch.int64)
             assert target.dtype == torch.int64
-            assert target.shape == (() if member.kind == "images" else sample.shape)
+            assert target.shape == (() if len(member.sample_shape) == 3 else sample.shape)
             assert 0 <= int(target.min()) <= int(target.max()) < member.num_classes
         with pytest.raises(IndexError):
             side[len(side)]
@@ -66,12 +64,6 @@ def test_no_random_number_is_drawn(member: Splits, request: pytest.FixtureReques
                 assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
-def test_prepare_needs_neither_network_nor_disk() -> None:
-    for module in (digits, standard_library, synthetic):
-        module.prepare(NOWHERE)
-    assert not Path(NOWHERE).exists()
-
-
 def test_tensor_set_transforms_batches_as_it_does_samples() -> None:
     pixels = torch.randint(256, (6, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     samples = TensorSet(pixels, torch.arange(6), transform=lambda x: x.float() / 255)
@@ -89,7 +81,7 @@ def test_tensor_set_refuses_unequal_lengths() -> None:
 def test_workers_that_load_different_data_are_told_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def split(num_samples: int) -> Splits:
         samples = TensorSet(torch.zeros(num_samples, 2), torch.zeros(num_samples))
-        return Splits(train=samples, test=samples, kind="images", sample_shape=(2,), num_classes=3, name="mine")
+        return Splits(train=samples, test=samples, sample_shape=(2,), num_classes=3, name="mine")
 
     told: list[Any] = []
     monkeypatch.setattr(build, "all_gather_object", lambda _, mine: told.append(mine) or told)

@@ -11,7 +11,7 @@ from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT, rotary_angles, rotate
 from ddp.models.mlp import MLP
-from ddp.models.resnet import NAMES, resnet
+from ddp.models.resnet import resnet
 from ddp.tasks.classification import Classification
 
 Build = Callable[[], nn.Module]
@@ -100,11 +100,6 @@ def test_resnet_stem_keeps_small_images_large() -> None:
         assert x.shape[-1] == expected
 
 
-def test_unknown_resnet_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=f"'resnet19'.*{NAMES[0]}"):
-        resnet("resnet19", num_classes=2, small_images=True)
-
-
 def tiny_gpt(**changes: int) -> GPT:
     torch.manual_seed(0)
     settings = {"context": 16, "width": 32, "depth": 2, "heads": 4}
@@ -190,7 +185,7 @@ def test_gpt_refuses_what_cannot_work() -> None:
 
 def test_cnn_learns_digits_in_seconds() -> None:
     torch.manual_seed(0)
-    splits, task = digits.load(""), Classification()
+    splits, task = digits.load(), Classification()
     model = CNN(in_channels=1, image_size=8, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for start in range(0, 4 * len(splits.train), 64):

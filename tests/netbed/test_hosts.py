@@ -1,4 +1,4 @@
-"""The bed of hosts: addresses, links, faults, and that nothing is left behind. Needs root and iproute2."""
+"""Tests the bed of hosts: addresses, links, faults, and that nothing is left behind. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -191,18 +191,18 @@ base = sys.argv.pop(1)
 own, disk = os.path.join(base, socket.gethostname()), os.path.join(base, "disk")
 subprocess.run(["mount", "--bind", own, disk], check=True)
 os.chdir(disk)
-import ddp.build
-from ddp.launcher import main_under_torchrun
+import ddp.components
+from ddp.under_torchrun import main
 
 def prepare_data(config):
     open("prepared", "a").write("once ")
 
-def load_data(config, load=ddp.build.load_data):
+def load_data(config, load=ddp.components.load_data):
     assert os.path.exists("prepared"), "not on this host"
     return load(config)
 
-ddp.build.prepare_data, ddp.build.load_data = prepare_data, load_data
-main_under_torchrun()
+ddp.components.prepare_data, ddp.components.load_data = prepare_data, load_data
+main()
 """
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
+from ddp.drop_in.arguments import moved
 from ddp.errors import CollectiveMismatch, ReplicaMismatch, UnusedParameters
-from ddp.replica.arguments import moved
 from ddp.replica.verify import verify_replicas
 
 
@@ -87,6 +87,7 @@ def compare_with_torch() -> None:
     replicas = [
         ours,
         ddp.NaiveDataParallel(copy.deepcopy(net)),
+        ddp.BucketedDataParallel(copy.deepcopy(net), bucket_cap_mb=0.02, first_bucket_mb=0.001, overlap=True),
         nn.parallel.DistributedDataParallel(copy.deepcopy(net)),
     ]
     optimizers = [torch.optim.SGD(replica.parameters(), 0.1, momentum=0.9) for replica in replicas]
@@ -101,18 +102,18 @@ def compare_with_torch() -> None:
             x, y = batch(step, comm.rank)
             F.cross_entropy(replica(x), y).backward()
             optimizer.step()
-        for ours_p, naive_p, torch_p in zip(*(replica.parameters() for replica in replicas), strict=True):
-            torch.testing.assert_close(ours_p, torch_p, rtol=1e-12, atol=1e-13)
-            torch.testing.assert_close(naive_p, torch_p, rtol=1e-12, atol=1e-13)
-        for replica in replicas[:2]:
+        for *ours_p, torch_p in zip(*(replica.parameters() for replica in replicas), strict=True):
+            for parameter in ours_p:
+                torch.testing.assert_close(parameter, torch_p, rtol=1e-12, atol=1e-13)
+        for replica in replicas[:3]:
             verify_replicas(comm, replica.named_parameters())
         for bucket in ours.reducer.buckets:
             for slot in bucket.slots:
                 assert slot.parameter.grad is slot.view
                 assert slot.view.data_ptr() % 64 == bucket.flat.data_ptr() % 64
-    ours.eval(), replicas[2].eval()
+    ours.eval(), replicas[3].eval()
     for name, buffer in ours.named_buffers():
-        torch.testing.assert_close(buffer, dict(replicas[2].named_buffers())[name], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(buffer, dict(replicas[3].named_buffers())[name], rtol=1e-12, atol=1e-13)
     ddp.shutdown()
 
 
@@ -136,6 +137,7 @@ def many_cases() -> None:
     outputs_of_any_kind_are_synchronised(comm)
     a_mismatch_names_parameter_and_ranks(comm)
     wrong_keywords(comm)
+    the_bucketed_replica_alone(comm)
     ddp.shutdown()
 
 
@@ -338,6 +340,22 @@ def wrong_keywords(comm: ddp.Communicator) -> None:
         ddp.DistributedDataParallel(nn.Linear(3, 1), bucket_size=3)
     with pytest.raises(ValueError, match="one process drives one device"):
         ddp.DistributedDataParallel(nn.Linear(3, 1), device_ids=[0, 1])
+
+
+def the_bucketed_replica_alone(comm: ddp.Communicator) -> None:
+    """What it refuses, since the drop-in class has to do with it: with names."""
+    strict = ddp.BucketedDataParallel(Branches())
+    strict(torch.ones(2, 4), "left right").sum().backward()
+    with pytest.raises(UnusedParameters, match=r"never\.weight \(4\), never\.bias \(5\)"):
+        strict(torch.ones(2, 4), "left")
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    net[0].requires_grad_(False)
+    net.register_forward_pre_hook(lambda module, _: module.requires_grad_(True) and None)
+    with pytest.raises(RuntimeError, match=r"0\.(weight|bias) was unfrozen after its forward began"):
+        ddp.BucketedDataParallel(net)(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^weight got a sparse gradient.*DistributedDataParallel"):
+        ddp.BucketedDataParallel(nn.Embedding(3, 2, sparse=True))(torch.arange(2)).sum().backward()
+    comm.barrier()
 
 
 def test_inputs_are_moved_as_torch_moves_them() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import ddp
+from ddp.drop_in.buffer_hook import When
 from ddp.errors import ConfigError, HookFailed
-from ddp.replica.buffers import When
 from ddp.replica.verify import verify_replicas
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}

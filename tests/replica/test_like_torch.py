@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch, UnusedParameters
-from ddp.gradients.totals import StepTotals
+from ddp.gradients.totals import Totals
 from ddp.replica.verify import verify_replicas
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}  # a bucket for every parameter
@@ -434,7 +434,7 @@ def undefined_gradients(comm: ddp.Communicator) -> None:
         for step in range(8):
             replica.zero_grad()
             if step > 3:  # divided by a count that is far larger than the number of ranks
-                replica.ride_along(StepTotals(1.0, 1 << 20))
+                replica.ride_along(Totals(1.0, 1 << 20))
             if step > 5 and comm.rank == 1:
                 replica.reduce_without_backward()
             else:
@@ -501,7 +501,7 @@ def frozen_wholly_and_back(comm: ddp.Communicator) -> None:
             replica(leaf).square().sum().backward()
             assert leaf.grad is not None
         assert_same_gradients(comm, *pair)
-    assert len(pair[0]._reducers) == 2
+    assert len(pair[0]._layouts) == 2
 
 
 def frozen_between_forward_and_backward(comm: ddp.Communicator) -> None:
@@ -877,7 +877,7 @@ def an_unannounced_sparse_gradient_is_an_error_with_a_name(comm: ddp.Communicato
 
 def types_changed_after_wrapping(comm: ddp.Communicator) -> None:
     early = ddp.DistributedDataParallel(nn.Linear(3, 2)).bfloat16()  # buckets are laid out anew
-    early.ride_along(StepTotals(num_items=1001))
+    early.ride_along(Totals(num_items=1001))
     early(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     assert early.totals.num_items == 1001 * comm.world_size
     for kw in ({}, {"find_unused_parameters": True}):
@@ -890,7 +890,7 @@ def types_changed_after_wrapping(comm: ddp.Communicator) -> None:
                 assert net.weight.grad.dtype == net.weight.dtype
                 assert net.weight.grad.tolist() == [[(comm.world_size - 1) / 2] * 3] * 2
                 late.zero_grad(set_to_none=set_to_none)
-            assert len(late._reducers) == 1
+            assert len(late._layouts) == 1
 
 
 def types_changed_on_one_rank(comm: ddp.Communicator) -> None:
@@ -1109,7 +1109,7 @@ def keywords(comm: ddp.Communicator) -> None:
     import inspect
 
     accepted = set(inspect.signature(ddp.DistributedDataParallel.__init__).parameters)
-    from ddp.replica.arguments import ACCEPTED, USE_INSTEAD
+    from ddp.drop_in.arguments import ACCEPTED, USE_INSTEAD
 
     theirs = set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters)
     assert theirs - accepted == ACCEPTED | USE_INSTEAD.keys()

@@ -25,114 +25,123 @@ class Mutant(NamedTuple):
 
 
 LIKE_TORCH, JOIN_AND_HOOKS = "test_like_torch", "test_join_and_hooks"
+BACKWARD, DROP_IN = "replica.backward", "drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
-        "mean.Mean.all_reduce",
-        "return done(self._comm.all_reduce(flat, divide_by=divide_by, label=label))",
-        "return done()",
+        f"{BACKWARD}.Backward._all_reduce",
+        "            self.comm.all_reduce(flat, divide_by=divide_by, label=label)",
+        "            pass",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
     "gradients are not synchronised in the background": Mutant(
-        "mean.Mean.all_reduce",
-        "return self._comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)",
-        "return done()",
+        f"{BACKWARD}.Backward._all_reduce",
+        "return work",
+        "return None",
         LIKE_TORCH,
         "saved_loaded_and_copied",
         overlap=True,
     ),
     "sum instead of mean": Mutant(
-        "mean.Mean.divisor", "return self.divide_by", "return 1", LIKE_TORCH, "outputs_of_many_kinds"
+        f"{BACKWARD}.Backward.begin",
+        "self.layout, self._totals, self._divide_by = layout, totals, divide_by",
+        "self.layout, self._totals, self._divide_by = layout, totals, 1",
+        LIKE_TORCH,
+        "outputs_of_many_kinds",
     ),
     "unused parameters are ignored": Mutant(
-        "reducer.Reducer._find_missing",
+        f"{BACKWARD}.Backward._missing",
         "return sorted(missing, key=lambda slot: slot.index)",
         "return []",
         LIKE_TORCH,
         "undefined_gradients",
     ),
     "a gradient that nobody has is made up": Mutant(
-        "unused.Unused.settle",
-        "slot.parameter.grad = had",
+        f"{BACKWARD}.Backward._give_back",
+        "slot.parameter.grad = had if had is None or slot.view is None else slot.view.copy_(had)",
         "slot.parameter.grad = slot.view",
         LIKE_TORCH,
         "control_flow_that_differs_by_rank",
     ),
     "a bucket goes before it is full": Mutant(
-        "ddp.gradients.bucket.Bucket.look",
-        "self.is_full = self.awaited <= set(map(id, self.arrivals[self.num_before :]))",
+        f"{BACKWARD}.Reduction.look",
+        "self.is_full = self.awaited <= set(map(id, self.ready[self.num_early :]))",
         "self.is_full = True",
         LIKE_TORCH,
         "a_layer_used_twice_beside_others_in_its_bucket",
     ),
-    "what came in no_sync counts as here": Mutant(
-        "ddp.gradients.bucket.Bucket.begin",
-        "self.num_before = len(self.arrivals)",
-        "self.num_before = 0",
+    "what was ready in no_sync counts as ready": Mutant(
+        f"{BACKWARD}.Reduction.await_gradients",
+        "self.awaited, self.num_early, self.is_full = awaited, len(self.ready), not awaited",
+        "self.awaited, self.num_early, self.is_full = awaited, 0, not awaited",
         LIKE_TORCH,
         "no_sync_nested_and_without_gradients",
     ),
     "no_sync is ignored": Mutant(
-        "replica.Replica.no_sync",
+        "replica.replica.Replica.no_sync",
         "before, self.require_backward_grad_sync = self.require_backward_grad_sync, False",
         "before = True",
         LIKE_TORCH,
         "no_sync_nested_and_without_gradients",
     ),
     "no initial broadcast": Mutant(
-        "data_parallel.DistributedDataParallel.__init__",
-        "if init_sync:",
-        "if False:",
-        LIKE_TORCH,
-        "without_initial_synchronisation",
+        f"{DROP_IN}.__init__", "if init_sync:", "if False:", LIKE_TORCH, "without_initial_synchronisation"
     ),
     "a wrong order is kept": Mutant(
-        "arrangement.Arrangement.adopt_order",
-        "if [[slot.name for slot in group] for group in self._plan()] != self.layout:",
-        "if False:",
+        "gradients.layout.Layout.in_order",
+        "return self._succeeded_by(order=order)",
+        "return self._succeeded_by(order=[])",
         LIKE_TORCH,
         "the_order_is_learned",
     ),
     "buffers are not synchronised": Mutant(
-        "replica.Replica._syncs_buffers",
+        "replica.replica.Replica._syncs_buffers",
         "return self.require_forward_param_sync and is_heard and self._buffer_sync.is_active",
         "return False",
         JOIN_AND_HOOKS,
         "buffers_of_every_mode",
     ),
     "a forward in evaluation mode synchronises no buffers": Mutant(
-        "replica.Replica._syncs_buffers",
+        "replica.replica.Replica._syncs_buffers",
         "return self.require_forward_param_sync and",
         "return self.training and",
         JOIN_AND_HOOKS,
         "buffers_around_every_kind_of_forward",
     ),
-    "a backward belongs to the reducer of the last forward": Mutant(
-        "data_parallel.DistributedDataParallel._may_begin",
-        "self._switch_to(reducer)",
-        "pass",
+    "a backward goes by the layout of the last forward": Mutant(
+        f"{DROP_IN}._begin",
+        "layout = layout.latest",
+        "layout = self._layouts.current",
         LIKE_TORCH,
         "all_forwards_then_all_backwards",
     ),
     "a rank that ran out keeps the others' mean": Mutant(
-        "join.Joining.end",
+        "drop_in.join.Joining.give_back_own_gradients",
         "parameter.grad = gradient",
         "pass",
         JOIN_AND_HOOKS,
         "gradients_of_ranks_that_ran_out",
     ),
     "hooks are ignored": Mutant(
-        "reducer.Reducer.use_hook", "self.hook = hook", "pass", JOIN_AND_HOOKS, "what_a_hook_sees"
+        "drop_in.backward.TorchBackward._reduce",
+        "if self._wishes.hook is None:",
+        "if True:",
+        JOIN_AND_HOOKS,
+        "what_a_hook_sees",
     ),
     "hooks do not wait for each other": Mutant(
-        "ddp.gradients.hook.CommHook.launch", "self.finish()", "pass", JOIN_AND_HOOKS, "hooks_follow_one_another"
+        "drop_in.comm_hook.CommHook.launch", "self.finish()", "pass", JOIN_AND_HOOKS, "hooks_follow_one_another"
     ),
     "join is ignored": Mutant(
-        "join.Joining.__exit__", "while self.step_of_others():", "while False:", JOIN_AND_HOOKS, "uneven_inputs"
+        "drop_in.join.UnevenInputs.join",
+        "while self._shadow_step(joining):",
+        "while False:",
+        JOIN_AND_HOOKS,
+        "uneven_inputs",
     ),
     "who shadows a step contributes its last gradient": Mutant(
-        "join.Joining.step_of_others",
-        "self.replica.zero_grad(set_to_none=True)",
+        "drop_in.join.UnevenInputs._shadow_step",
+        "self.zero_grad(set_to_none=True)",
         "pass",
         JOIN_AND_HOOKS,
         "uneven_inputs",
@@ -142,7 +151,7 @@ MUTANTS = {
 
 def mutated(mutant: Mutant) -> tuple[type, str, Any]:
     """The method's class, its name, and the mutant."""
-    path = mutant.method if mutant.method.startswith("ddp.") else f"ddp.replica.{mutant.method}"
+    path = f"ddp.{mutant.method}"
     module_name, class_name, name = path.rsplit(".", 2)
     module = importlib.import_module(module_name)
     owner = getattr(module, class_name)

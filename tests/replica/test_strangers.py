@@ -276,7 +276,7 @@ def hooks_and_optimizers_by_private_names(comm: ddp.Communicator) -> None:
                 replica.zero_grad()
                 replica(batch(comm, number)).square().sum().backward()
         assert_same(comm, *pair)
-    assert pair[0].static_graph and pair[0]._settings["static_graph"]
+    assert pair[0].static_graph and pair[0]._wishes.static_graph
     with pytest.raises(RuntimeError, match="after the first step"):
         late = ddp.DistributedDataParallel(Net())
         late(batch(comm)).sum().backward()

@@ -64,12 +64,3 @@ def test_xz_profits_from_what_it_has_seen() -> None:
     assert xz_bits_per_byte(noise, noise) < 0.2
     text = TRAIN * 20
     assert xz_bits_per_byte(b"", text) < len(lzma.compress(text, preset=9)) * 8 / len(text)
-
-
-def test_impossible_questions_are_refused() -> None:
-    with pytest.raises(ValueError, match="order=9"):
-        ngram_bits_per_byte(TRAIN, TRAIN, 9)
-    with pytest.raises(ValueError, match="empty"):
-        ngram_bits_per_byte(TRAIN, b"", 2)
-    with pytest.raises(ValueError, match="empty"):
-        xz_bits_per_byte(TRAIN, b"")

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp.errors import CheckpointError, ConfigError
+from ddp.errors import CheckpointError
 from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.stored_checkpoint import load, steps
 
 
 def parts_of(value: int) -> dict[str, object]:
@@ -45,7 +46,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 def test_what_is_saved_is_loaded(store):
     path = store.save(120, parts_of(5), meta={"world_size": 4, "names": ["x"]}, score=0.5)
     assert path == store.folder / "step-00000120"
-    loaded = store.load()
+    loaded = load(store.folder)
     assert (loaded.step, loaded.path, loaded.score) == (120, path, 0.5)
     assert loaded.meta == {"world_size": 4, "names": ["x"]}
     torch.testing.assert_close(loaded.parts["model"], parts_of(5)["model"], rtol=0, atol=0)
@@ -64,25 +65,24 @@ def test_the_manifest_is_checked_by_other_tools(store):
 
 def test_only_what_is_asked_for_is_loaded(store, monkeypatch):
     save(store, 7, value=3)
-    assert set(store.load(names=["training"]).parts) == {"training"}
+    assert set(load(store.folder, names=["training"]).parts) == {"training"}
     with pytest.raises(CheckpointError, match=r"no part optimizer; its parts are model, training"):
-        store.load(names=["optimizer"])
+        load(store.folder, names=["optimizer"])
     monkeypatch.setattr(torch, "load", None)
-    meta = store.read_meta()
+    meta = load(store.folder, names=())
     assert (meta.step, meta.meta, meta.parts) == (7, {"value": 3}, {})
 
 
 def test_paths_of_a_checkpoint_and_of_a_folder(store, tmp_path):
     for step in (1, 2, 3):
         save(store, step)
-    other = CheckpointStore(tmp_path / "other")
-    assert other.load(store.folder).step == 3
-    assert other.load(str(store.folder / "step-00000002")).step == 2
+    assert load(store.folder).step == 3
+    assert load(str(store.folder / "step-00000002")).step == 2
     copied = shutil.copytree(store.folder / "step-00000001", tmp_path / "a copy")
-    assert other.load(copied).path == copied
-    assert (store.steps(), store.latest_step(), other.steps(), other.latest_step()) == ([1, 2, 3], 3, [], None)
+    assert load(copied).path == copied
+    assert (steps(store.folder), steps(tmp_path / "other")) == ([1, 2, 3], [])
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*other"):
-        other.load()
+        load(tmp_path / "other")
 
 
 # ------------------------------------------------------------------------------------------------- pointers and pruning
@@ -96,7 +96,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, best, pointer, kept):
     store = CheckpointStore(tmp_path, keep_last=2, best=best)
     for step, score in enumerate([0.1, 0.9, 0.3, math.nan, None, 0.2], start=1):
         save(store, step, score=score)
-    assert store.steps() == kept
+    assert steps(store.folder) == kept
     assert (tmp_path / "latest").read_text() == "step-00000006\n"
     assert names_in(tmp_path) == sorted([*("best" for _ in [0] if best), "latest", *(f"step-{s:08d}" for s in kept)])
     if best:
@@ -113,18 +113,18 @@ def test_a_run_that_went_back_goes_on_from_its_own_last(store):
     """Steps 200 and 300 belong to a course that was given up at 100; they leave like other old ones."""
     for step in (100, 200, 300, 110):
         save(store, step)
-    assert store.load().step == store.latest_step() == 110
-    assert store.steps() == [110, 200, 300]
+    assert load(store.folder).step == 110
+    assert steps(store.folder) == [110, 200, 300]
     for step in (120, 130):
         save(store, step)
-    assert store.steps() == [110, 120, 130]
+    assert steps(store.folder) == [110, 120, 130]
 
 
 def test_saving_a_step_again_replaces_it(store):
     save(store, 4, value=1, score=1.0)
     save(store, 4, value=2, score=0.5)
-    loaded = store.load()
-    assert (loaded.parts["training"]["step"], loaded.score, store.steps()) == (2, 0.5, [4])
+    loaded = load(store.folder)
+    assert (loaded.parts["training"]["step"], loaded.score, steps(store.folder)) == (2, 0.5, [4])
     assert names_in(store.folder) == ["best", "latest", "step-00000004"]
 
 
@@ -141,7 +141,7 @@ def test_a_flipped_bit_is_detected_anywhere(store, part, caplog):
             damaged = bytearray(whole)
             damaged[position] ^= 1 << bit
             file.write_bytes(damaged)
-            step = store.load(names=()).step
+            step = load(store.folder, names=()).step
             if part == "manifest.json" and whole[position : position + 1].isspace():
                 continue  # the same values in another layout
             assert step == 1, f"bit {bit} of byte {position} of {part}"
@@ -153,10 +153,10 @@ def empty(path: Path) -> None:
 
 
 def newer(path: Path) -> None:
-    from ddp.train.checkpoint_store import _digest
+    from ddp.train.stored_checkpoint import digest
 
     manifest = {**json.loads((path / "manifest.json").read_text()), "schema": 2}
-    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest(manifest)}))
 
 
 DAMAGES = {
@@ -175,15 +175,15 @@ def test_damage_is_named_and_an_earlier_checkpoint_serves(store, words, caplog):
     damaged = save(store, 2)
     DAMAGES[words](damaged)
     with caplog.at_level(logging.WARNING, "ddp"):
-        assert store.load().step == store.read_meta().step == 1
+        assert load(store.folder).step == load(store.folder, names=()).step == 1
     assert "step-00000002" in caplog.text
     with pytest.raises(CheckpointError, match=f"step-00000002 cannot be loaded: .*{words}.*name another"):
-        store.load(damaged)
+        load(damaged)
     DAMAGES[words](store.folder / "step-00000001")
     with pytest.raises(CheckpointError, match=f"(?s)is whole: .*{words}.*; .*{words}"):
-        store.load()
+        load(store.folder)
     save(store, 3)  # such folders do not hinder a run
-    assert store.load().step == 3
+    assert load(store.folder).step == 3
 
 
 # ------------------------------------------------------------------------------------------------ refused by the disk
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_what_was_there(store):
             store.save(2, {"small": 1, "model": torch.zeros(100_000)}, meta={})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert names_in(store.folder) == before and store.load().step == 1
+    assert names_in(store.folder) == before and load(store.folder).step == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -213,8 +213,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     [
         ({"model": lambda: 0}, {}, "part 'model' cannot be written"),
         ({"model": Path("x")}, {}, "part 'model' could be written but not read back"),
-        ({"../model": 1}, {}, "'../model' cannot name a part"),
-        ({"model": 1}, {"x": {1, 2}}, "meta must hold JSON values only"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_when_saving(store, parts, meta, words):
@@ -235,15 +233,6 @@ def test_an_interrupted_save_leaves_nothing(store, monkeypatch):
     assert names_in(store.folder) == []
 
 
-def test_impossible_settings(tmp_path):
-    with pytest.raises(ConfigError, match="got 0"):
-        CheckpointStore(tmp_path, keep_last=0)
-    with pytest.raises(ConfigError, match="'least'"):
-        CheckpointStore(tmp_path, best="least")
-    with pytest.raises(CheckpointError, match="-1"):
-        save(CheckpointStore(tmp_path), -1)
-
-
 # ---------------------------------------------------------------------------------------------------------------- kills
 
 # One program imports torch once and forks the processes that save and die. The parent checks, after each death, that
@@ -253,6 +242,7 @@ import os, random, select, signal, sys, time
 from pathlib import Path
 import torch
 from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.stored_checkpoint import load
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 store = CheckpointStore(folder, keep_last=2)
@@ -280,8 +270,8 @@ def check(reader, last):
         last = int(chunk.split()[-1])
     os.close(reader)
     for path in folder.glob("step-*"):
-        store.load(path)  # not one is half, those that were being pruned included
-    loaded = store.load()
+        load(path)  # not one is half, those that were being pruned included
+    loaded = load(folder)
     value = loaded.meta["value"]
     assert value in (last, last + 1), (value, last)
     assert loaded.parts["training"]["value"] == value

@@ -22,15 +22,16 @@ from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
     Checkpointer,
     changes,
-    load_initial_weights,
     read_checkpoint,
     restore,
     save_checkpoint,
 )
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.fit import continue_fit, last_step
+from ddp.train.initial_weights import load_initial_weights
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
+from ddp.train.stored_checkpoint import load
 from ddp.transport.simulated import SimulatedNetwork
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges
@@ -81,7 +82,7 @@ def part_of_a_run(
     state = TrainState(comm, replica, optimizer, sampler)
     store = CheckpointStore(Path(folder))
     if resume:
-        restore(read_checkpoint(comm, store, None), state, identity={})
+        restore(read_checkpoint(comm, Path(folder)), state, identity={})
     callbacks: list[Callback] = [Checkpointer(store, identity={}, every_steps=4)]
     if stop_at is not None:
         callbacks.append(StopAt(stop_at, stop))
@@ -163,7 +164,7 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
     store = CheckpointStore(tmp_path)
     save_checkpoint(store, fresh(torch.optim.AdamW, lr=0.1, weight_decay=0.01), identity={"optim": 1, "threads": 1})
     resumed = fresh(torch.optim.AdamW, lr=0.2, weight_decay=0.5)
-    checkpoint = store.load()
+    checkpoint = load(store.folder)
     restore(checkpoint, resumed, identity={"optim": 2, "threads": 1})
     group = resumed.optimizer.param_groups[0]
     assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (0.2, 0.2, 0.5)
@@ -193,7 +194,7 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
         for parameter in state.model.parameters():
             parameter.data.fill_(7.0)
         with pytest.raises(kind, match=words):
-            restore(store.load(), state, identity={})
+            restore(load(store.folder), state, identity={})
         assert all(bool((parameter == 7.0).all()) for parameter in state.model.parameters()), "nothing was changed"
         assert (state.step, state.sampler.state.consumed) == (0, 0)
 
@@ -241,7 +242,7 @@ def test_a_grown_data_set_is_told_on_resume(tmp_path: Path, caplog: pytest.LogCa
     )
     for num_samples, words in [(40, ""), (41, "training_samples was 40, is 41")]:
         caplog.clear()
-        restore(store.load(), in_one_process(num_samples)[0], identity={})
+        restore(load(store.folder), in_one_process(num_samples)[0], identity={})
         assert words in caplog.text and bool(caplog.text) == bool(words)
 
 

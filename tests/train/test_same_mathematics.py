@@ -153,7 +153,7 @@ def train(cases: list[str], kind_of_replica: str) -> dict[str, tuple[Tensor, lis
 
 
 def SmallBuckets(module: nn.Module) -> nn.Module:
-    return ddp.DistributedDataParallel(module, first_bucket_mb=0.0005, bucket_cap_mb=0.001)
+    return ddp.BucketedDataParallel(module, first_bucket_mb=0.0005, bucket_cap_mb=0.001)
 
 
 class Sentiment(nn.Module):

@@ -1,49 +1,90 @@
 """Names that torch's DistributedDataParallel does not document, and that other people's programs use all the same.
 
 Lightning, Accelerate, mmcv and torch.distributed.pipelining reach into torch's class and into its reducer. Each name
-here does what its callers want of it, with our class (the reducer's are at the end of `reducer.py`); a name that is not
-here is an AttributeError.
+here does what its callers want of it, with our class; a name that is not here is an AttributeError.
 
 They also ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the model, to remove
 "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: our class is a virtual subclass of
 torch's (as `abc` calls it), which inherits nothing.
+
+Read before: `arguments.py`. Read next: `join.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.replica.arguments import moved
+from ddp.drop_in.arguments import moved
+from ddp.drop_in.backward import Wishes
+from ddp.gradients.bucket import Bucket
 from ddp.replica.broadcast import broadcast_tensors
-from ddp.replica.replica import Replica
-
-if TYPE_CHECKING:
-    from ddp.replica.reducer import Reducer
+from ddp.replica.bucketed import BucketedDataParallel
 
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
 
+class ReducerNames:
+    """The names that programs use of torch's reducer."""
+
+    def __init__(self, replica: TorchNames) -> None:
+        self._replica = replica
+
+    @property
+    def num_steps(self) -> int:
+        """Returns the number of backwards that have synchronised."""
+        return self._replica.num_steps
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Returns the buckets in the order of reduction."""
+        return self._replica.buckets
+
+    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
+        """Lets the next backward synchronise, also if its forward was in `no_sync`.
+
+        Args:
+            outputs: tensors that this backward goes through. If there are none, it is seen at the first gradient of a
+                parameter, which must not be one inside a re-entrant checkpoint.
+        """
+        self._replica.announce_backward(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """Returns False: buckets change at the end of the first backward, and never before a forward."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Does nothing: autograd reports the end of the first backward over a static graph, too."""
+
+
 @TORCH_CLASS.register
-class TorchNames(Replica):
+class TorchNames(BucketedDataParallel):
     """A replica with the names that programs use of torch's class.
 
     Attributes:
-        reducer: averages gradients.
         dim, find_unused_parameters, static_graph: the keywords of these names.
     """
 
-    reducer: Reducer
     dim: int
     find_unused_parameters: bool
     static_graph: bool
     _device: torch.device | None
-    _settings: dict[str, Any]
+    _wishes: Wishes
     _process_group: dist.ProcessGroup | None
+
+    @abstractmethod
+    def announce_backward(self, outputs: Iterable[Tensor]) -> None:
+        """Lets the next backward synchronise, also if its forward was in `no_sync`."""
+
+    @property
+    def reducer(self) -> ReducerNames:
+        """The names of torch's reducer."""
+        return ReducerNames(self)
 
     # these use nothing but what they are given, `self.dim` and `register_comm_hook`
     scatter, gather = TORCH_CLASS.scatter, TORCH_CLASS.gather
@@ -79,11 +120,11 @@ class TorchNames(Replica):
     @property
     def bucket_bytes_cap(self) -> int:
         """Returns the number of bytes at which a bucket is closed."""
-        return int(self._settings["limits"][-1])
+        return self._limits[-1]
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._equal_parameters()]
+        return [parameter for _, parameter in self._replicated_parameters()]
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:
@@ -91,19 +132,19 @@ class TorchNames(Replica):
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Describes the replica in the words of torch's class; `logging_data` has times."""
-        slots, buckets = self.reducer.slots, [bucket for bucket in self.reducer.buckets if bucket.slots]
+        sizes = [sum(slot.parameter.nbytes for slot in bucket.slots) for bucket in self.buckets]
         return {
             "module_name": type(self.module).__name__,
             "backend_name": dist.get_backend(self.process_group),
             "world_size": self.comm.world_size,
             "rank": self.comm.rank,
-            "iteration": self.reducer.num_steps,
-            "num_parameter_tensors": len(slots),
-            "total_parameter_size_bytes": sum(slot.parameter.nbytes for slot in slots),
+            "iteration": self.num_steps,
+            "num_parameter_tensors": len(self._layouts.current.parameters),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in self._layouts.current.parameters),
             "bucket_cap_bytes": self.bucket_bytes_cap,
-            "bucket_sizes": ", ".join(str(sum(slot.parameter.nbytes for slot in bucket.slots)) for bucket in buckets),
-            "has_rebuilt_buckets": int(self.reducer.order is not None),
-            "comm_hook": self.reducer.hook.name if self.reducer.hook is not None else "",
+            "bucket_sizes": ", ".join(map(str, sizes)),
+            "has_rebuilt_buckets": int(self.gradient_order is not None),
+            "comm_hook": self._wishes.hook.name if self._wishes.hook is not None else "",
             "broadcast_buffers": int(self.broadcast_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
             "static_graph": int(self.static_graph),
@@ -112,7 +153,7 @@ class TorchNames(Replica):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """True if buffers are kept equal. Programs also change it after the replica was made."""
+        """Returns True if buffers are kept equal. Programs also change it after the replica was made."""
         return self._buffer_sync.mode != "none"
 
     @broadcast_buffers.setter

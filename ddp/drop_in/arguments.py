@@ -14,6 +14,8 @@ mixed_precision                  refused: the precision setting, or torch.autoca
 delay_all_reduce_named_params    refused: `bucket_cap_mb_list`, or parameters ignored by name
 param_to_hook_all_reduce         refused: belongs to the one before
 skip_all_reduce_unused_params    refused: `static_graph=True` learns which parameters stay unused
+
+Read before: `higher_order.py`. Read next: `torch_names.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from torch.nn.utils.rnn import PackedSequence
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import communicator_of, current
 from ddp.errors import ConfigError
+from ddp.log import log
+from ddp.replica.uncompiled import uncompiled
 
-MIB = 1 << 20
-DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
 ACCEPTED = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction"})
 USE_INSTEAD = {
     "mixed_precision": "precision=bf16 of ddp.fit, or torch.autocast around forward",
@@ -56,32 +58,10 @@ def check_keywords(others: Mapping[str, Any]) -> None:
             )
 
 
-def bucket_limits(
-    bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None, first_bucket_mb: float | None
-) -> list[int]:
-    """Bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
-
-    Raises:
-        ValueError: both kinds of caps are given, or one is not positive.
-    """
-    if bucket_cap_mb is not None and bucket_cap_mb_list is not None:
-        raise ValueError(
-            f"bucket_cap_mb={bucket_cap_mb} and bucket_cap_mb_list={bucket_cap_mb_list} exclude each other; give one"
-        )
-    if bucket_cap_mb_list is not None:
-        caps = list(map(float, bucket_cap_mb_list))
-    else:
-        rest = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        caps = [min(rest, DEFAULT_FIRST_MB if first_bucket_mb is None else first_bucket_mb), rest]
-    if not caps or min(caps) <= 0:
-        raise ValueError(f"bucket caps of {caps} MiB: give at least one, and positive ones")
-    return [max(1, int(cap * MIB)) for cap in caps]
-
-
 def choose_communicator(
     comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> Communicator:
-    """The ranks that take part: those that were given, in whichever way, or all.
+    """Returns the ranks that take part: those that were given, in whichever way, or all.
 
     Raises:
         ConfigError: they were given in two ways, or the mesh has several dimensions.
@@ -98,14 +78,14 @@ def choose_communicator(
 
 
 def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
-    """Where inputs are moved to."""
+    """Returns the device that inputs are moved to; None: they stay where they are."""
     if not device_ids:
         return None
     return _device(device_ids[0])
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on a device: in tuples, lists and dicts, as torch's class does; the rest as it is.
+    """Returns the value with its tensors on a device: those in tuples, lists and dicts, as torch's class does it.
 
     The lengths of a packed sequence stay on the CPU.
     """
@@ -141,7 +121,34 @@ def check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, ou
 
 
 def _device(given: int | torch.device | str) -> torch.device:
-    """What a number or a name means: a CUDA device without a number is the current one."""
+    """Returns the device that a number or a name means: a CUDA device without a number is the current one."""
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
+@uncompiled
+def check_engine(*, in_backward: bool = False) -> None:
+    """Raises RuntimeError in a context of torch.distributed.autograd, whose gradients never come to the parameters.
+
+    Args:
+        in_backward: this is the engine's thread, which knows no context: any open one counts.
+    """
+    if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
+        return
+    autograd = torch._C._distributed_autograd
+    try:
+        if not in_backward:
+            autograd._current_context()
+        elif int(autograd._get_debug_info()["num_current_dist_autograd_contexts"]) == 0:
+            return
+    except RuntimeError:  # there is none
+        return
+    message = (
+        "torch.distributed.autograd keeps gradients in its context, where a replica cannot average them. Run forward "
+        "and loss.backward() outside of the context, or keep torch's DistributedDataParallel for a model that spans "
+        "hosts by RPC"
+    )
+    if in_backward:
+        log.error(message)  # that engine passes on that there was an error, and not which
+    raise RuntimeError(message)

@@ -1,4 +1,4 @@
-"""Communication hooks: what turns a bucket into its mean, when it is not the plain all-reduce.
+"""Communication hooks: code of the user that turns a bucket into its mean, in place of the all-reduce.
 
     def hook(state, bucket) -> Future[Tensor]        the protocol of torch's `register_comm_hook`
         bucket.buffer()                              [numel], the gradients of this rank; not divided by anything
@@ -15,6 +15,8 @@ Order. The next hook starts when the future of the one before is done: a hook wh
 makes its second collective whenever its first one ends, which with two buckets in flight is another order on every
 rank, and hangs. A hook that makes all its collectives at once may declare itself safe (`overlap=True`); then futures
 are awaited when backward has ended.
+
+Read before: `sparse.py`. Read next: `buffer_hook.py`.
 """
 
 from __future__ import annotations
@@ -37,16 +39,15 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 class GradBucket:
     """A bucket as hooks see it: the verbs of `torch.distributed.GradBucket`."""
 
-    def __init__(self, bucket: Bucket, index: int, *, is_last: bool) -> None:
-        self._bucket, self._index, self._is_last = bucket, index, is_last
-        self._buffer = bucket.gradients
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._bucket, self._is_last, self._buffer = bucket, is_last, bucket.gradients
 
     def index(self) -> int:
-        """Its number in the order of reduction."""
-        return self._index
+        """Returns the bucket's number in the order of reduction."""
+        return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """[numel]: the gradients side by side, zeros between them."""
+        """Returns the gradients side by side, [numel], with zeros between them."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -54,21 +55,21 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """The parameters' gradients, views of the present buffer: after `set_buffer`, of that one."""
+        """Returns the parameters' gradients, as views of the present buffer."""
         return self._bucket.views_of(self._buffer)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters, in the order of their gradients."""
+        """Returns the parameters, in the order of their gradients."""
         return [slot.parameter for slot in self._bucket.slots]
 
     def is_last(self) -> bool:
-        """True for the last bucket of a step."""
+        """Returns True for the last bucket of a step."""
         return self._is_last
 
 
 @dataclass
 class CommHook:
-    """A hook, and the future that it has given for the bucket before.
+    """A hook, and the futures that it has given and that nobody has waited for.
 
     Args:
         overlap: the hook may be called before the last future is done.
@@ -87,16 +88,15 @@ class CommHook:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The hook's name in messages."""
         return getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
 
     def launch(self, bucket: Bucket, buckets: Sequence[Bucket], step: int) -> None:
         """Calls the hook for a bucket, once the future before it is done unless the hook overlaps."""
         if not self.overlap:
             self.finish()
-        with_gradients = [each for each in buckets if each.slots]
         where = f"step {step}, {bucket.label}"
-        seen = GradBucket(bucket, with_gradients.index(bucket), is_last=bucket is with_gradients[-1])
+        seen = GradBucket(bucket, is_last=bucket is buckets[-1])
         try:
             future = self.hook(self.state, seen)
         except Exception as error:
@@ -112,7 +112,7 @@ class CommHook:
         """Waits for the futures, and puts what they hold into their buckets."""
         while self._pending:
             bucket, future, where = self._pending.pop(0)
-            self._wait(future, where)
+            await_future(self.comm, future, label=f"communication hook {self.name}, {where}")
             try:
                 result = future.value()
             except Exception as error:
@@ -121,11 +121,8 @@ class CommHook:
                 ) from error
             self._put(bucket, result, where)
 
-    def _wait(self, future: torch.futures.Future[Tensor], where: str) -> None:
-        await_future(self.comm, future, label=f"communication hook {self.name}, {where}")
-
     def _failure(self, message: str, where: str) -> HookFailed | PeerLost:
-        """A lost rank breaks the connections of torch's process group at once: then that rank is to blame."""
+        """Returns the error to raise: a lost rank is to blame, because it breaks the process group's connections."""
         return self.comm.find_lost(f"communication hook {self.name}, {where}") or HookFailed(message)
 
     def _put(self, bucket: Bucket, result: Any, where: str) -> None:

@@ -9,12 +9,13 @@ The price: a step is no transaction any more. Nothing can be taken back once the
 that looks at all gradients can come before. So it is refused beside loss scaling, clipping by the global norm, the veto
 on values that are not finite, elasticity (all of `ddp.fit`) and create_graph, and where gradients may be missing: if
 one is all the same, its parameter is stepped with zeros before the error about it comes.
+
+Read before: `buffer_hook.py`. Read next: `higher_order.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -23,14 +24,11 @@ from torch.optim import Optimizer
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot
 
-if TYPE_CHECKING:
-    from ddp.replica.reducer import Reducer
-
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class StepInBackward:
-    """Steps each bucket's parameters when it has its mean.
+    """Steps each bucket's parameters when it holds the mean.
 
     Args:
         make_optimizer: called with some of the parameters; the same settings each time.
@@ -42,28 +40,21 @@ class StepInBackward:
         TypeError: `make_optimizer` cannot be called.
     """
 
-    def __init__(self, reducer: Reducer, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, make_optimizer: MakeOptimizer) -> None:
         if not callable(make_optimizer):
             raise TypeError(
                 f"make_optimizer={make_optimizer!r}: want a function of parameters, e.g. lambda p: SGD(p, 0.1)"
             )
-        self._reducer, self._make = reducer, make_optimizer
+        self._make = make_optimizer
         self.optimizers: dict[Bucket, Optimizer] = {}
 
-    def on_mean(self, bucket: Bucket) -> None:
-        """A bucket has its mean."""
-        if self._reducer.order is None:
-            return  # no rank had a backward yet: buckets are not final
-        if bucket not in self.optimizers and bucket.slots:
-            self.optimizers[bucket] = self._make([slot.parameter for slot in bucket.slots])
-        if bucket.slots:
-            self._step(bucket)
-
     @torch.no_grad()
-    def _step(self, bucket: Bucket) -> None:
-        optimizer = self.optimizers[bucket]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def step(self, bucket: Bucket) -> None:
+        """Steps the bucket's parameters, and lets their gradients go."""
+        if bucket not in self.optimizers:
+            self.optimizers[bucket] = self._make([slot.parameter for slot in bucket.slots])
+        self.optimizers[bucket].step()
+        self.optimizers[bucket].zero_grad(set_to_none=True)
 
 
 def check_own_optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -84,21 +75,19 @@ class StepsOfOthers:
     first step, and in each that follows one with undefined gradients: no other step pays for it.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots, self._is_suspicious = slots, True
-        self._sparse = [slot for slot in slots if slot.is_sparse]
-        self._versions: dict[Slot, int] = {}
+    def __init__(self) -> None:
+        self._is_suspicious = True
+        self._versions: dict[str, int] = {}
 
-    def begin(self) -> None:
+    def begin(self, slots: Iterable[Slot]) -> None:
         """Notes how often each parameter was written to, if this step is to be checked."""
-        self._versions = {slot: slot.parameter._version for slot in self._slots} if self._is_suspicious else {}
+        self._versions = {slot.name: slot.parameter._version for slot in slots} if self._is_suspicious else {}
 
-    def check(self, undefined: Set[Slot]) -> None:
-        """Raises ConfigError if a gradient is gone, and its parameter was written to since `begin`."""
-        gone = undefined | {slot for slot in self._sparse if slot.parameter.grad is None}
+    def check(self, gone: Collection[Slot]) -> None:
+        """Raises ConfigError if one of the parameters whose gradient is gone was written to since `begin`."""
         self._is_suspicious = bool(gone)
-        written = (slot for slot, version in self._versions.items() if slot.parameter._version != version)
-        if found := [slot.name for slot in written if slot in gone]:
+        versions = ((slot, self._versions.get(slot.name)) for slot in sorted(gone, key=lambda slot: slot.index))
+        if found := [slot.name for slot, before in versions if before not in (None, slot.parameter._version)]:
             raise ConfigError(
                 f"{', '.join(found)}: a hook (yours, or that of _apply_optimizer_in_backward) has stepped these "
                 "parameters by this rank's gradient, before there is a mean, and replicas differ now. Leave it out, "
@@ -107,7 +96,7 @@ class StepsOfOthers:
 
 
 def refusal(of: str) -> ConfigError:
-    """The error for what does not go with a step inside backward."""
+    """Returns the error for what does not go with a step inside backward."""
     return ConfigError(
         f"{of} does not go with step_in_backward: once the first bucket is stepped, a step cannot be taken back, and "
         "nothing can look at all gradients before. Call optimizer.step() after backward instead"

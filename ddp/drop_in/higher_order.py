@@ -7,6 +7,8 @@ has saved. Its value becomes the mean over ranks; its derivative stays this rank
     ∂f/∂θ = ¹⁄w Σ f′(ḡ) ∂gᵣ/∂θ              rank r computes f′(ḡ) ∂gᵣ/∂θ; the next backward's reduction averages them
 
 so a second backward, through the gradients, is watched like one through the outputs, and its result is right.
+
+Read before: `in_backward.py`. Read next: `arguments.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ddp.replica.sink import watch_backward
 
 
 class _WithValue(torch.autograd.Function):
-    """Another value in the same place of the graph."""
+    """Puts another value in the same place of the graph."""
 
     @staticmethod
     def forward(_context: Any, _gradient: Tensor, value: Tensor) -> Tensor:
@@ -34,12 +36,10 @@ class _WithValue(torch.autograd.Function):
 
 
 def hand_out_differentiable(slots: Iterable[Slot], begin: Callable[[], bool], end: Callable[[], None]) -> None:
-    """Gives every gradient the mean's value, out of place, and watches backwards that come through them."""
+    """Gives every gradient the mean's value, out of place, and watches backwards that go through them."""
     for slot in slots:
         gradient = slot.parameter.grad
-        if gradient is None or gradient is slot.view:
-            slot.parameter.grad = slot.view
-            continue
-        with torch.enable_grad():
-            slot.parameter.grad = _WithValue.apply(gradient, slot.view)  # type: ignore[no-untyped-call]
-        watch_backward(slot.parameter.grad, begin, end)
+        if gradient is not None and slot.view is not None and gradient is not slot.view:
+            with torch.enable_grad():
+                slot.parameter.grad = _WithValue.apply(gradient, slot.view)  # type: ignore[no-untyped-call]
+            watch_backward(slot.parameter.grad, begin, end)

@@ -1,0 +1,96 @@
+"""Says where a benchmark runs: on this host or on a bed of network namespaces, alone or beside strangers.
+
+    --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
+    --beside 1                 one process that only computes runs on the same cores as the ranks
+
+Read before: `units.py`. Read next: `turns.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ddp.bench.units import parse_delay, parse_rate
+from ddp.errors import ConfigError
+
+PAYLOAD = 0.956
+"""The share of a link's rate that is left for payload; the rest is headers (scripts/netbed/README.md)."""
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Describes hosts made of network namespaces, and the links that join them.
+
+    Attributes:
+        name: the text that `parse` has read.
+        rate_bit_s: of each host's link, each way; None: unlimited.
+        delay_s: one way, from host to host.
+    """
+
+    name: str
+    num_hosts: int
+    ranks_per_host: int
+    rate_bit_s: float | None = None
+    delay_s: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Bed:
+        """Reads HOSTSxRANKS[@RATE][@DELAY], as in "2x2@1gbit", "4x1@5ms", "2x2@100mbit@1ms".
+
+        Raises:
+            ConfigError: the text has another form, or means fewer than two ranks.
+        """
+        shape, *links = text.lower().split("@")
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+        rates = [rate for rate in map(parse_rate, links) if rate is not None]
+        delays = [delay for delay in map(parse_delay, links) if delay is not None]
+        if not match or len(rates) > 1 or len(delays) > 1 or len(rates) + len(delays) < len(links):
+            raise ConfigError(f"netbed {text!r}: want HOSTSxRANKS@RATE@DELAY, e.g. 2x2@1gbit, 4x1@5ms, 2x2@100mbit@1ms")
+        if int(match[1]) * int(match[2]) < 2:
+            raise ConfigError(f"netbed {text!r}: a collective needs at least two ranks")
+        return cls(text, int(match[1]), int(match[2]), rates[0] if rates else None, delays[0] if delays else 0.0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Describes the surroundings of the ranks; `beside` is how many processes compute beside them."""
+
+    bed: Bed | None = None
+    beside: int = 0
+
+    def title(self, world_size: int, num_hosts: int = 1) -> str:
+        """Returns the headline of a report: "2 ranks on one host, 2 cores, beside 1 process that only computes"."""
+        ranks = f"{world_size} rank{'s' * (world_size > 1)} on {'one host' if num_hosts == 1 else f'{num_hosts} hosts'}"
+        bed = f" (netbed {self.bed.name})" if self.bed else ""
+        strangers = "1 process that only computes" if self.beside == 1 else f"{self.beside} processes that only compute"
+        return f"{ranks}{bed}, {available_cores()} cores{f', beside {strangers}' if self.beside else ''}"
+
+    def is_crowded(self, world_size: int) -> bool:
+        """Returns True if ranks and strangers outnumber the cores."""
+        return world_size + self.beside > available_cores()
+
+    def wire_s(self, nbytes: int) -> float | None:
+        """Returns the least time in which the links can all-reduce `nbytes`, or None where no link has a rate.
+
+        Between h hosts each link carries at least 2(h−1)/h of the tensor, whatever number of ranks a host has.
+        """
+        if self.bed is None or self.bed.rate_bit_s is None:
+            return None
+        return 2 * (self.bed.num_hosts - 1) / self.bed.num_hosts * nbytes * 8 / (PAYLOAD * self.bed.rate_bit_s)
+
+
+HERE = Place()
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def refuse_unknown(what: str, names: Collection[str], known: Collection[str]) -> None:
+    """Raises ConfigError if a name is unknown."""
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{what} {unknown[0]!r} is unknown; choose among {', '.join(known)}")

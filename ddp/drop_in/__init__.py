@@ -1,0 +1,1 @@
+"""The bucketed replica with the whole contract of torch's DistributedDataParallel."""

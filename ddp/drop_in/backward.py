@@ -1,0 +1,252 @@
+"""The bucketed backward, changed at named moments by what users of torch's class ask for beyond the mean.
+
+    moment              changed by
+    begin               `create_graph=True`: gradients stay out of their buckets (`higher_order.py`)
+    _awaited            `find_unused_parameters`: the graph says which gradients it will bring; `static_graph`: the
+                        first backward has shown how many there are
+    _fill, move_in      `create_graph=True`
+    _reduce, _wait      a communication hook (`comm_hook.py`)
+    _complete           the optimizer inside backward (`in_backward.py`)
+    _settle             sparse gradients (`sparse.py`), optimizers of others inside backward
+    widen               a forward that unfreezes parameters, or one backward through several forwards
+
+Note "static graph". Under re-entrant checkpointing a parameter that is used twice gets two gradients, in two backwards
+inside the real one, and nothing in the graph announces that. If the graph is the same in every step, the first one
+shows how many there are: it holds all buckets back until its end, and later steps know what to wait for.
+
+Read before: `replica/sync_batchnorm.py`. Read next: `sparse.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import SupportsInt
+
+import torch
+from torch import Tensor
+
+from ddp.clock import now_s
+from ddp.comm.communicator import Communicator
+from ddp.drop_in.comm_hook import CommHook
+from ddp.drop_in.in_backward import StepInBackward, StepsOfOthers, refusal
+from ddp.drop_in.sparse import reduce_sparse
+from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.layout import Layout
+from ddp.gradients.totals import Totals, Verdicts
+from ddp.replica.backward import Backward, Reduction
+from ddp.replica.sink import is_in_backward, will_accumulate
+from ddp.replica.unused import Use, greatest_uses
+
+
+@dataclass
+class StaticGraph:
+    """Remembers what the first backward over a graph that never changes has shown.
+
+    Attributes:
+        times: by the parameter's id, how many gradients every backward brings; None before the first one.
+        never: names of the parameters that no rank has used; None as long as none was missing.
+    """
+
+    times: Counter[int] | None = None
+    never: frozenset[str] | None = None
+
+    def knows(self, ids: Collection[int]) -> bool:
+        """Returns True if a first backward has shown how often these parameters get a gradient."""
+        return self.times is not None and all(each in self.times for each in ids)
+
+    def learn(self, ids: Iterable[int], ready: Iterable[Tensor]) -> None:
+        """Notes how often each of these parameters has got a gradient."""
+        self.times = Counter(dict.fromkeys(ids, 0))
+        self.times.update(map(id, ready))
+
+    def learn_never(self, names: Iterable[str]) -> None:
+        """Notes which parameters no rank has used."""
+        self.never = frozenset(names)
+
+
+@dataclass
+class Wishes:
+    """Holds what the user has asked of all backwards of a replica.
+
+    Attributes:
+        finds_unused: the graph is asked which gradients it will bring.
+        static_graph: every step uses the same parameters equally often; None: no such promise.
+        hook: takes the place of the all-reduce.
+        stepper: steps each bucket's parameters when their mean is complete.
+        others: finds optimizers inside backward that are not ours.
+    """
+
+    finds_unused: bool = False
+    static_graph: StaticGraph | None = None
+    hook: CommHook | None = None
+    stepper: StepInBackward | None = None
+    others: StepsOfOthers = field(default_factory=StepsOfOthers)
+
+
+class TorchBackward(Backward):
+    """One synchronised backward with all that torch's class can do.
+
+    Attributes:
+        is_differentiable: gradients stay out of their buckets, and can be differentiated (create_graph).
+    """
+
+    def __init__(self, comm: Communicator, step: int, *, overlap: bool, wishes: Wishes) -> None:
+        super().__init__(comm, step, overlap=overlap)
+        self._wishes, self.is_differentiable = wishes, False
+        self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known
+        self._sparse_ready: set[int] = set()
+
+    def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt) -> None:
+        """Starts, and asks autograd's graph what it is going to do.
+
+        Raises:
+            ConfigError: it creates a graph, and parameters are to be stepped meanwhile.
+        """
+        in_backward = is_in_backward()
+        self.is_differentiable = in_backward and torch.is_grad_enabled()
+        if self.is_differentiable and self._wishes.stepper is not None:
+            raise refusal("create_graph=True")
+        if self._wishes.finds_unused and in_backward:
+            places = will_accumulate(layout.parameters)
+            self._coming = frozenset(id(layout.parameters[place]) for place in places)
+        self._wishes.others.begin(layout.slots)
+        super().begin(layout, totals=totals, divide_by=divide_by)
+
+    def _awaited(self, bucket: Bucket) -> tuple[frozenset[int], int]:
+        static = self._wishes.static_graph
+        if static is not None:
+            if static.times is None or not static.knows(bucket.ids):
+                return bucket.ids, sys.maxsize  # note "static graph"
+            awaited = frozenset(each for each in bucket.ids if static.times[each])
+            num_awaited = sum(static.times[each] for each in bucket.ids)
+        elif self._coming is not None:
+            awaited = bucket.ids & self._coming
+            num_awaited = len(awaited)
+        else:
+            return super()._awaited(bucket)
+        for slot in bucket.slots:
+            if id(slot.parameter) not in awaited:
+                self._keep(slot)  # the bucket may be sent before backward has ended
+        return awaited, num_awaited
+
+    def widen(self, layout: Layout) -> None:
+        """Goes on with more parameters, because backward has reached a forward that needs them.
+
+        Raises:
+            RuntimeError: the layouts are for other parameters, or buckets have been sent.
+        """
+        if self.layout.slot_of.keys() >= layout.slot_of.keys():
+            return
+        if self._num_launched or not layout.slot_of.keys() >= self.layout.slot_of.keys():
+            raise RuntimeError(
+                "one backward goes through two forwards, between which other parameters were frozen or unfrozen, "
+                "or through one that unfreezes: run a backward for each of them, or freeze after the backward and "
+                "unfreeze before the forward"
+            )
+        ready, began_s = self._ready_so_far(), self.began_s
+        self.reductions, self.index_of, self._seen = [], {}, []
+        self.begin(layout, totals=self._totals, divide_by=self._divide_by)
+        self.began_s = began_s
+        for parameter in ready:
+            _ = self.note(parameter) or self.note_other(parameter)
+
+    def _ready_so_far(self) -> list[Tensor]:
+        """Returns the parameters of buckets whose gradients this backward has brought, once for each time."""
+        return self._seen + [each for reduction in self.reductions for each in reduction.ready[reduction.num_early :]]
+
+    def note_other(self, parameter: Tensor) -> bool:
+        if super().note_other(parameter):
+            return True
+        self._sparse_ready.add(id(parameter))
+        return id(parameter) in self.layout.slot_of
+
+    def _missing(self) -> list[Slot]:
+        ready = self._sparse_ready.union(map(id, self.early))
+        sparse = [slot for slot in self.layout.sparse if id(slot.parameter) not in ready]
+        return sorted(super()._missing() + sparse, key=lambda slot: slot.index)
+
+    def _fill(self, bucket: Bucket) -> None:
+        if not self.is_differentiable:
+            super()._fill(bucket)
+            return
+        for slot in bucket.slots:
+            if slot.parameter.grad is None:
+                self._note_undefined(slot)
+            slot.copy_in()
+
+    def move_in(self, parameter: Tensor) -> None:
+        if not self.is_differentiable:
+            super().move_in(parameter)
+
+    def _reduce(self, reduction: Reduction, *, in_background: bool) -> None:
+        if self._wishes.hook is None:
+            super()._reduce(reduction, in_background=in_background)
+        else:
+            self._wishes.hook.launch(reduction.bucket, self.layout.buckets, self.step)
+
+    def _wait(self) -> None:
+        super()._wait()
+        if self._wishes.hook is not None:
+            with self.waited.running():
+                self._wishes.hook.finish()
+            for reduction in self.reductions:
+                self._complete(reduction, now_s())
+
+    def _complete(self, reduction: Reduction, done_s: float) -> None:
+        super()._complete(reduction, done_s)
+        if self._wishes.stepper is not None and self.layout.is_learned:  # else buckets are not final
+            self._wishes.stepper.step(reduction.bucket)
+
+    def finish(self, *, had_backward: bool = True) -> Totals:
+        static = self._wishes.static_graph
+        if static is not None and had_backward and not static.knows(self.layout.index_of):
+            static.learn(self.layout.index_of, self._ready_so_far())
+        return super().finish(had_backward=had_backward)
+
+    def _settle_totals(self) -> Totals:
+        """Hooks have taken means over the ranks; where totals ride along, they become means over the global count."""
+        totals = super()._settle_totals()
+        if self._wishes.hook is not None and self._totals is not None:
+            for bucket in self.layout.buckets:
+                bucket.gradients.mul_(self.comm.world_size / int(self._divide_by))
+        return totals
+
+    def _settle(
+        self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts, *, had_backward: bool
+    ) -> None:
+        if self._wishes.stepper is None:
+            gone = [slot for slot in self.layout.sparse if slot.parameter.grad is None]
+            self._wishes.others.check([*undefined, *gone])
+        if self.is_differentiable:
+            for slot in self.layout.slots:
+                if slot.parameter.grad is None and slot.view is not None:
+                    slot.parameter.grad = slot.view
+        super()._settle(missing, undefined, verdicts, had_backward=had_backward)
+        for slot in self.layout.sparse:
+            reduce_sparse(self.comm, slot, divide_by=int(self._divide_by))
+
+    def _used_by_none(
+        self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts
+    ) -> Iterable[Slot]:
+        static = self._wishes.static_graph
+        if static is None:
+            return super()._used_by_none(missing, undefined, verdicts)
+        slots, uses = self.layout.slots, list[Use]()
+        if static.never is None or verdicts.has_undefined:
+            uses = greatest_uses(self.comm, slots, missing, undefined)
+            if static.never is None:
+                static.learn_never(slot.name for slot in slots if uses[slot.index] is Use.NONE)
+        never = [slot for slot in slots if static.never is not None and slot.name in static.never]
+        if late := [slot.name for slot in never if slot not in missing]:
+            raise RuntimeError(
+                f"with static_graph=True every step must use the same parameters, but {', '.join(late)} got a gradient "
+                "now and none in the first step: pass find_unused_parameters=True instead"
+            )
+        return [slot for slot in slots if uses[slot.index] is not Use.GRADIENT] if uses else never
+
+    def _complain(self, missing: Sequence[Slot] | None) -> None:
+        if not self._wishes.finds_unused and self._wishes.static_graph is None:
+            super()._complain(missing)

@@ -1,0 +1,238 @@
+"""The bucketed replica: gradients are averaged in buckets, while backward is still running. This is the core of DDP.
+
+    made         parameters and buffers become rank 0's; every parameter gets a hook
+    forward      `prepare` finds the layout, which says which bucket each gradient goes to; outputs are watched
+    backward     `_begin` when autograd reaches an output, `on_gradient` for each parameter, `_average` at the end.
+                 Each calls the present `Backward`, which does the work (`backward.py`)
+    step         the optimizer finds the mean in `p.grad`, which is a view of a bucket
+
+Note "begin". A backward normally enters the model through the outputs of its forward. A loss that is made of gradients
+with respect to inputs (`autograd.grad(…, create_graph=True)`) can bypass them. So if a forward in training mode, or one
+without visible outputs, still waits for its backward, the first gradient of a parameter begins it instead.
+
+Where it may fail. A lost rank: `PeerLost`, out of any collective, so out of `prepare`, `_begin`, `on_gradient` or
+`_average`. A gradient for a bucket that has been sent, or for none: RuntimeError, out of `on_gradient`. A parameter
+that got no gradient: `UnusedParameters`, out of the next `prepare`, or of `raise_pending` before the optimizer's step.
+After a backward that broke off, `prepare` raises RuntimeError. Parameters that were added, frozen or converted in a
+wrong way: `ConfigError` or `ReplicaMismatch`, out of `prepare`.
+
+Read before: `backward.py`, `timeline.py`. Read next: `sync_batchnorm.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.setup import current
+from ddp.gradients.bucket import Bucket
+from ddp.gradients.layout import Layout, bucket_limits
+from ddp.gradients.totals import Totals
+from ddp.replica.backward import Backward, State
+from ddp.replica.broadcast import broadcast_state
+from ddp.replica.buffers import BufferSync
+from ddp.replica.gradient_hooks import listen
+from ddp.replica.layouts import Layouts
+from ddp.replica.parameters import Change, ParameterWatch, check_trainable, managed
+from ddp.replica.replica import Replica
+from ddp.replica.sink import accumulates, call_at_end, watch_backward
+from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.timeline import describe
+from ddp.replica.uncompiled import uncompiled
+
+
+class BucketedDataParallel(Replica):
+    """Averages gradients over all ranks in buckets, while backward runs.
+
+    Args:
+        module: at least one parameter must need a gradient. Its parameters and buffers become rank 0's.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; 25 by default.
+        first_bucket_mb: the size for bucket 0, which is launched first; 1 by default.
+        overlap: reduce in the background of backward; by default, only where that is faster (`backward.py`, note
+            "foreground").
+        broadcast_buffers: before each forward in training mode, buffers become rank 0's.
+        comm: the ranks that take part; all by default.
+
+    Raises:
+        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
+        ConfigError: no parameter needs a gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float | None = None,
+        first_bucket_mb: float | None = None,
+        overlap: bool | None = None,
+        broadcast_buffers: bool = True,
+        comm: Communicator | None = None,
+    ) -> None:
+        comm = comm or current()
+        check_trainable(list(module.named_parameters()))
+        broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
+        super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
+        self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
+        self._overlap = overlap
+        self._start()
+
+    def _start(self, ignored: Collection[str] = ()) -> None:
+        """Plans the first layout, and lets autograd tell this replica of each gradient.
+
+        Args:
+            ignored: names of parameters that are left alone.
+        """
+        if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
+            self._overlap = True  # its layers communicate in backward: else a rank could wait in two places at once
+        self._ignored = frozenset(ignored)
+        self._watch = ParameterWatch(self.module)
+        self._layouts = Layouts(self.comm, self._watch, self._make_layout())
+        self._backward = self._new_backward()
+        self._last = self._backward  # the last one that has ended, once there is one
+        self._waiting: Layout | None = None  # of a forward that waits for its backward (note "begin")
+        listen(self, (parameter for _, parameter in self._replicated_parameters()))
+
+    # --- a step, in the order of time --------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Raises any error that the last step has recorded, and finds the layout for this step.
+
+        Raises:
+            UnusedParameters: some parameters got no gradient in the last step, and that is not allowed.
+            RuntimeError: the last backward broke off half-way, so that the ranks are out of step.
+            ConfigError: parameters were added, removed or replaced, or frozen with a gradient that was not sent.
+            ReplicaMismatch: parameters were frozen or converted on some ranks only.
+        """
+        self.raise_pending()
+        while (change := self._watch.look()) is Change.MODULES:  # then it looks again, for what else has changed
+            self._buffer_sync.look_again()
+        if change is Change.KINDS:
+            self._layouts.forget()
+        if change is not Change.NONE:
+            self._choose_layout()
+
+    def raise_pending(self) -> None:
+        """Raises what the last backward has found wrong: an error of the program on every rank alike."""
+        if self._last.error is not None:
+            raise self._last.error
+        if self._backward.state is State.RUNNING:
+            raise RuntimeError(
+                f"the last backward through this replica broke off (step {self.num_steps}); the ranks are out of step: "
+                "start anew, from the last checkpoint"
+            )
+
+    @uncompiled
+    def _before_forward(self) -> bool:
+        if torch.is_grad_enabled():
+            self._waiting = None
+        return super()._before_forward()
+
+    def _watch_outputs(self, outputs: Any) -> None:
+        layout = self._layouts.current
+        has_outputs = watch_backward(outputs, partial(self._begin, layout), self._finish)
+        self._waiting = layout if self.training or not has_outputs else None
+
+    @uncompiled
+    def _begin(self, layout: Layout) -> bool:
+        """Backward has reached an output, or a parameter. Returns True if that begins the step.
+
+        Args:
+            layout: for the parameters that needed a gradient in the forward that backward goes through.
+        """
+        layout = layout.latest  # an earlier backward may have learned the order of gradients since
+        if self._backward.state is State.RUNNING or not accumulates(layout.parameters):
+            return False
+        self._backward.begin(layout, totals=self._take_totals(), divide_by=self._divisor)
+        return True
+
+    def _begin_without_backward(self) -> None:
+        self._backward.begin(self._layouts.current, totals=self._take_totals(), divide_by=self._divisor)
+
+    @property
+    def _divisor(self) -> int:
+        """Divisor of the sums over ranks in a step without totals."""
+        return self.comm.world_size
+
+    @uncompiled
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Autograd has added to the parameter's gradient."""
+        if not self._backward.note(parameter):
+            self._on_other_gradient(parameter)
+
+    def on_large_gradient(self, parameter: Tensor) -> None:
+        """Does the same for a gradient that is worth a copy of its own: its memory is free again at once."""
+        self._backward.move_in(parameter)
+        self.on_gradient(parameter)
+
+    def _on_other_gradient(self, parameter: Tensor) -> None:
+        """Autograd has added to a gradient that no bucket awaits."""
+        if self._waiting is not None and self._backward.state is State.EXPECTED and self._begin(self._waiting):
+            call_at_end(self._finish)
+        # once more, because the backward that has just begun may have a bucket for it
+        is_known = self._backward.note(parameter) or self._backward.note_other(parameter)
+        if not is_known and parameter.requires_grad:  # else autograd has reached it without a gradient
+            name = self._watch.names_of({id(parameter)})[0]
+            raise RuntimeError(
+                f"{name} was unfrozen after its forward began, or one backward goes through two forwards with other "
+                "frozen parameters, so no bucket has a place for its gradient: unfreeze before the forward, or use "
+                "ddp.DistributedDataParallel"
+            )
+
+    def _average(self, *, had_backward: bool) -> Totals:
+        self._waiting = None
+        totals = self._backward.finish(had_backward=had_backward)
+        self.waited.total_s += self._backward.waited.total_s
+        self._last, self._backward = self._backward, self._new_backward(self.num_steps + 1)
+        return totals
+
+    # --- what a step is made of; `drop_in/` has others ---------------------------------------------------------------
+
+    def _new_backward(self, step: int = 0) -> Backward:
+        return Backward(self.comm, step, overlap=self.overlaps)
+
+    def _make_layout(self) -> Layout:
+        """Returns a layout of the parameters that need a gradient now."""
+        needed = self._watch.needed_ids
+        named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
+        return Layout(self.comm, named, limits=self._limits)
+
+    def _choose_layout(self) -> None:
+        self._layouts.choose(self._make_layout, early=self._backward.early)
+
+    def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return managed(self.module, self._ignored, Replica)
+
+    # --- looking at it -----------------------------------------------------------------------------------------------
+
+    @property
+    def overlaps(self) -> bool:
+        """Returns True if buckets are reduced in the background of backward."""
+        return self.comm.overlaps if self._overlap is None else self._overlap
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the next step, in the order of reduction."""
+        return self._layouts.current.buckets
+
+    @property
+    def bucket_layout(self) -> list[list[str]]:
+        """Names of the gradients that are reduced together; the bits of a ring depend on it."""
+        return self._layouts.current.names
+
+    @property
+    def gradient_order(self) -> list[str] | None:
+        """Names in the order in which gradients become ready; None as long as that is not known."""
+        return self._layouts.current.order
+
+    def adopt_gradient_order(self, names: Sequence[str]) -> None:
+        """Expects gradients in this order from now on. Every rank calls it alike."""
+        self._layouts.adopt_order(list(names))
+
+    def logging_data(self) -> dict[str, Any]:
+        """Returns how long the last step's reductions took, bucket by bucket (`timeline.py`)."""
+        return describe(self._last, self.num_steps, self._layouts.current)

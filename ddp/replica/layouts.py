@@ -1,0 +1,91 @@
+"""The layouts of one replica: one for each set of parameters that have needed a gradient together.
+
+Most programs have one. A program that freezes or unfreezes parameters gets another layout at the next forward, and must
+freeze the same ones on every rank. The last two layouts are kept, because a GAN alternates between two.
+
+Read before: `gradient_hooks.py`. Read next: `unused.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
+from ddp.gradients.layout import Layout
+from ddp.replica.broadcast import check_same_layout
+from ddp.replica.parameters import ParameterWatch
+
+NUM_KEPT = 2
+
+
+class Layouts:
+    """Finds the layout for the parameters that need a gradient.
+
+    Args:
+        watch: knows which parameters need a gradient.
+        first: the layout of those that do now.
+    """
+
+    def __init__(self, comm: Communicator, watch: ParameterWatch, first: Layout) -> None:
+        self._comm, self._watch, self._current = comm, watch, first
+        self._by_needed = {watch.needed: first}
+
+    def __len__(self) -> int:
+        return len(self._by_needed)
+
+    @property
+    def current(self) -> Layout:
+        """The layout for the parameters that needed a gradient when `choose` was called last."""
+        return self._current.latest
+
+    def choose(self, make: Callable[[], Layout], *, early: Iterable[Tensor]) -> None:
+        """Makes the layout for the parameters that need a gradient now the current one. Collective if it is a new one.
+
+        Args:
+            make: returns a new layout of these parameters.
+            early: parameters that have accumulated gradients which no backward has reduced yet.
+
+        Raises:
+            ConfigError: one of these was frozen.
+            ReplicaMismatch: parameters were frozen or converted on this rank, and not on another one.
+        """
+        needed = self._watch.needed
+        layout = self._by_needed.pop(needed, None)
+        if layout is None:
+            layout = make()
+            self._check_same_on_every_rank(layout)
+            while len(self._by_needed) >= NUM_KEPT:
+                self._by_needed.pop(next(iter(self._by_needed)))
+        self._by_needed[needed] = self._current = layout  # behind the others: those used longest ago are dropped
+        if frozen := {id(parameter) for parameter in early}.difference(layout.slot_of):
+            raise ConfigError(
+                f"{', '.join(self._watch.names_of(frozen))}: frozen with a gradient from no_sync that has not been "
+                "sent. Freeze parameters after a backward that synchronises"
+            )
+
+    def forget(self) -> None:
+        """Drops the layouts that are kept, because parameters have another type, or are on another device."""
+        self._by_needed.clear()
+
+    def adopt_order(self, names: list[str]) -> None:
+        """Expects gradients in this order from now on."""
+        self.current.in_order(names)
+
+    def prepare_for_hook(self) -> None:
+        """Lets a communication hook reduce the buckets from now on."""
+        for layout in self._by_needed.values():
+            layout.latest.for_hooks()
+
+    def _check_same_on_every_rank(self, layout: Layout) -> None:
+        try:
+            check_same_layout(self._comm, [(slot.name, slot.parameter) for slot in layout.slots])
+        except CollectiveMismatch as mismatch:
+            changed = {slot.name for slot in self._current.slots} ^ {slot.name for slot in layout.slots}
+            what = f"{', '.join(sorted(changed))}: frozen or unfrozen" if changed else "parameters were converted"
+            raise ReplicaMismatch(
+                f"{what} on rank {self._comm.rank}, and not on another one. Change requires_grad, types and devices "
+                "on every rank, between the same two steps"
+            ) from mismatch

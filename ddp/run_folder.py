@@ -1,0 +1,175 @@
+"""The folder of a run, before a worker starts: who may write it, what an earlier run left there, and config.yaml.
+
+    RUN_DIR/config.yaml      every setting, as `ddp.config` has it; it exists once a run was prepared here
+            metrics.jsonl, summary.json, curves.png, logs/, checkpoints/      what workers and launcher write
+            .lock            while a process writes here: see `files.hold`
+
+`prepare` refuses what cannot work: a folder that another run holds, a full disk, settings that contradict, missing
+data, a checkpoint of another model. So a run that starts has met everything that one process can find out.
+
+Read before: `launcher.py`. Read next: `engine.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp.config import Config, from_plain, to_plain
+from ddp.errors import ConfigError
+from ddp.files import flush_folder, hold, write_whole
+
+
+def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
+    """Refuses everything that can be refused before a worker starts; then writes RUN_DIR/config.yaml.
+
+    Args:
+        config: gets its run directory and every derived value.
+        run_dir: exists.
+        local_workers: workers on this host; None: all.
+        is_restart: the run in the folder is this one.
+
+    Raises:
+        ConfigError, CheckpointError, ReplicaMismatch: the run cannot work; the message has the remedy.
+    """
+    from ddp.build import check
+
+    config.run.dir, config.run.name = str(run_dir), config.run.name or run_dir.name
+    if not is_restart:
+        _refuse_reuse(config, run_dir)
+    _try_writing(run_dir)
+    config.resolve(local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
+    check(config)
+    for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
+        stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
+    text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    path = run_dir / "config.yaml"
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_whole(path, text)
+    for parent in run_dir.absolute().parents[:3]:  # Hydra has made the folder: runs/NAME, or runs/SWEEP/JOB
+        flush_folder(parent)
+
+
+def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config:
+    """Returns, for resume=auto, the settings of the run in this folder, with this command line's on top.
+
+    Without resume=auto, or without a run in the folder, `config` is returned as it is.
+    """
+    path = run_dir / "config.yaml"
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    if config.resume != "auto" or not path.exists() or "recipe" in keys:
+        return config
+    plain, now = _read_settings(path), to_plain(config)
+    derived = {"cluster": ["local_workers"], "batch": ["num_shards"]}
+    if "cluster.workers" in keys:
+        derived["cluster"].append("threads_per_worker")
+    for group, names in derived.items():
+        plain[group].update({name: now[group][name] for name in names})
+    for *above, name in (key.split(".") for key in keys if not key.startswith("hydra.")):
+        source, target = now, plain
+        for group in above:
+            source, target = source[group], target[group]
+        target[name] = source[name]
+    return from_plain(plain)
+
+
+@contextlib.contextmanager
+def only_writer(run_dir: Path) -> Iterator[None]:
+    """Keeps other processes from writing the folder, for the duration of the block.
+
+    Raises:
+        ConfigError: another run writes it: that run's launcher, or its rank 0, which may outlive the launcher.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(contextlib.closing(hold(run_dir)))
+            if (run_dir / "checkpoints").is_dir():
+                hold(run_dir / "checkpoints").close()
+        except OSError as error:
+            raise unwritable(run_dir, error) from error
+        yield
+
+
+def setting_for(run_dir: Path, config: Config) -> str:
+    """Returns the setting that names this folder on the command line."""
+    named = run_dir.resolve() == Path("runs", config.run.name).resolve()
+    return f"run.name={config.run.name}" if named else f"hydra.run.dir={run_dir}"
+
+
+def unwritable(folder: Path | str, error: OSError) -> ConfigError:
+    """Returns the error for a folder in which nothing can be written."""
+    reason = error.strerror or str(error)
+    return ConfigError(f"run directory {folder}: {reason}; make room there, or take another with hydra.run.dir=FOLDER")
+
+
+def remove_if_empty(run_dir: Path) -> None:
+    """Removes a folder that was made for a run that never started."""
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
+
+
+def _refuse_reuse(config: Config, run_dir: Path) -> None:
+    """Raises ConfigError if the folder holds a run that this one does not continue."""
+    if not (run_dir / "config.yaml").exists() or config.resume == "auto":
+        return
+    if config.resume != "none" and Path(config.resume).resolve().is_relative_to(run_dir.resolve()):
+        return
+    raise ConfigError(
+        f"{setting_for(run_dir, config)}: {run_dir} holds a run; continue it with resume=auto, or take another"
+    )
+
+
+def _try_writing(run_dir: Path) -> None:
+    """Writes as much as a small run will, because a full disk should be found now and not at the first checkpoint."""
+    trial = run_dir / ".trial"
+    try:
+        with trial.open("wb") as stream:
+            stream.write(os.urandom(8 << 20))  # random, because a file system may compress
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink(missing_ok=True)
+
+
+def _earlier_num_shards(config: Config, run_dir: Path) -> int | None:
+    """Returns the number of shards of the run that this one resumes, because random streams depend on it."""
+    if config.resume == "none":
+        return None
+    start = run_dir if config.resume == "auto" else Path(config.resume).resolve()
+    for folder in (start, *start.parents[:2]):  # RUN_DIR, RUN_DIR/checkpoints or RUN_DIR/checkpoints/ONE
+        if (folder / "config.yaml").is_file():
+            with contextlib.suppress(ConfigError):  # its checkpoints do not need it; `restore` says what differs
+                return from_plain(_read_settings(folder / "config.yaml")).batch.num_shards
+    return None
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Returns the content of the config.yaml of an earlier run.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        plain: dict[str, Any] = yaml.safe_load(text)
+        whole = to_plain(from_plain(plain))
+        last = list(whole)[-1]
+        missing = [name for name in whole if name not in plain]
+        if missing := missing or [f"{last}.{name}" for name in whole[last] if name not in plain[last]]:
+            raise ConfigError(f"it ends before {missing[0]}")
+        if not text.endswith("\n"):
+            raise ConfigError("it ends in the middle of a line")
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {' '.join(str(error).split())}. The checkpoints do not need it: start a run "
+            f"from them with resume={path.parent / 'checkpoints'} run.name=NEW, and give its settings again"
+        ) from error
+    return plain

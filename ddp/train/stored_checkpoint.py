@@ -1,0 +1,206 @@
+"""A checkpoint on the disk: what its folder holds, how it is found, verified and loaded.
+
+    checkpoints/
+        step-00000120/            one checkpoint
+            model.pt, ...         parts: torch.save of tensors and plain values (loadable with weights_only=True)
+            manifest.json         {schema, step, order, score, parts: {name: {bytes, sha256}}, meta, sha256}
+        latest, best              one line each, the folder's name: for people and scripts
+        .tmp-step-00000130/       being written
+        .old-step-00000120/       being replaced
+        .lock                     while a process saves here: which
+
+The last checkpoint is the one that was saved last (`order` counts saves), not the one of the greatest step, because a
+run may go back to an earlier checkpoint. Where a new checkpoint is missing whose predecessor has stepped aside as
+.old-…, the .old-… is taken. Readers write nothing, so they may run beside the writer.
+
+Cost: one pass of SHA-256 over the bytes (about 1 s per 2 GB) on top of reading.
+
+Read before: `files.py`. Read next: `checkpoint_store.py`, which writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp.errors import CheckpointError
+from ddp.files import json_object
+from ddp.log import log
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+_FOLDER_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint whose files were verified.
+
+    Attributes:
+        step: committed steps at the time.
+        path: its folder.
+        score: the figure that decides which one is the best, if there was one.
+        meta: JSON values that were saved beside the parts.
+        parts: name to content, tensors on the CPU.
+    """
+
+    step: int
+    path: Path
+    score: float | None
+    meta: Mapping[str, Any]
+    parts: Mapping[str, Any]
+
+
+def load(path: Path | str, *, names: Collection[str] | None = None) -> StoredCheckpoint:
+    """Returns one checkpoint, or the last one in a folder of checkpoints whose files are whole.
+
+    In a folder of checkpoints, those that are not whole are skipped with a warning.
+
+    Args:
+        names: parts to load; None for all. Every part is verified in any case.
+
+    Raises:
+        CheckpointError: there is none, or what is wrong with each.
+    """
+    path = Path(path)
+    if not ((path / MANIFEST).exists() or _FOLDER_NAME.fullmatch(path.name)):
+        return _load_last(path, names)
+    try:
+        return _read(path, names)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded: {error}; name another checkpoint, "
+            f"or the folder {path.parent} to take the last one that is whole"
+        ) from error
+
+
+def _load_last(folder: Path, names: Collection[str] | None) -> StoredCheckpoint:
+    saved, unreadable = listed(folder)
+    wrong: list[str] = []
+    for path in [*unreadable, *(one.path for one in saved)]:  # the unreadable ones, to report them
+        try:
+            checkpoint = _read(path, names)
+        except CheckpointError as error:
+            wrong.append(f"{path.name}: {error}")
+            continue
+        if wrong:
+            log.warning("skipped checkpoints that are not whole (%s); took %s", "; ".join(wrong), path)
+        return checkpoint
+    if wrong:
+        raise CheckpointError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
+    raise CheckpointError(f"no checkpoint in {folder}: check the path, or start without resuming")
+
+
+# ------------------------------------------------------------------------------------------------------------- finding
+
+
+class Saved(NamedTuple):
+    """A checkpoint's folder and its manifest. Only reading the parts tells whether they are whole."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+
+class Listed(NamedTuple):
+    """The checkpoints in a folder."""
+
+    saved: list[Saved]  # the last saved first
+    unreadable: list[Path]  # manifest missing or damaged
+
+
+def listed(folder: Path) -> Listed:
+    """Returns the checkpoints in a folder, without reading their parts."""
+    found = Listed([], [])
+    for _, path in sorted(_folders(folder).items(), reverse=True):
+        try:
+            found.saved.append(Saved(path, _read_manifest(path)))
+        except CheckpointError:
+            found.unreadable.append(path)
+    found.saved.sort(key=lambda saved: int(saved.manifest["order"]), reverse=True)
+    return found
+
+
+def steps(folder: Path) -> list[int]:
+    """Returns the steps of all checkpoints in a folder, ascending; `load` finds out which ones are whole."""
+    return sorted(_folders(folder))
+
+
+def _folders(folder: Path) -> dict[int, Path]:
+    """Returns step → folder of published checkpoints, and of those that a save was about to replace."""
+    found: dict[int, Path] = {}
+    for prefix in (".old-", ""):  # a published one wins
+        for path in folder.glob(f"{prefix}step-*"):
+            if match := _FOLDER_NAME.fullmatch(path.name.removeprefix(prefix)):
+                found[int(match[1])] = path
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- reading and verifying
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of the manifest's content, without its own `sha256`."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json_object((folder / MANIFEST).read_text(encoding="utf-8"))
+        schema = manifest["schema"]
+        whole = manifest["sha256"] == digest(manifest)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"it has no {MANIFEST}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    if not whole:
+        raise CheckpointError(f"{MANIFEST} has changed since it was written")
+    if schema != SCHEMA:
+        raise CheckpointError(f"its schema is {schema}, this version of ddp reads {SCHEMA}")
+    return manifest
+
+
+def _read(folder: Path, names: Collection[str] | None) -> StoredCheckpoint:
+    """Verifies all parts of a checkpoint and loads those in `names`; CheckpointError says what is wrong with it."""
+    manifest = _read_manifest(folder)
+    entries: dict[str, Any] = manifest["parts"]
+    for name, entry in entries.items():
+        _verify(folder / f"{name}.pt", num_bytes=entry["bytes"], sha256=entry["sha256"])
+    wanted = list(entries) if names is None else list(names)
+    if unknown := [name for name in wanted if name not in entries]:
+        raise CheckpointError(f"it has no part {', '.join(unknown)}; its parts are {', '.join(entries)}")
+    parts = {name: _load_part(folder / f"{name}.pt") for name in wanted}
+    return StoredCheckpoint(manifest["step"], folder, manifest["score"], manifest["meta"], parts)
+
+
+def _verify(path: Path, *, num_bytes: int, sha256: str) -> None:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != num_bytes:
+                raise CheckpointError(f"{path.name} has {size} bytes instead of {num_bytes}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise CheckpointError(f"{path.name} has changed since it was written (another SHA-256)")
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _load_part(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(f"{path.name} cannot be loaded ({cause_of(error)})") from error
+
+
+def cause_of(error: Exception) -> str:
+    """Returns the cause of an error of torch.load in one line, without torch's advice to load with less care."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+    return text.splitlines()[0].partition(". ")[0]

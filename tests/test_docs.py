@@ -1,0 +1,80 @@
+"""The package explains itself: docstrings open with a sentence, and one walk leads through every file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ddp"
+MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+NOT_YET = (  # files and folders that are being rewritten elsewhere: they are not checked
+    *("collectives/cost.py", "collectives/simulate.py", "transport/", "comm/"),
+    *("train/step.py", "bench/"),
+)
+GOES_ON = {  # where the walk leaves these; None where it ends
+    "collectives/simulate.py": "gradients/totals.py",
+    "train/step.py": "train/fit.py",
+    "bench/": None,
+}
+
+# A docstring says "Returns what …", "Returns True if …", "Says where …": these words alone begin no sentence.
+FRAGMENT = re.compile(
+    r"(What|Whatever|Whether|Of|Where|How|Those|Which|Who|Whoever|Whose|When|While|Why|That|True|False|None|Same|"
+    r"The same|As if|All (that|of|those|which|who)|Everything (that|which)|Everyone who|Nothing (but|to))\b"
+)
+
+
+def is_checked(module: str) -> bool:
+    return not module.startswith(NOT_YET)
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the name and the docstring of a module and of everything in it that has one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+            yield getattr(node, "name", "the module"), text
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if is_checked(name)])
+def test_docstrings_open_with_a_sentence(module: str) -> None:
+    fragments = [
+        f"{name}: {text.splitlines()[0]}" for name, text in docstrings(MODULES[module]) if FRAGMENT.match(text)
+    ]
+    assert fragments == []
+
+
+def named(module: str, words: str) -> list[str]:
+    """Returns the files and folders that a module's docstring names after `words`, relative to the package."""
+    text = ast.get_docstring(ast.parse(MODULES[module].read_text())) or ""
+    _, _, after = " ".join(text.split()).partition(words)
+    paths = re.findall(r"`([\w/]+(?:\.py|/))`", after.partition("Read next:")[0])
+    beside = [(MODULES[module].parent / path, PACKAGE / path) for path in paths]
+    found = [near if near.exists() else far for near, far in beside]
+    assert [path for path in found if not path.exists()] == [], f"{module} names a file that does not exist"
+    return [path.relative_to(PACKAGE).as_posix() + ("/" if path.is_dir() else "") for path in found]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if is_checked(name) and not name.endswith("__init__.py")])
+def test_every_module_says_what_to_read_before_and_next(module: str) -> None:
+    assert named(module, "Read before:")
+    assert named(module, "Read next:")
+
+
+def test_one_walk_leads_through_every_module() -> None:
+    reached, ahead = set[str](), ["__init__.py"]
+    while ahead:
+        module = ahead.pop()
+        if module in reached:
+            continue
+        reached.add(module)
+        if is_checked(module):
+            ahead += named(module, "Read next:")
+        elif (further := GOES_ON[module]) is not None:
+            ahead.append(further)
+    wanted = {name for name in MODULES if is_checked(name) and not name.endswith("/__init__.py")}
+    assert wanted - reached == set()
