@@ -43,7 +43,7 @@ from ddp.comm.host_reduce import HostGroup, NoSharedMemory
 from ddp.transport.edge import Transport
 
 Gather = Callable[[bytes], list[bytes]]  # everyone's bytes, by rank
-Times = dict[str, list[float]]  # by what was timed, its repetitions; absent where a rank took no part
+Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
 
 NUM_REPETITIONS, IN_A_ROW = 5, 8  # of short measurements, each of so many calls or rounds in a row
 SMALL_BYTES, BULK_BYTES, NUM_MESSAGES = 8, 4 << 20, 8
@@ -117,15 +117,15 @@ def calibrate(
             mine |= timed({f"{name} beta": exchange(1, BULK_BYTES)}, device=device)
     if group is not None:
         mine |= _in_memory(group, max(map(len, hosts)))
-    return figures(exchanged(mine, gather), hosts)
+    return figures(agreed(mine, gather), hosts)
 
 
-def figures(everyone: Sequence[Times], hosts: Hosts) -> Measured:
-    """Computes the figures from the times of all ranks."""
-    inside, between = _link(everyone, "inside"), _link(everyone, "between")
+def figures(times: Mapping[str, float], hosts: Hosts) -> Measured:
+    """Computes the figures from the agreed times."""
+    inside, between = _link(times, "inside"), _link(times, "between")
     one_link = inside or between or Link(0.0, 0.0)  # a link that does not exist is the other one
-    network = Network(hosts, inside or one_link, between or one_link, slowest(everyone, "adding") / BULK_BYTES)
-    ordinary, allocated = _curve(everyone, "ordinary"), _curve(everyone, "allocated")
+    network = Network(hosts, inside or one_link, between or one_link, times["adding"] / BULK_BYTES)
+    ordinary, allocated = _curve(times, "ordinary"), _curve(times, "allocated")
     return Measured(network, ordinary, allocated or ordinary)
 
 
@@ -153,15 +153,12 @@ def timed(runs: Mapping[str, Callable[[], object]], in_a_row: int = 1, *, device
     return {name: repetitions[1:] for name, repetitions in times.items()}
 
 
-def exchanged(mine: Times, gather: Gather) -> list[Times]:
-    """Returns the times of all ranks, by rank."""
-    return [json.loads(text) for text in gather(json.dumps(mine).encode())]
-
-
-def slowest(everyone: Sequence[Times], name: str) -> float:
-    """Returns the median, over the repetitions, of the slowest rank's time; 0 for what no rank timed."""
-    repetitions = zip(*(times[name] for times in everyone if name in times), strict=True)
-    return float(median([max(times) for times in repetitions] or [0.0]))
+def agreed(mine: Times, gather: Gather) -> dict[str, float]:
+    """Returns, by name, the median over the repetitions of the slowest rank's time: the same on all ranks."""
+    everyone: list[Times] = [json.loads(text) for text in gather(json.dumps(mine).encode())]
+    names = dict.fromkeys(name for times in everyone for name in times)
+    by_rank = {name: [times[name] for times in everyone if name in times] for name in names}
+    return {name: median(map(max, zip(*times, strict=True))) for name, times in by_rank.items()}
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -198,12 +195,12 @@ def _exchange(
     )
 
 
-def _link(everyone: Sequence[Times], name: str) -> Link | None:
-    alpha_s, many_s, bulk_s = (slowest(everyone, f"{name} {what}") for what in ("alpha", "gap", "beta"))
-    if not alpha_s:
+def _link(times: Mapping[str, float], name: str) -> Link | None:
+    if f"{name} alpha" not in times:
         return None
-    gap_s = max(0.0, many_s - alpha_s) / (NUM_MESSAGES - 1)
-    return Link(alpha_s, max(0.0, bulk_s - alpha_s) / BULK_BYTES, gap_s)
+    alpha_s = times[f"{name} alpha"]
+    beta_s = max(0.0, times[f"{name} beta"] - alpha_s) / BULK_BYTES
+    return Link(alpha_s, beta_s, max(0.0, times[f"{name} gap"] - alpha_s) / (NUM_MESSAGES - 1))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -227,7 +224,6 @@ def _in_memory(group: HostGroup, largest_host: int) -> Times:
     return times
 
 
-def _curve(everyone: Sequence[Times], kind: str) -> Curve | None:
-    points = {nbytes: slowest(everyone, f"{kind} {nbytes}") for nbytes in MEMORY_BYTES}
-    known = {nbytes: seconds for nbytes, seconds in points.items() if seconds}
+def _curve(times: Mapping[str, float], kind: str) -> Curve | None:
+    known = {nbytes: times[f"{kind} {nbytes}"] for nbytes in MEMORY_BYTES if f"{kind} {nbytes}" in times}
     return Curve(tuple(known), tuple(known.values())) if known else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from ranks import run_ranks
 
 import ddp.comm.calibrate as calibration
 from ddp.collectives.placed import Hosts
-from ddp.comm.calibrate import Curve, Measured, calibrate, figures, slowest
+from ddp.comm.calibrate import Curve, Measured, agreed, calibrate, figures
 from ddp.transport.edge import TransportError
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
@@ -98,35 +99,24 @@ def test_a_rank_that_fails_ends_it_within_the_deadline() -> None:
 
 
 def test_what_the_times_become() -> None:
-    """Ranks 0 and 2 stand for their hosts between the hosts; the slower one counts."""
-    inside = {
-        "inside alpha": [4e-6] * 3,
-        "inside gap": [11e-6] * 3,
-        "inside beta": [4e-6 + calibration.BULK_BYTES * 1e-10] * 3,
-    }
-    slow = {
-        "between alpha": [1e-3] * 3,
-        "between gap": [1e-3] * 3,
-        "between beta": [1e-3 + calibration.BULK_BYTES * 1e-9] * 3,
-    }
-    fast = {name: [1e-6] * 3 for name in slow}
-    adding = {"adding": [calibration.BULK_BYTES * 1e-11] * 3}
-    everyone = [adding | inside | slow, adding | inside, adding | inside | fast, adding | inside]
-    network = figures(everyone, ((0, 1), (2, 3))).network
+    times = {"adding": calibration.BULK_BYTES * 1e-11}
+    times |= {"inside alpha": 4e-6, "inside gap": 11e-6, "inside beta": 4e-6 + calibration.BULK_BYTES * 1e-10}
+    times |= {"between alpha": 1e-3, "between gap": 1e-3, "between beta": 1e-3 + calibration.BULK_BYTES * 1e-9}
+    network = figures(times, ((0, 1), (2, 3))).network
     assert (network.inside.alpha_s, network.inside.beta_s, network.inside.gap_s) == pytest.approx((4e-6, 1e-10, 1e-6))
     assert (network.between.alpha_s, network.between.beta_s, network.between.gap_s) == pytest.approx((1e-3, 1e-9, 0))
     assert network.gamma_s == pytest.approx(1e-11)
 
 
-def test_of_repetitions_the_median_counts_and_of_ranks_the_slowest() -> None:
-    assert slowest([{"a": [1.0, 9.0, 1.0]}, {}, {"a": [2.0, 1.0, 3.0]}], "a") == 3.0
-    assert slowest([{"a": [1.0]}], "b") == 0.0
+def test_of_ranks_the_slowest_counts_and_of_repetitions_the_median() -> None:
+    """Rank 1 had no part in the first measurement."""
+    everyone = [{"a": [1.0, 9.0, 1.0], "b": [5.0]}, {"b": [4.0]}, {"a": [2.0, 1.0, 3.0], "b": [1.0]}]
+    assert agreed({}, lambda mine: [json.dumps(times).encode() for times in everyone]) == {"a": 3.0, "b": 5.0}
 
 
 def test_memory_that_nobody_could_allocate_is_as_slow_as_any() -> None:
     small, large = calibration.MEMORY_BYTES[:2]
-    times = {"adding": [1e-4], f"ordinary {small}": [1e-5], f"ordinary {large}": [2e-5]}
-    measured = figures([times, times], ((0, 1),))
+    measured = figures({"adding": 1e-4, f"ordinary {small}": 1e-5, f"ordinary {large}": 2e-5}, ((0, 1),))
     assert measured.ordinary == measured.allocated == Curve((small, large), (1e-5, 2e-5))
 
 

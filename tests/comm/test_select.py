@@ -16,7 +16,7 @@ from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured
-from ddp.comm.select import TRIAL_S, Auto, Choice, affordable, in_columns, rank, size_of_trial, table
+from ddp.comm.select import TRIAL_S, Auto, Choice, affordable, fastest, in_columns, rank, size_of_trial, table
 from ddp.comm.way import CROSSING_BYTES, Way, possible_ways
 from ddp.errors import ConfigError
 from ddp.transport.simulated import SimulatedNetwork
@@ -167,6 +167,13 @@ def test_the_fastest_of_what_was_timed_is_taken_and_the_slowest_rank_counts() ->
     assert chooser.choices == {1000: "all_to_all"}
 
 
+def test_of_nearly_equal_times_memory_goes_first_and_then_the_ring() -> None:
+    times = {"tree": 1.0, "butterfly": 1.02, "ring": 1.09, "shared_memory+tree": 1.2}
+    assert fastest(ways(TWO_HOSTS), times) == "ring"
+    assert fastest(ways(TWO_HOSTS), times | {"ring": 1.2}) == "tree"
+    assert fastest(ways(TWO_HOSTS), times | {"shared_memory+tree": 1.09}) == "shared_memory+tree"
+
+
 def test_sizes_up_to_the_same_power_of_two_share_a_trial() -> None:
     ran: list[str] = []
     chooser = auto(FAR, by_rank=[{"tree": 1e-3}], ran=ran)
@@ -179,10 +186,11 @@ def test_sizes_up_to_the_same_power_of_two_share_a_trial() -> None:
 
 
 def test_what_takes_long_is_not_timed() -> None:
-    """16 MB at 10 ns a byte: the model has the last word."""
+    """16 MB at 10 ns a byte: the model has the last word, and a ring costs as much as anything with fewer rounds."""
     ran: list[str] = []
     chooser = auto(FAR, by_rank=[{"tree": 1e-3}], ran=ran)
-    assert chooser.choose(1 << 24) == names(1 << 24, FAR)[0]
+    assert names(1 << 24, FAR)[0] != "ring"
+    assert chooser.choose(1 << 24) == "ring"
     assert not ran
     ranking = ranked(1 << 10, FAR)
     few = affordable([choice for choice in ranking for _ in range(100)])
@@ -205,6 +213,15 @@ def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() 
     assert auto(TWO_HOSTS, algorithm="tree").way(flat, "auto").name == "tree"
     with pytest.raises(ConfigError, match="algorithm='abacus' is not possible here; choose one of auto, ring, tree"):
         chooser.check("abacus")
+
+
+def test_a_tensor_elsewhere_is_not_reduced_in_memory() -> None:
+    elsewhere = torch.zeros(10, device="meta")
+    with pytest.raises(
+        ConfigError, match="a tensor on meta cannot be reduced in the host's memory; move it to the CPU"
+    ):
+        auto(ONE_HOST).way(elsewhere, "auto")
+    assert auto(ONE_HOST).way(elsewhere, "ring").name == "ring"
 
 
 def test_pinned_choices_are_taken() -> None:
