@@ -100,19 +100,7 @@ class Communicator:
         else:
             starting = partial(connect, wire, self._watchdog, settings, self._channels)
             self._links = self._turns.run(Call(0, "start-up"), starting)
-        self.auto = Auto(
-            transport,
-            self.hosts,
-            self._links.ways,
-            self._links.group,
-            self._all_reduce,
-            wire.gather_bytes,
-            device=self.device,
-            algorithm=settings.algorithm,
-            order=settings.order,
-            segment_bytes=settings.segment_bytes,
-            timeout_s=settings.abort_s,
-        )
+        self.auto = Auto(self._links, settings, self._all_reduce)
         self._groups: list[Communicator] = []
         self._is_closed = False
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
@@ -176,10 +164,8 @@ class Communicator:
         """Combines `flat` over all ranks in the given way."""
         links = self._links
         if way.schedule is None:
-            memory = links.memory_of(flat)
-            if memory is None:
-                raise ConfigError(f"a tensor on {flat.device}: this communicator's are on {self.device}; move it there")
-            memory.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+            assert links.group is not None  # `auto` refuses a tensor that is not there
+            links.group.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
         elif way.in_memory:
             assert links.across is not None
             links.across.all_reduce(flat, way.schedule, reduction, sequence=sequence)
