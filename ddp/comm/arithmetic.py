@@ -1,6 +1,6 @@
-"""How two tensors become one: what stands behind `op=`. (The mean is a sum that is divided once, at the end.)
+"""Combines two tensors into one, as `op=` says. (The mean is a sum that is divided once, at the end.)
 
-Read before: nothing. Read next: `execute.py`, which combines what arrives; `host_reduce.py`, which combines in memory.
+Read before: `transport/topology.py`. Read next: `execute.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMBINE = {
 
 
 class Reduction(NamedTuple):
-    """What becomes of the ranks' tensors: how they are combined, and what happens to the result on its way."""
+    """An operation on the ranks' tensors, and what happens to its result on the way."""
 
     op: str = "sum"
     divide_by: int = 1  # of every sum, once

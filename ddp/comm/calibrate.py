@@ -20,7 +20,7 @@ times and compute the figures from them, so all have the same figures.
 
 How far predictions from these figures are off, `select.py` finds out: it times some all-reduces and says so.
 
-Read before: `collectives/simulate.py` (the model), `execute.py`. Read next: `select.py`.
+Read before: `collectives/simulate.py` (the model), `links.py`. Read next: `select.py`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ import torch
 
 from ddp.clock import now_s
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Recv, Round, Send
-from ddp.collectives.simulate import SEGMENT_BYTES, Link, Network
-from ddp.comm.execute import Scratch, execute, program
+from ddp.collectives.schedule import Goal, Recv, Schedule, Send
+from ddp.collectives.simulate import Link, Network
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
-from ddp.transport.edge import Transport
+from ddp.comm.links import Links
+from ddp.comm.settings import Settings
+from ddp.comm.wire import Wire
+from ddp.transport.topology import Gather
 
-Gather = Callable[[bytes], list[bytes]]  # everyone's bytes, by rank
 Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
 
 NUM_REPETITIONS, IN_A_ROW = 5, 8  # of short measurements, each of so many calls or rounds in a row
@@ -82,42 +83,28 @@ class Measured:
     allocated: Curve | None = None
 
 
-def calibrate(
-    transport: Transport,
-    hosts: Hosts,
-    group: HostGroup | None,
-    gather: Gather,
-    *,
-    timeout_s: float,
-    device: torch.device,
-) -> Measured:
-    """Measures links and memory. Collective over all ranks of `transport`.
-
-    Args:
-        hosts: the ranks of every host.
-        group: this host's memory, if its ranks share some.
-        gather: all-gather of bytes; keeps a deadline of its own.
-        timeout_s: longest wait for any one message.
-        device: where the tensors live that the transport carries.
+def calibrate(links: Links, settings: Settings) -> Measured:
+    """Measures links and memory. Collective.
 
     Raises:
         TransportError: a rank did not take part in time.
     """
+    wire, hosts, device = links.wire, links.hosts, settings.device
     here, arrived = (torch.zeros(BULK_BYTES // 4, device=device) for _ in range(2))
     mine = timed({"adding": partial(here.add_, arrived)}, device=device)
     rings = {
-        "inside": next(host for host in hosts if transport.rank in host),
+        "inside": next(host for host in hosts if wire.rank in host),
         "between": tuple(host[0] for host in hosts),
     }
     for name, ring in rings.items():
-        if transport.rank in ring and len(ring) > 1:
-            exchange = partial(_exchange, transport, ring, timeout_s=timeout_s, device=device)
+        if wire.rank in ring and len(ring) > 1:
+            exchange = partial(_exchange, wire, ring, device=device)
             small = {f"{name} alpha": exchange(1, SMALL_BYTES), f"{name} gap": exchange(NUM_MESSAGES, SMALL_BYTES)}
             mine |= timed(small, IN_A_ROW, device=device)
             mine |= timed({f"{name} beta": exchange(1, BULK_BYTES)}, device=device)
-    if group is not None:
-        mine |= _in_memory(group, max(map(len, hosts)))
-    return figures(agreed(mine, gather), hosts)
+    if links.group is not None:
+        mine |= _in_memory(links.group, max(map(len, hosts)))
+    return figures(agreed(mine, wire.gather_bytes), hosts)
 
 
 def figures(times: Mapping[str, float], hosts: Hosts) -> Measured:
@@ -165,34 +152,16 @@ def agreed(mine: Times, gather: Gather) -> dict[str, float]:
 
 
 def _exchange(
-    transport: Transport,
-    ring: Sequence[int],
-    num_messages: int,
-    num_bytes: int,
-    *,
-    timeout_s: float,
-    device: torch.device,
+    wire: Wire, ring: Sequence[int], num_messages: int, num_bytes: int, *, device: torch.device
 ) -> Callable[[], object]:
     """Returns a round in which this rank sends to the next one of a ring and receives from the one before."""
-    place = ring.index(transport.rank)
+    place = ring.index(wire.rank)
     sends = [Send(ring[(place + 1) % len(ring)], range(k, k + 1)) for k in range(num_messages)]
     receives = [Recv(ring[place - 1], range(k, k + 1), add=False) for k in range(num_messages, 2 * num_messages)]
-    exchange: Round = (*sends, *receives)
-    flat = torch.zeros(2 * num_messages * num_bytes, dtype=torch.uint8, device=device)
-    return partial(
-        execute,
-        program(
-            lambda rank, num_ranks: iter([exchange]),
-            transport.rank,
-            transport.world_size,
-            (tuple(range(0, flat.numel() + 1, num_bytes)),),
-            segment_numel=SEGMENT_BYTES,
-        ),
-        [flat],
-        transport,
-        scratch=Scratch(),
-        timeout_s=timeout_s,
+    schedule = Schedule(
+        lambda rank, num_ranks: iter([(*sends, *receives)]), Goal.ALL_TO_ALL, lambda num_ranks: 2 * num_messages
     )
+    return partial(wire.run, schedule, torch.zeros(2 * num_messages * num_bytes, dtype=torch.uint8, device=device))
 
 
 def _link(times: Mapping[str, float], name: str) -> Link | None:

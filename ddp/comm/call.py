@@ -3,8 +3,7 @@
 The words are put together only when someone reads them. On the path of a collective that takes microseconds, a
 formatted string would be a tenth of the time.
 
-Read before: `work.py`. Read next: `watchdog.py`, which publishes the call that this rank is in; `turn.py`, which
-numbers calls.
+Read before: `settings.py`. Read next: `status.py`.
 """
 
 from __future__ import annotations

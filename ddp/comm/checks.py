@@ -1,6 +1,6 @@
-"""What a user may ask of a collective. Each function raises ConfigError, on every rank alike, before anything is sent.
+"""Refuses what no collective can do. Each function raises ConfigError, on every rank alike, before anything is sent.
 
-Read before: `arithmetic.py`. Read next: `communicator.py`.
+Read before: `arithmetic.py`. Read next: `flat.py`.
 """
 
 from __future__ import annotations

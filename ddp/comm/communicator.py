@@ -1,4 +1,4 @@
-"""The communicator: collectives for users, each with a number, a label and a deadline.
+"""The communicator runs a user's collectives, each with a number, a label and a deadline.
 
     comm.all_reduce(t)                    in place, sum; op="mean" | "product" | "min" | "max"; one tensor or a list
     comm.all_reduce(t, async_op=True)     returns a Work at once; any number may be in flight
@@ -12,11 +12,11 @@
     comm.subgroup(ranks)                  a communicator of some of the ranks
     comm.explain(nbytes)                  what "auto" thinks of every way
 
-Each verb checks its tensors, shapes them into flat ones, and runs over one of its links: the memory that all ranks
-share, or a schedule on the wire. `Turns` numbers the calls and gives them their turn. Only an all-reduce has more ways
-than these two; `auto` chooses.
+Each verb checks its tensors, flattens them, and runs either in the memory that all ranks share or as a schedule over
+the wire. `Turns` numbers the calls and gives them their turn. Only an all-reduce has more ways than these two; `auto`
+chooses.
 
-Read before: `checks.py`, `flat.py`, `links.py`, `select.py`, `turn.py`. Read next: `setup.py`.
+Read before: `checks.py`, `flat.py`, `links.py`, `select.py`, `turn.py`. Read next: `objects.py`.
 """
 
 from __future__ import annotations
@@ -100,19 +100,7 @@ class Communicator:
         else:
             starting = partial(connect, wire, self._watchdog, settings, self._channels)
             self._links = self._turns.run(Call(0, "start-up"), starting)
-        self.auto = Auto(
-            transport,
-            self.hosts,
-            self._links.ways,
-            self._links.group,
-            self._all_reduce,
-            wire.gather_bytes,
-            device=self.device,
-            algorithm=settings.algorithm,
-            order=settings.order,
-            segment_bytes=settings.segment_bytes,
-            timeout_s=settings.abort_s,
-        )
+        self.auto = Auto(self._links, settings, self._all_reduce)
         self._groups: list[Communicator] = []
         self._is_closed = False
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
@@ -176,10 +164,8 @@ class Communicator:
         """Combines `flat` over all ranks in the given way."""
         links = self._links
         if way.schedule is None:
-            memory = links.memory_of(flat)
-            if memory is None:
-                raise ConfigError(f"a tensor on {flat.device}: this communicator's are on {self.device}; move it there")
-            memory.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+            assert links.group is not None  # `auto` refuses a tensor that is not there
+            links.group.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
         elif way.in_memory:
             assert links.across is not None
             links.across.all_reduce(flat, way.schedule, reduction, sequence=sequence)
@@ -382,10 +368,10 @@ class Communicator:
 
     @property
     def overlaps(self) -> bool:
-        """True if an all-reduce in the background runs without taking CPU time from the caller.
+        """Says whether an all-reduce in the background runs without taking CPU time from the caller.
 
-        There is a wire to wait for, or a processor to spare. Else it takes less time in the foreground, where nothing
-        changes threads.
+        It does if there is a wire to wait for, or a processor to spare. Else it takes less time in the foreground,
+        where nothing changes threads.
         """
         group = self._links.group
         in_memory = self.auto.algorithm in ("auto", IN_MEMORY) and IN_MEMORY in self._links.ways
@@ -471,12 +457,12 @@ class Communicator:
 
     @property
     def is_broken(self) -> bool:
-        """True after an error: further calls are refused."""
+        """Says whether further calls are refused, because an earlier one failed."""
         return self._turns.error is not None
 
     @property
     def num_calls(self) -> int:
-        """How many collective calls this rank has made."""
+        """The number of collective calls that this rank has made."""
         return self._turns.num_calls
 
     def abandon(self, reason: str = "") -> None:

@@ -23,7 +23,7 @@ Note "complete sums". A mean divides every sum once. Whoever adds the last term 
 and the others get it divided: that is the last time that a rank receives the element, if it adds it; if not, it comes
 divided. So most ranks divide their share only, while other lanes are on the wire.
 
-Read before: `collectives/schedule.py`, `transport/edge.py`, `arithmetic.py`. Read next: `wire.py`.
+Read before: `collectives/schedule.py`, `transport/edge.py`, `arithmetic.py`. Read next: `way.py`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def program(
     complete = _complete_sums(rounds)
 
     def runs(lane: int, buffer: int, chunks: range) -> Iterator[tuple[int, int]]:
-        """None of them empty; where a lane has all of its chunks, neighbours travel as one."""
+        """Yields what a lane has of these chunks, nothing empty. Where there is one lane, neighbours travel as one."""
         bounds, done = offsets[buffer], lane * segment_numel
         found = [(bounds[k] + done, min(bounds[k] + done + segment_numel, bounds[k + 1])) for k in chunks]
         if num_lanes == 1:

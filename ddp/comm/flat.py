@@ -1,6 +1,6 @@
-"""From a user's tensors to the flat buffers that collectives run on, and back.
+"""Turns a user's tensors into the flat buffers that collectives run on, and back.
 
-Read before: `arithmetic.py`. Read next: `communicator.py`.
+Read before: `checks.py`. Read next: `communicator.py`.
 """
 
 from __future__ import annotations

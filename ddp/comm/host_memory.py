@@ -1,10 +1,10 @@
-"""What the ranks of one host have in common: a barrier, entries of what each is calling, and memory to work in.
+"""The ranks of one host share a barrier, entries of what each is calling, and memory to work in.
 
     barrier     semaphores                             `transport/shared_memory.py`
     entries     2 × n            what each rank is calling, compared at the first barrier of every collective
     notes       n                a line of text per rank, for the rare exchange of one
     inboxes     2 × n × a piece  what each rank contributes, for all others to read
-    regions     allocated memory: n planes, one per rank, in one mapping
+    regions                      allocated memory: n planes, one per rank, in one mapping
 
 Everybody maps all of it, and touches it once at the beginning.
 

@@ -26,7 +26,7 @@ thread computes in Python it takes up to the switch interval (5 ms) to get it ba
 tensors 14 and 300 ms. Fewer and larger blocks changed nothing in that.
 
 Source of the idea: Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory collectives"
-(EuroPVM/MPI 2008). Read before: `host_memory.py`. Read next: `links.py`.
+(EuroPVM/MPI 2008). Read before: `host_memory.py`. Read next: `across.py`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Plan(NamedTuple):
 
 
 class _Allocated(NamedTuple):
-    """The same of a tensor in allocated memory."""
+    """An all-reduce of a tensor in allocated memory."""
 
     call: Entry
     blocks: list[_Block]  # what this rank adds up in that memory
@@ -137,7 +137,6 @@ class _Piece(NamedTuple):
     stop: int
     mine_start: int  # what is not handed in: this rank's slice; nothing if every rank adds up everything
     mine_stop: int
-    mine: slice  # the same in elements
     cuts: list[tuple[int, int]]  # by index, its slice, in bytes of the tensor
     bench: _Bench
 
@@ -158,7 +157,7 @@ class _Block(NamedTuple):
 
 
 def _all_or_nothing(method: Method) -> Method:
-    """What breaks off a collective half-way leaves the barrier out of step: then the group is out of use, for all."""
+    """Puts the group out of use, for all, if the collective breaks off half-way: the barrier is out of step then."""
 
     @functools.wraps(method)
     def collective(self: HostGroup, *args: Any, **kwargs: Any) -> Any:
@@ -334,13 +333,13 @@ class HostGroup:
         The sum of a slice stands in this rank's slice of its own inbox, which no hand-in touches: the others may still
         read it then. So slices have the same place in all pieces of a tensor.
         """
-        add, pieces, address = plan.arithmetic.beside, plan.pieces, flat.data_ptr()
+        add, pieces, address, item = plan.arithmetic.beside, plan.pieces, flat.data_ptr(), flat.element_size()
         if flat.nbytes <= SMALL_BYTES:
             add(pieces[0].bench.leaves[half], flat, pieces[0].bench.scratch, divide_by)
             return
         for number, piece in enumerate(pieces, start=1):
             leaves, inboxes = piece.bench.leaves[half].copy(), piece.bench.inboxes[half]
-            out, leaves[self.index] = leaves[self.index], flat[piece.mine]
+            out, leaves[self.index] = leaves[self.index], flat[piece.mine_start // item : piece.mine_stop // item]
             add(leaves, out, piece.bench.scratch, divide_by)
             if number < len(pieces):
                 half = self._hand_in(address, pieces[number])
@@ -382,26 +381,15 @@ class HostGroup:
         return _Allocated(call, self._blocks(address, dtype, region, cuts[self.index], cuts[self.index + 1]))
 
     def _pieces(self, numel: int, dtype: torch.dtype) -> list[_Piece]:
-        item = dtype.itemsize
-        if numel * item <= SMALL_BYTES:
-            return [_Piece(0, numel * item, 0, 0, slice(0), [], self._bench(0, numel * item, dtype))]
-        piece_numel, pieces = self._memory.piece_bytes // item, []
-        slices = list(pairwise(_cuts(min(numel, piece_numel), self.size, item)))
-        for start in range(0, numel, piece_numel):
-            stop = min(start + piece_numel, numel)
-            cuts = [(min(start + a, stop), min(start + b, stop)) for a, b in slices]
+        item, num_bytes, piece_bytes = dtype.itemsize, numel * dtype.itemsize, self._memory.piece_bytes
+        if num_bytes <= SMALL_BYTES:
+            return [_Piece(0, num_bytes, 0, 0, [], self._bench(0, num_bytes, dtype))]
+        pieces, slices = [], list(pairwise(_cuts(min(numel, piece_bytes // item), self.size, item)))
+        for start in range(0, num_bytes, piece_bytes):
+            stop = min(start + piece_bytes, num_bytes)
+            cuts = [(min(start + a * item, stop), min(start + b * item, stop)) for a, b in slices]
             first, last = cuts[self.index]
-            pieces.append(
-                _Piece(
-                    start * item,
-                    stop * item,
-                    first * item,
-                    last * item,
-                    slice(first, last),
-                    [(a * item, b * item) for a, b in cuts],
-                    self._bench((first - start) * item, (last - start) * item, dtype),
-                )
-            )
+            pieces.append(_Piece(start, stop, first, last, cuts, self._bench(first - start, last - start, dtype)))
         return pieces
 
     def _new_bench(self, start: int, stop: int, dtype: torch.dtype) -> _Bench:

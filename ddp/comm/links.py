@@ -1,9 +1,9 @@
-"""All that connects one rank with the others: edges, the memory of its host, and both together.
+"""Connects one rank with the others: by edges, in the memory of its host, and by both together.
 
     join        finds out which ranks share a host, and joins those that share this one in its memory
     connect     the same, and edges to this rank's counterparts on the other hosts: everything that a communicator uses
 
-Read before: `wire.py`, `host_reduce.py`, `across.py`, `way.py`. Read next: `select.py`, then `communicator.py`.
+Read before: `wire.py`, `host_reduce.py`, `across.py`, `way.py`. Read next: `calibrate.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddp.transport.topology import Gather, discover
 
 @dataclass(frozen=True)
 class Links:
-    """What one rank reaches the others by.
+    """The connections of one rank to the others.
 
     Attributes:
         wire: edges to all ranks.
@@ -98,7 +98,7 @@ def connect(wire: Wire, watchdog: Watchdog, settings: Settings, channels: Channe
 
 
 class Joined(NamedTuple):
-    """What the ranks found out about their hosts. The same on all ranks, but for `pids` and `group`.
+    """The hosts of the ranks, as they found out together. The same on all ranks, but for `pids` and `group`.
 
     Attributes:
         hosts: the ranks of every host.

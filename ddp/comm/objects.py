@@ -1,7 +1,9 @@
-"""Small Python objects over a communicator: pickled into bytes, carried by the ordinary collectives.
+"""Sends small Python objects over a communicator: pickled into bytes, carried by the ordinary collectives.
 
 For what is rare and small: names in an error, random states of a checkpoint. Only between the ranks of one job, which
 trust each other: unpickling runs code.
+
+Read before: `communicator.py`. Read next: `rendezvous.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ Result = TypeVar("Result")
 
 
 def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
-    """Every rank's object, by rank."""
+    """Returns every rank's object, by rank."""
     return [_unpacked(data) for data in comm.all_gather(_packed(comm, value))]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
-    """The root's object on every rank; what the others pass is ignored."""
+    """Returns the root's object on every rank; what the others pass is ignored."""
     data = _packed(comm, value if comm.rank == root else None)
     size = comm.broadcast(torch.tensor([data.numel()], device=comm.device), root, label="size of an object")
     if comm.rank != root:
@@ -33,7 +35,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) -> Result:
-    """Does `work` on rank 0 while the others wait, for as long as rank 0 lives; its result on every rank.
+    """Does `work` on rank 0 while the others wait, for as long as rank 0 lives. Returns its result on every rank.
 
     For what one rank does for all and may take long: writing or reading a checkpoint. A collective's deadline would end
     the run over a slow disk. An exception of `work` is raised on every rank, so that none waits in vain.

@@ -2,7 +2,7 @@
 
 Used by `setup.py` before every session, and by `launcher.py` before every attempt under torchrun.
 
-Read before: `watchdog.py`. Read next: `setup.py`.
+Read before: `objects.py`. Read next: `setup.py`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Sizes up to the same power of two share a trial, so there are few trials, howeve
 remembered by its size. Because it comes from measurements, another run may choose otherwise, and in another way the
 sums have other bits. A run that must repeat another one bit by bit takes over its `choices`.
 
-Read before: `way.py`, `calibrate.py`. Read next: `communicator.py`.
+Read before: `links.py`, `calibrate.py`. Read next: `work.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import inf
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,13 +41,12 @@ from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Round, Schedule
 from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
-from ddp.comm.calibrate import IN_A_ROW, NUM_REPETITIONS, Gather, Measured, agreed, calibrate, timed
-from ddp.comm.host_reduce import HostGroup
+from ddp.comm.calibrate import IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
+from ddp.comm.links import Links
+from ddp.comm.settings import Settings
 from ddp.comm.way import IN_MEMORY, Way, num_pieces
 from ddp.errors import ConfigError
-from ddp.transport.edge import Transport
 
-Order = Literal["any", "canonical"]
 TRIAL_S = 0.3  # a trial of one size should take at most so long
 NEARLY = 1.1  # times that differ by no more count as equal
 
@@ -142,47 +140,23 @@ class Auto:
     """Chooses for one communicator. Every rank asks the same questions in the same order: the first one measures.
 
     Args:
-        transport: the edges between the ranks.
-        hosts: the ranks of every host.
-        ways: every way that is possible here, by name.
-        group: this host's memory, if its ranks share some.
         run: sums a tensor over the ranks in a given way, in place.
-        gather: all-gather of bytes.
-        device: where the tensors live that the transport carries.
-        algorithm: what "auto" stands for: "auto", or the name of a way.
-        order: "canonical" takes only ways whose additions follow the canonical binary tree over the ranks.
-        timeout_s: longest silence while measuring.
 
     Attributes:
+        algorithm: what "auto" stands for: "auto", or the name of a way.
         choices: bytes → name of the way that was chosen by its cost.
 
     Raises:
-        ConfigError: `algorithm` is no way that is possible here.
+        ConfigError: the algorithm asked for is not possible here.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        hosts: Hosts,
-        ways: Mapping[str, Way],
-        group: HostGroup | None,
-        run: Callable[[Tensor, Way], object],
-        gather: Gather,
-        *,
-        device: torch.device,
-        algorithm: str,
-        order: Order,
-        segment_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        self.algorithm, self.order = algorithm, order
+    def __init__(self, links: Links, settings: Settings, run: Callable[[Tensor, Way], object]) -> None:
+        self.algorithm = settings.algorithm
         self.choices: dict[int, str] = {}
-        self._hosts, self._ways, self._run, self._gather = hosts, ways, run, gather
-        self._device, self._segment_bytes = device, segment_bytes
-        self._calibrate = partial(calibrate, transport, hosts, group, gather, timeout_s=timeout_s, device=device)
+        self._links, self._settings, self._run, self._ways = links, settings, run, links.ways
         self._measured: Measured | None = None
         self._trials: dict[int, dict[str, float]] = {}  # by bytes, by way
-        self.check(algorithm)
+        self.check(self.algorithm)
 
     def check(self, name: str) -> None:
         """Accepts the name of a way, "auto", or "shared_memory", which stands for several ways on several hosts.
@@ -197,14 +171,14 @@ class Auto:
         """Returns the way of this tensor, for a name that may leave something open.
 
         Raises:
-            ConfigError: the way is through the host's memory, and the tensor is not there.
+            ConfigError: the way uses the host's memory, and the tensor is elsewhere.
         """
         asked = self.algorithm if algorithm == "auto" else algorithm
         if asked == "auto":
             asked = self.choose(flat.nbytes)
         way = self._ways.get(asked) or cheapest(self.ranking(flat.nbytes), asked).way
-        if way.in_memory and flat.device.type != "cpu":
-            raise ConfigError(f"a tensor on {flat.device} cannot be reduced in the host's memory; move it to the CPU")
+        if way.in_memory and not flat.is_cpu:
+            raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return way
 
     def choose(self, nbytes: int) -> str:
@@ -227,17 +201,18 @@ class Auto:
             allocated: the tensor lies in memory from `allocate`.
         """
         if self._measured is None:
-            self._measured = self._calibrate()
-        ways = [way for way in self._ways.values() if self.order == "any" or way.is_canonical]
-        return rank(ways, nbytes, self._measured, allocated=allocated, segment_bytes=self._segment_bytes)
+            self._measured = calibrate(self._links, self._settings)
+        ways = [way for way in self._ways.values() if self._settings.order == "any" or way.is_canonical]
+        return rank(ways, nbytes, self._measured, allocated=allocated, segment_bytes=self._settings.segment_bytes)
 
     def _trial(self, nbytes: int, candidates: Sequence[Choice]) -> dict[str, float]:
         """Times these ways; seconds by name, remembered."""
         if nbytes not in self._trials:
-            flat = torch.zeros(nbytes // 4, device=self._device)
+            device, gather = self._settings.device, self._links.wire.gather_bytes
+            flat = torch.zeros(nbytes // 4, device=device)
             in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
             runs = {each.way.name: partial(self._run, flat, each.way) for each in candidates}
-            self._trials[nbytes] = agreed(timed(runs, in_a_row, device=self._device), self._gather)
+            self._trials[nbytes] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes]
 
     def explain(self, nbytes: int) -> str:
@@ -267,8 +242,9 @@ class Auto:
         if IN_MEMORY in self._ways:
             return "shared memory"
         memory = "shared memory and " if any(way.in_memory for way in self._ways.values()) else ""
-        sizes = "+".join(str(len(host)) for host in self._hosts)
-        return f"auto over {memory}transport, hosts of {sizes}{', canonical' if self.order == 'canonical' else ''}"
+        sizes = "+".join(str(len(host)) for host in self._links.hosts)
+        order = ", canonical" if self._settings.order == "canonical" else ""
+        return f"auto over {memory}transport, hosts of {sizes}{order}"
 
 
 def size_of_trial(nbytes: int) -> int:

@@ -1,6 +1,6 @@
-"""What a communicator is asked for when it begins; its subgroups inherit it.
+"""The choices of a communicator, made when it begins. Its subgroups inherit them.
 
-Read before: `way.py`. Read next: `wire.py`.
+Read before: `way.py`. Read next: `call.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Settings:
         device: where this rank's tensors live.
         local_rank: this process's number on its host.
         generation: version of the membership.
-        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the way with the least predicted time.
+        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the way that takes least time.
         order: "canonical" lets "auto" take only ways whose additions follow the canonical binary tree over the ranks.
         shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
         segment_bytes: size of a pipelining piece of a chunk.

@@ -1,4 +1,4 @@
-"""From an environment to a communicator: `ddp.init` and `ddp.shutdown`.
+"""Makes communicators from what the environment says: `ddp.init` and `ddp.shutdown`.
 
 `init` takes what is there, in this order: an initialised torch.distributed, torchrun's environment (RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or nothing: then it is a world of one. This module and the launcher are the only
@@ -7,7 +7,7 @@ ones that read the environment.
     device "auto"     CUDA where there is one, else CPU
     backend "auto"    NCCL where every local rank has a GPU of its own, else Gloo (CUDA tensors staged through the host)
 
-Read before: `rendezvous.py`, `communicator.py`. Read next: `objects.py`; then upstairs, `gradients/bucket.py`.
+Read before: `communicator.py`, `rendezvous.py`. Read next: `gradients/totals.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whose turn it is: numbers the calls of one communicator, runs them one at a time, and blames whoever breaks one.
+"""Gives the calls of one communicator their turn: numbers them, runs one at a time, and blames whoever breaks one.
 
 All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, since two
 threads would take turns in another order on every rank. A second one that comes while a collective runs in the first is
@@ -9,7 +9,7 @@ what a `PeerLost` carries. After an error the communicator refuses further calls
 last. With `debug=True` the ranks compare what they call before every collective, so that a wrong operation, shape or
 dtype is reported instead of undefined.
 
-Read before: `call.py`, `work.py`, `watchdog.py`. Read next: `communicator.py`.
+Read before: `call.py`, `watchdog.py`, `work.py`. Read next: `checks.py`.
 """
 
 from __future__ import annotations

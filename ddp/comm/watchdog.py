@@ -1,11 +1,11 @@
-"""Who is missing: every rank publishes its status in the store, and a thread outside the wait reads the others'.
+"""The watchdog finds out who is missing: every rank publishes its status in the store, and reads the others' there.
 
 Why not ask the transport? When a Gloo wait times out it closes pairs to healthy ranks too, so that one silent rank
 looks like many broken ones. Errors of the transport never tell who is guilty; the store does.
 
-Before each wait a rank notes (call, waiting for whom). Every `INTERVAL_S` its watchdog thread publishes that note, a
-tick that grows, and where the main thread stands, if it is no further than last time. So a reader can tell five cases
-apart:
+Before each wait a rank notes its call and whom it waits for. Every `INTERVAL_S` a thread outside the wait publishes
+that note, a tick that grows, and where the main thread stands, if it is no further than last time. So a reader can tell
+five cases apart:
 
     the process has ended              known of ranks on this host           SIGKILL
     the tick stands still              it died elsewhere, or is stopped      SIGSTOP, power
@@ -19,7 +19,7 @@ left, or has shown no sign of life for `SILENCE_S`, the watchdog gives up: `in_v
 case `find_culprit` turns the statuses into a `PeerLost`. None of this is on the path of a collective: a note is one
 assignment.
 
-Read before: `call.py`. Read next: `turn.py`.
+Read before: `status.py`. Read next: `wire.py`.
 """
 
 from __future__ import annotations
@@ -30,28 +30,25 @@ import socket
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import NamedTuple
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.clock import PAUSED_S, now_s
 from ddp.comm.call import Call
+from ddp.comm.status import STALE_S, Others, Status, Verdict
 from ddp.errors import PeerLost
 from ddp.log import log
 from ddp.stack import stack_of
 from ddp.transport.shared_memory import Life
 
 INTERVAL_S = 0.5
-STALE_S = 3.0  # after a wait has failed, a tick that stands still for so long is a dead or stopped process
-SILENCE_S = 60.0  # and before that, for so long: a library that keeps the interpreter lock looks the same
+SILENCE_S = 60.0  # a library that keeps the interpreter lock for so long looks like a dead process
 JUDGE_S = 1.25  # longest search for a culprit after a deadline
 STORE_S = 0.3  # and for one more answer of the store
 POLL_S = 0.05
 STACK_FRAMES = 6
-LEFT = "it has left already; every rank must call the same collectives equally often"
-
-Verdict = tuple[int, str]  # the rank to blame, and why
 
 
 class Wait(NamedTuple):
@@ -60,30 +57,6 @@ class Wait(NamedTuple):
     call: Call
     peer: int
     since_s: float
-
-
-@dataclass
-class Status:
-    """What a rank publishes about itself."""
-
-    rank: int
-    host: str
-    pid: int
-    tick: int = 0
-    state: str = "running"  # "running", "waiting", "failed", "left"
-    sequence: int = 0
-    label: str = ""
-    waiting_for: int | None = None
-    reason: str = ""
-    blames: int | None = None  # a failed rank's own culprit: guilt is passed on to where it began
-    stack: list[str] = field(default_factory=list)
-
-    def describe(self) -> str:
-        """Returns one line for a report."""
-        doing = f"waits for rank {self.waiting_for} in" if self.state == "waiting" else f"{self.state}, last seen in"
-        stack = f"; at {' < '.join(reversed(self.stack))}" if self.stack else ""
-        reason = f" ({self.reason})" if self.reason else ""
-        return f"rank {self.rank} ({self.host}, pid {self.pid}) {doing} #{self.sequence} [{self.label}]{reason}{stack}"
 
 
 class Watchdog:
@@ -130,6 +103,17 @@ class Watchdog:
         self._hosts = dict(enumerate(names))
         self._lives = {rank: Life(pid) for rank, pid in pids.items() if rank != self._rank}
 
+    def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
+        """Returns one for a group of some of the ranks, whose calls have numbers of their own."""
+        return Watchdog(
+            PrefixStore(f"channel/{channel}", self._store),
+            list(ranks).index(self._rank),
+            min(len(ranks), self._world_size),  # who watches nobody does not begin to
+            generation=self._generation,
+            warn_s=self._warn_s,
+            abort_s=self._abort_s,
+        )
+
     def begin(self, call: Call, peer: int) -> None:
         """Notes that a call begins, and whom it waits for first."""
         self._wait = self._last_wait = Wait(call, peer, now_s())
@@ -150,17 +134,6 @@ class Watchdog:
         """Ends this process's waits, now and from now on."""
         self._verdict = rank, reason
 
-    def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
-        """Returns one for a group of some of the ranks, whose calls have numbers of their own."""
-        return Watchdog(
-            PrefixStore(f"channel/{channel}", self._store),
-            list(ranks).index(self._rank),
-            min(len(ranks), self._world_size),  # who watches nobody does not begin to
-            generation=self._generation,
-            warn_s=self._warn_s,
-            abort_s=self._abort_s,
-        )
-
     def fail(self, reason: str, *, blames: int | None = None) -> None:
         """Tells the others that this rank cannot go on, before they have to find out by waiting."""
         self._finish("failed", reason, blames)
@@ -172,6 +145,10 @@ class Watchdog:
         for life in self._lives.values():
             life.close()
         self._lives.clear()
+
+    def say(self, key: str, word: str) -> None:
+        """Puts a word into the session's store, for those that wait for it."""
+        self._store.set(key, word)
 
     def wait_for_word(self, key: str, rank: int, call: Call) -> bytes:
         """Waits at the store, not in the transport, for what `rank` puts there; for as long as that rank lives.
@@ -186,9 +163,9 @@ class Watchdog:
         self.begin(call, rank)
         try:
             while not self._store.check([key]):
-                status = self._observe()[rank]
-                is_gone = self._has_died(rank) or status.state in ("failed", "left")
-                is_silent = self._is_silent(rank, max(self._silence_s, STALE_S))
+                others = self._observe()
+                is_gone = rank in others.ended or others.statuses[rank].state in ("failed", "left")
+                is_silent = others.silent_s[rank] >= max(self._silence_s, STALE_S)
                 if (is_gone or is_silent) and not self._store.check([key]):  # the word may have come just before
                     raise self.find_culprit(rank)
                 self._stopped.wait(POLL_S)
@@ -198,11 +175,7 @@ class Watchdog:
         self.end()
         return word
 
-    def say(self, key: str, word: str) -> None:
-        """Puts a word into the session's store, for those that wait for it."""
-        self._store.set(key, word)
-
-    # --- judging -----------------------------------------------------------------------------------------------------
+    # --- after a wait has failed -------------------------------------------------------------------------------------
 
     def find_culprit(self, suspect: int, observed: str = "") -> PeerLost:
         """Reads the statuses until they tell who is missing; blames the suspect if they show nothing else.
@@ -217,16 +190,22 @@ class Watchdog:
         """
         if self._stopped.is_set():
             return self._lost(suspect, observed)
-        verdict = list[Verdict]()
-        sure_s = now_s() + STALE_S + 2 * INTERVAL_S
-        until_s = max(now_s() + JUDGE_S, min(sure_s, self._last_wait.since_s + self._abort_s + JUDGE_S))
-        judge = threading.Thread(
-            target=lambda: verdict.append(self._judge_at_last(until_s, suspect, observed)),
-            name="ddp-judge",
-            daemon=True,
-        )
-        judge.start()
-        judge.join(until_s - now_s() + STORE_S)
+        until_s = now_s() + STALE_S + 2 * INTERVAL_S
+        until_s = max(now_s() + JUDGE_S, min(until_s, self._last_wait.since_s + self._abort_s + JUDGE_S))
+        verdict: list[Verdict] = []
+
+        def judge() -> None:
+            try:
+                others, found = self._judge_until(until_s)
+                verdict.append(found or others.likely(suspect, observed, self._abort_s))
+            except Exception as error:
+                why = f"and the store that the ranks share is out of reach ({type(error).__name__})"
+                verdict.append((suspect, why))
+            self.fail(f"lost rank {verdict[0][0]}", blames=verdict[0][0])
+
+        judging = threading.Thread(target=judge, name="ddp-judge", daemon=True)
+        judging.start()
+        judging.join(until_s - now_s() + STORE_S)
         silent = (0, "the store that the ranks share, kept on rank 0's host, does not answer")
         return self._lost(*(verdict[0] if verdict else silent))
 
@@ -252,79 +231,17 @@ class Watchdog:
         self.fail(f"lost rank {verdict[0]}", blames=verdict[0])
         return self._lost(*verdict)
 
+    def _judge_until(self, until_s: float) -> tuple[Others, Verdict | None]:
+        """Reads the statuses until they show for certain who is to blame."""
+        while True:
+            others = self._observe()
+            verdict = others.certain()
+            if verdict or not others.statuses or now_s() > until_s or self._stopped.wait(INTERVAL_S / 2):
+                return others, verdict
+
     def _lost(self, culprit: int, reason: str) -> PeerLost:
         call, host = self._last_wait.call, self._hosts.get(culprit, "unknown")
         return PeerLost(culprit, host, self._generation, call.sequence, call.label, reason)
-
-    def _judge_at_last(self, until_s: float, suspect: int, observed: str) -> Verdict:
-        """Returns a verdict, for certain or by what is most likely, and passes it on to the others."""
-        try:
-            statuses, found = self._judge_until(until_s)
-            verdict = found or self._judge_living(statuses, suspect, observed)
-        except Exception as error:
-            verdict = suspect, f"and the store that the ranks share is out of reach ({type(error).__name__})"
-        self.fail(f"lost rank {verdict[0]}", blames=verdict[0])
-        return verdict
-
-    def _judge_until(self, until_s: float) -> tuple[dict[int, Status], Verdict | None]:
-        """Reads the statuses until they show for certain who is to blame."""
-        while True:
-            statuses = self._observe()
-            verdict = self._failed(statuses) or self._gone(statuses) or self._absent(statuses, STALE_S)
-            if verdict is not None or not statuses or now_s() > until_s or self._stopped.wait(INTERVAL_S / 2):
-                return statuses, verdict
-
-    def _failed(self, statuses: dict[int, Status]) -> Verdict | None:
-        for rank, status in statuses.items():
-            if status.state == "failed" and status.blames is None:
-                return rank, f"it failed: {status.reason}. Its own log has the traceback"
-        for rank, status in statuses.items():
-            if status.blames is not None and status.blames != self._rank:
-                return status.blames, f"as rank {rank} found out first"
-        return None
-
-    def _gone(self, statuses: dict[int, Status]) -> Verdict | None:
-        for rank, status in statuses.items():
-            if status.state == "left" and status.sequence < self._last_wait.call.sequence:
-                return rank, LEFT
-            if status.state != "left" and self._has_died(rank):
-                return rank, "it shows no sign of life: its process has ended"
-        return None
-
-    def _absent(self, statuses: dict[int, Status], silence_s: float) -> Verdict | None:
-        call = self._last_wait.call
-        for rank, status in statuses.items():
-            if status.sequence == call.sequence and status.label != call.label:
-                return rank, f"it is in another collective of that number: [{status.label}]; all must call the same"
-        for rank, status in statuses.items():
-            if status.state != "left" and self._is_silent(rank, silence_s):
-                silent_s = now_s() - self._last_change[rank][1]
-                return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
-        return None
-
-    def _judge_living(self, statuses: dict[int, Status], suspect: int, observed: str) -> Verdict:
-        """Returns the most likely culprit where nobody is surely dead.
-
-        Someone is silent, or somewhere else, or a link is cut.
-        """
-        for rank, status in statuses.items():
-            if status.state == "left":
-                return rank, LEFT
-            if self._is_silent(rank, 3 * INTERVAL_S):
-                return rank, "it shows no sign of life: killed, stopped, or its host is down"
-        behind = [each for each in statuses.values() if each.sequence < self._last_wait.call.sequence]
-        if behind:
-            status = min(behind, key=lambda each: each.sequence)
-            late = f"it is alive, but has not come to this collective: {status.describe()}"
-            return status.rank, f"{late}. With abort_s above {self._abort_s:g} s it is waited for longer"
-        return suspect, f"it is alive, but the link to it is not ({observed or 'nothing came'}): is it cut?"
-
-    def _has_died(self, rank: int) -> bool:
-        """Returns True if it is known that the process has ended; of another host it is not."""
-        return rank in self._lives and not self._lives[rank].goes_on()
-
-    def _is_silent(self, rank: int, silence_s: float) -> bool:
-        return now_s() - self._last_change[rank][1] >= silence_s
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -335,9 +252,9 @@ class Watchdog:
                 if self._wait is None:
                     self._last_change.clear()
                 else:
-                    statuses = self._observe()
-                    self._warn_if_late(statuses)
-                    self._give_up_if_in_vain(statuses)
+                    others = self._observe()
+                    self._warn_if_late(others)
+                    self._give_up_if_in_vain(others)
             except Exception as error:  # the store goes away when the run ends or its host dies: waits find out
                 log.debug("watchdog: the store is out of reach: %s", error)
 
@@ -363,15 +280,20 @@ class Watchdog:
         except Exception as error:
             log.debug("watchdog: the store is out of reach: %s", error)
 
-    def _observe(self) -> dict[int, Status]:
+    def _observe(self) -> Others:
         """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
         self._begin_anew_if_paused()
         statuses = self._read_all()
         self._begin_anew_if_paused()
+        silent_s = {}
         for rank, status in statuses.items():
-            if rank not in self._last_change or self._last_change[rank][0] != status.tick:
-                self._last_change[rank] = status.tick, now_s()
-        return statuses
+            tick, since_s = self._last_change.get(rank, (None, 0.0))
+            if tick != status.tick:
+                since_s = now_s()
+                self._last_change[rank] = status.tick, since_s
+            silent_s[rank] = now_s() - since_s
+        ended = [rank for rank, life in self._lives.items() if not life.goes_on()]
+        return Others(self._rank, self._last_wait.call, statuses, silent_s, ended)
 
     def _begin_anew_if_paused(self) -> None:
         """Forgets what was seen before this process was paused, or had nobody to wait for."""
@@ -390,12 +312,12 @@ class Watchdog:
                 statuses[rank] = Status(**json.loads(self._store.get(f"rank/{rank}")))
         return statuses
 
-    def _warn_if_late(self, statuses: dict[int, Status]) -> None:
+    def _warn_if_late(self, others: Others) -> None:
         wait = self._wait
         if wait is None or wait.call.sequence == self._warned or (waited_s := self._waited_s(wait)) < self._warn_s:
             return
         self._warned = wait.call.sequence
-        lines = [status.describe() for status in statuses.values()]
+        lines = [status.describe() for status in others.statuses.values()]
         log.warning(
             "collective #%d [%s] has waited %.0f s for rank %d. The others:\n  %s",
             *(wait.call.sequence, wait.call.label, waited_s, wait.peer, "\n  ".join(lines)),
@@ -405,7 +327,7 @@ class Watchdog:
         """Returns how long this process has waited since it was last paused."""
         return now_s() - max(wait.since_s, self._awake_since_s)
 
-    def _give_up_if_in_vain(self, statuses: dict[int, Status]) -> None:
+    def _give_up_if_in_vain(self, others: Others) -> None:
         """Ends a wait before its deadline, if the rank that it waits for cannot come any more.
 
         A rank that has come to this collective may have done its part and gone, while another one still computes: it is
@@ -414,10 +336,10 @@ class Watchdog:
         wait = self._wait
         if wait is None or self._verdict is not None or (waited_s := self._waited_s(wait)) < STALE_S:
             return  # what a rank sent before it failed may still be on its way
-        missed = {rank: s for rank, s in statuses.items() if s.sequence < wait.call.sequence or rank == wait.peer}
-        verdict = self._failed(statuses) or self._gone(missed)
+        missed = others.missed(wait.peer)
+        verdict = others.failed() or missed.gone()
         if verdict is None and waited_s >= self._silence_s:
-            verdict = self._absent(missed, self._silence_s)
+            verdict = missed.absent(self._silence_s)
         if verdict is not None and wait is self._wait:
             self.give_up(*verdict)
 

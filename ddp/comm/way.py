@@ -1,4 +1,4 @@
-"""The ways of an all-reduce: an algorithm over the transport, the memory of the host, or both.
+"""An all-reduce can run in several ways: by an algorithm over the transport, in the memory of the host, or by both.
 
     name                    where it is possible    what happens
     "ring", "tree", …       everywhere              the algorithm's schedule runs over the transport
@@ -9,7 +9,7 @@
 The third kind keeps a host's link busy with what must cross it and nothing else: each byte leaves a host as often as if
 the host were one rank. A long buffer crosses piece by piece, so that memory works while the wire does.
 
-Read before: `collectives/catalog.py`. Read next: `links.py`, which runs a way; `select.py`, which predicts its cost.
+Read before: `collectives/catalog.py`, `execute.py`. Read next: `settings.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Way:
 
     @cached_property
     def is_canonical(self) -> bool:
-        """True if this way adds up every element as the canonical binary tree over the ranks."""
+        """This way adds up every element as the canonical binary tree over the ranks."""
         num_ranks = sum(map(len, self.hosts))
         if not self.in_memory:
             return self.schedule is not None and self.schedule.check(num_ranks).canonical

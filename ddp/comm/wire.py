@@ -3,7 +3,7 @@
 All tensors here are flat, contiguous, and of the same length on all ranks. A failed transfer is a `TransportError` that
 names the peer by its rank in the communicator.
 
-Read before: `execute.py`. Read next: `links.py`, which puts it beside the host's memory.
+Read before: `execute.py`, `watchdog.py`. Read next: `host_memory.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A synchronous call that finds nothing in flight runs in the caller's own thread:
 CUDA. The thread works on a stream of its own, which first waits for what the caller's stream has produced so far;
 `Work.wait` makes the caller's stream wait for the result. Nothing synchronises the device.
 
-Read before: `ddp/clock.py`. Read next: `call.py`, then `turn.py`, which decides which thread runs a call.
+Read before: `clock.py`. Read next: `turn.py`, which decides in which thread a call runs.
 """
 
 from __future__ import annotations

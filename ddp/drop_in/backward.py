@@ -238,9 +238,7 @@ class TorchBackward(Backward):
         for slot in self.layout.sparse:
             reduce_sparse(self.comm, slot, divide_by=int(self._divide_by))
 
-    def _used_by_none(
-        self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts
-    ) -> Iterable[Slot]:
+    def _used_by_none(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> Iterable[Slot]:
         static = self._static
         if static is None:
             return super()._used_by_none(missing, undefined, verdicts)

@@ -373,9 +373,7 @@ class Backward:
             if verdicts.has_unused:
                 self._complain(missing if had_backward else None)
 
-    def _used_by_none(
-        self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts
-    ) -> Iterable[Slot]:
+    def _used_by_none(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> Iterable[Slot]:
         """Returns the slots that no rank has a gradient of. Collective."""
         uses = greatest_uses(self.comm, self.layout.slots, missing, undefined)
         return [slot for slot, use in zip(self.layout.slots, uses, strict=True) if use is not Use.GRADIENT]

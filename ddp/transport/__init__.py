@@ -1,6 +1,6 @@
-"""What lies between two ranks: an edge that messages take, or memory that both see.
+"""One edge between two ranks, which messages take; or memory that both see. No module here knows what a collective is.
 
 `edge.py` is the contract of an edge, `simulated.py` ranks as threads, `process_group.py` the real thing (Gloo, NCCL).
-`shared_memory.py` is memory, semaphores and a barrier between processes of one host, `topology.py` finds out which
-ranks share one. Nothing here knows what a collective is.
+`shared_memory.py` is memory, semaphores and a barrier between processes of one host; `topology.py` finds out which
+ranks share a host.
 """

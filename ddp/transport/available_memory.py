@@ -1,6 +1,6 @@
-"""How much memory the host could still give this process, the limits of its container included.
+"""Says how much memory the host could still give this process, the limits of its container included.
 
-Read before: `shared_memory.py`, which refuses to create more than that. Read next: `topology.py`.
+Read before: `edge.py`. Read next: `shared_memory.py`, which refuses to create more than that.
 """
 
 from __future__ import annotations

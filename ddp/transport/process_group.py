@@ -14,7 +14,7 @@ asks whether the wait is in vain. It ends a wait by a second one, for a message 
 millisecond. When that has passed, Gloo closes all connections of the process, and with them every wait ends. No
 collective could go on without them.
 
-Read before: `edge.py`. Read next: `shared_memory.py`.
+Read before: `simulated.py`. Read next: `available_memory.py`.
 """
 
 from __future__ import annotations

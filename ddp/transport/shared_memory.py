@@ -27,7 +27,7 @@ more ranks than processors, or a stranger keeps one busy. Going from one process
 processor falls asleep in between. Measured on two cores, a barrier after 30 µs of work: of 2 ranks 1 µs with or without
 giving the processor away; of 2 ranks beside a stranger 35 µs with it and 52 without; of 4 ranks 40 and 156.
 
-Read before: `edge.py`. Read next: `topology.py`, then `comm/host_memory.py`.
+Read before: `available_memory.py`. Read next: `topology.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Every directed edge is a first-in first-out queue of copied tensors. A send completes only when its receiver has taken
 it, as on the strictest real transport, so a schedule that would deadlock there deadlocks here (until its deadline).
 
-Read before: `edge.py`. Read next: `process_group.py`, the same over a network.
+Read before: `edge.py`. Read next: `process_group.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which ranks share a host: tested, never inferred.
+"""Finds out which ranks share a host: by trying, never by inference.
 
 LOCAL_WORLD_SIZE says nothing about sub-groups, containers or uneven layouts; equal host names say nothing about shared
 memory. So every rank offers a shared memory with a random number in it, and tries to read everyone else's:
@@ -14,7 +14,7 @@ with files in /dev/shm, which containers may share where processes hide from eac
 
 Cost: two gathers (four in the second case) of some hundred bytes, one open and one read per neighbour.
 
-Read before: `shared_memory.py`. Read next: `comm/host_memory.py`.
+Read before: `shared_memory.py`. Read next: `comm/arithmetic.py`.
 """
 
 from __future__ import annotations

@@ -4,49 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Callable
 
 import pytest
-import torch
 from faulty import Faulty
 from ranks import run_ranks
+from torch.distributed import HashStore
 
 import ddp.comm.calibrate as calibration
 from ddp.collectives.placed import Hosts
 from ddp.comm.calibrate import Curve, Measured, agreed, calibrate, figures
-from ddp.transport.edge import TransportError
+from ddp.comm.links import Links
+from ddp.comm.settings import Settings
+from ddp.comm.watchdog import Watchdog
+from ddp.comm.wire import Wire
+from ddp.transport.edge import Transport, TransportError
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
-CPU = torch.device("cpu")
 
-
-class Meeting:
-    """An all-gather of bytes between threads."""
-
-    def __init__(self, world_size: int) -> None:
-        self._texts: list[bytes] = [b""] * world_size
-        self._barrier = threading.Barrier(world_size)
-
-    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
-        def gather(mine: bytes) -> list[bytes]:
-            self._texts[rank] = mine
-            self._barrier.wait(20)
-            texts = list(self._texts)
-            self._barrier.wait(20)
-            return texts
-
-        return gather
+def links_of(transport: Transport, hosts: Hosts, settings: Settings) -> Links:
+    """Returns edges that nobody watches, and no memory."""
+    watchdog = Watchdog(HashStore(), transport.rank, 1, generation=0, warn_s=math.inf, abort_s=settings.abort_s)
+    return Links(Wire(transport, watchdog, settings), hosts, {})
 
 
 def on_threads(hosts: Hosts) -> list[Measured]:
-    world_size = sum(map(len, hosts))
-    meet = Meeting(world_size)
-
-    def program(transport: SimulatedTransport) -> Measured:
-        return calibrate(transport, hosts, None, meet.of(transport.rank), timeout_s=20, device=CPU)
-
-    return SimulatedNetwork(world_size).run(program)
+    patient = Settings(abort_s=20)
+    network = SimulatedNetwork(sum(map(len, hosts)))
+    return network.run(lambda transport: calibrate(links_of(transport, hosts, patient), patient))
 
 
 def is_sane(measured: Measured) -> bool:
@@ -81,13 +65,12 @@ def test_one_rank_has_nothing_to_measure() -> None:
 
 
 def test_a_rank_that_fails_ends_it_within_the_deadline() -> None:
-    hosts = ((0,), (1,), (2,))
-    meet = Meeting(3)
+    impatient = Settings(abort_s=0.2)
 
     def program(transport: SimulatedTransport) -> str:
         faulty = Faulty(transport, fail_at={1: 3}, how="silent")
         try:
-            calibrate(faulty, hosts, None, meet.of(transport.rank), timeout_s=0.2, device=CPU)
+            calibrate(links_of(faulty, ((0,), (1,), (2,)), impatient), impatient)
         except TransportError as error:
             return str(error)
         return "no error"
@@ -137,29 +120,15 @@ def test_a_curve_that_falls_does_not_fall_for_ever() -> None:
 
 
 def _calibrated() -> tuple[Measured, Measured]:
-    """Two ranks of one host: with their memory, and without it."""
-    import torch.distributed as dist
+    """Returns the figures of two ranks of one host: with their memory, and as if they were on two hosts."""
+    import ddp
 
-    from ddp.comm.links import join
-    from ddp.transport.process_group import process_group_transport
-
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def gather(mine: bytes) -> list[bytes]:
-        found: list[bytes] = [b""] * world_size
-        dist.all_gather_object(found, mine)
-        return found
-
-    cpu, store = torch.device("cpu"), dist.distributed_c10d._get_default_store()
-    transport = process_group_transport(cpu, "gloo", store=store, rank=rank, world_size=world_size, timeout_s=30)
-    joined = join(rank, gather, timeout_s=30)
-    group = joined.group
-    assert group is not None, joined.obstacle
-    one_host = calibrate(transport, joined.hosts, group, gather, timeout_s=30, device=cpu)
-    pretended = tuple((r,) for r in range(world_size))
-    apart = calibrate(transport, pretended, None, gather, timeout_s=30, device=cpu)
-    group.close()
+    comm = ddp.init(abort_s=30)
+    links, settings = comm._links, comm.settings
+    assert links.group is not None
+    one_host = calibrate(links, settings)
+    apart = calibrate(Links(links.wire, ((0,), (1,)), {}), settings)
+    ddp.shutdown()
     return one_host, apart
 
 

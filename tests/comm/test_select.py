@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured
+from ddp.comm.links import Links
 from ddp.comm.select import TRIAL_S, Auto, Choice, affordable, fastest, in_columns, rank, size_of_trial, table
+from ddp.comm.settings import Settings
 from ddp.comm.way import CROSSING_BYTES, Way, possible_ways
 from ddp.errors import ConfigError
-from ddp.transport.simulated import SimulatedNetwork
 
 FAST, SLOW = Link(2e-6, 1e-10), Link(1e-3, 1e-8)
 ORDINARY, ALLOCATED = Curve((1 << 10, 1 << 20), (1e-5, 1e-3)), Curve((1 << 10, 1 << 20), (1e-5, 2e-4))
@@ -124,10 +125,20 @@ def test_memory_works_while_the_wire_does() -> None:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
+class Rest(NamedTuple):
+    """The edges of rank 0. The times of all ranks in a trial are given."""
+
+    by_rank: list[dict[str, float]]
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        names = json.loads(mine)
+        return [json.dumps({name: [times.get(name, 1.0)] for name in names}).encode() for times in self.by_rank]
+
+
 def auto(
-    hosts: Hosts, *, by_rank: list[dict[str, float]] | None = None, ran: list[str] | None = None, **more: Any
+    hosts: Hosts, *, by_rank: Sequence[dict[str, float]] = ({},), ran: list[str] | None = None, **settings: Any
 ) -> Auto:
-    """Auto of rank 0 in a world where nothing is measured.
+    """Returns rank 0's in a world where nothing is measured.
 
     Args:
         by_rank: what a trial takes on every rank, by way; ways that are not in it take 1 s.
@@ -138,21 +149,9 @@ def auto(
         if ran is not None:
             ran.append(way.name)
 
-    def gather(mine: bytes) -> list[bytes]:
-        timed = json.loads(mine)
-        return [json.dumps({name: [times.get(name, 1.0)] for name in timed}).encode() for times in by_rank or [{}]]
-
-    made = Auto(
-        SimulatedNetwork(4).transport(0),
-        hosts,
-        more.pop("ways", ways(hosts)),
-        None,
-        run,
-        gather,
-        device=torch.device("cpu"),
-        **{"algorithm": "auto", "order": "any", "segment_bytes": 1 << 22, "timeout_s": 1.0} | more,
-    )
-    made._measured = more.get("measured") or measured(hosts)
+    wire: Any = Rest(list(by_rank))
+    made = Auto(Links(wire, hosts, ways(hosts)), Settings(**settings), run)
+    made._measured = measured(hosts)
     return made
 
 
@@ -217,9 +216,7 @@ def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() 
 
 def test_a_tensor_elsewhere_is_not_reduced_in_memory() -> None:
     elsewhere = torch.zeros(10, device="meta")
-    with pytest.raises(
-        ConfigError, match="a tensor on meta cannot be reduced in the host's memory; move it to the CPU"
-    ):
+    with pytest.raises(ConfigError, match="a tensor on meta: this communicator's are on the CPU; move it there"):
         auto(ONE_HOST).way(elsewhere, "auto")
     assert auto(ONE_HOST).way(elsewhere, "ring").name == "ring"
 
