@@ -11,7 +11,7 @@ python -m ddp explain 25MB --workers 2           starts workers here, measures, 
 
 Each question is one function below: it adds its subcommand, and defines how to answer it.
 
-Read before: `under_torchrun.py`. Read next: `bench/`.
+Read before: `under_torchrun.py`. Read next: `bench/__init__.py`.
 """
 
 from __future__ import annotations

@@ -12,25 +12,11 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ddp"
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
-NOT_YET = (  # files and folders that are being rewritten elsewhere: they are not checked
-    *("collectives/cost.py", "collectives/simulate.py"),
-    *("train/step.py", "bench/"),
-)
-GOES_ON = {  # where the walk leaves these; None where it ends
-    "collectives/simulate.py": "transport/edge.py",
-    "train/step.py": "train/fit.py",
-    "bench/": None,
-}
-
 # A docstring says "Returns what …", "Returns True if …", "Says where …": these words alone begin no sentence.
 FRAGMENT = re.compile(
     r"(What|Whatever|Whether|Of|Where|How|Those|Which|Who|Whoever|Whose|When|While|Why|That|True|False|None|Same|"
     r"The same|As if|All (that|of|those|which|who)|Everything (that|which)|Everyone who|Nothing (but|to))\b"
 )
-
-
-def is_checked(module: str) -> bool:
-    return not module.startswith(NOT_YET)
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
@@ -40,7 +26,7 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
             yield getattr(node, "name", "the module"), text
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if is_checked(name)])
+@pytest.mark.parametrize("module", MODULES)
 def test_docstrings_open_with_a_sentence(module: str) -> None:
     fragments = [
         f"{name}: {text.splitlines()[0]}" for name, text in docstrings(MODULES[module]) if FRAGMENT.match(text)
@@ -59,7 +45,7 @@ def named(module: str, words: str) -> list[str]:
     return [path.relative_to(PACKAGE).as_posix() + ("/" if path.is_dir() else "") for path in found]
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if is_checked(name) and not name.endswith("__init__.py")])
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith("__init__.py")])
 def test_every_module_says_what_to_read_before_and_next(module: str) -> None:
     assert named(module, "Read before:")
     assert named(module, "Read next:")
@@ -72,9 +58,6 @@ def test_one_walk_leads_through_every_module() -> None:
         if module in reached:
             continue
         reached.add(module)
-        if is_checked(module):
-            ahead += named(module, "Read next:")
-        elif (further := GOES_ON[module]) is not None:
-            ahead.append(further)
-    wanted = {name for name in MODULES if is_checked(name) and not name.endswith("/__init__.py")}
+        ahead += named(module, "Read next:")
+    wanted = {name for name in MODULES if not name.endswith("/__init__.py")}
     assert wanted - reached == set()

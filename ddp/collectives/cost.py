@@ -34,8 +34,9 @@ bandwidth* is that times the share of the buffer that must leave and enter each 
 for an all-reduce; it compares to the speed of the link, at any number of ranks.
 
 Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3
-(the model) and 4 (tree, butterfly, recursive doubling, ring); the others in the docstrings of the algorithms. Read
-before: `simulate.py`. Read next: `ddp/comm/calibrate.py`, `ddp/comm/select.py`.
+(the model) and 4 (tree, butterfly, recursive doubling, ring); the others in the docstrings of the algorithms.
+
+Read before: `simulate.py`. Read next: `transport/edge.py`.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def anatomy(
 
 
 class Volume(NamedTuple):
-    """What a schedule makes a rank do."""
+    """The rounds of a schedule, and the bytes that a rank sends in them."""
 
     num_rounds: int
     bytes_sent: float  # by the busiest rank; beyond `SIMULATED_MESSAGES` messages, by rank 0

@@ -26,8 +26,9 @@ simulator runs one host, whose messages leave on one side and come in on the oth
 computes the same sum once instead of once per host. So a ring of 10,000 ranks, 2·10⁸ messages, takes seconds.
 
 Source: R. Hockney, "The communication challenge for MPP", 1994 (alpha and beta); A. Alexandrov et al., "LogGP", 1995
-(the gap; a sender is free before its message has arrived). Read before: `schedule.py`, `catalog.py`. Read next:
-`cost.py`.
+(the gap; a sender is free before its message has arrived).
+
+Read before: `schedule.py`, `catalog.py`. Read next: `cost.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MANY_RANKS = 64  # with more, `repeats` compares a sample of the ranks
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message costs between two ranks.
+    """The cost of a message between two ranks.
 
     Attributes:
         alpha_s: seconds from a byte's departure to its arrival.
@@ -66,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Which ranks share a host, and what the links between ranks cost.
+    """The ranks of each host, and the costs of the links between ranks.
 
     Attributes:
         hosts: the ranks of each host.
