@@ -4,9 +4,9 @@
 
     comm = ddp.init()                                  # joins the other ranks (torchrun's environment)
     model = ddp.DistributedDataParallel(net)           # replicas stay bitwise equal
-    sampler = ddp.DistributedSampler(dataset)          # each rank its share
+    sampler = ddp.DistributedSampler(dataset)          # gives each rank its share
     ddp.fit(net, task, dataset, optimizer, global_batch=64, epochs=3)
-    ddp.launch(function, workers=2)                    # the same from a script or a notebook
+    ddp.launch(function, workers=2)                    # runs a function on two ranks, from a script or a notebook
 
 Names here are imported when they are first used (PEP 562), so that `import ddp` stays light and `ddp.collectives` needs
 no torch. Every file says what to read before and next, from the bottom up: collectives, transport, comm, gradients,
@@ -36,11 +36,13 @@ The words of this package, one meaning each:
     replica             one rank's copy of the model
     bucket              gradients that are reduced together, and their memory
     slot                a parameter and its gradient's place in a bucket
-    ready               a gradient that autograd has completed; a bucket whose gradients all are
+    ready               said of a gradient: autograd has computed it
+    full                said of a bucket: all the gradients that it waits for are ready
     launch              start a reduction; it is in flight until it completes, and `wait` returns then
     totals              loss, count and stop votes of a step, summed over the ranks
-    verdicts            what a rank found in its own gradients: unused parameters, values that are not finite
-    hook                a user's function that averages a bucket in place of the all-reduce
+    verdicts            what a rank found in its own gradients: unused parameters, undefined gradients
+    hook                a function that autograd calls at a certain moment, such as when a gradient is ready
+    communication hook  a user's function that averages a bucket in place of the all-reduce
     global batch        the samples of one optimizer step over all ranks
     shard               one of a fixed number of parts of a global batch, which random streams depend on
     micro-batch         the samples of one forward and backward on one rank

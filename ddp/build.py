@@ -255,7 +255,7 @@ def _headline(
 
 
 def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, Any]:
-    """Returns what the bits of the result depend on beside the code; every checkpoint has it."""
+    """Returns what the bits of the result depend on, apart from the code; every checkpoint has it."""
     plain = asdict(config)
     return {
         **software_identity(),

@@ -4,7 +4,7 @@
                                               round 2, from rank 4: 0 1 2 3 4
 
 After round k every rank has 2^(k+1) consecutive chunks, its own the first of them; the last round brings the rest.
-Backwards, with additions, it is a reduce-scatter; both after one another are an all-reduce.
+Backwards, with additions, it is a reduce-scatter; one after the other, the two make an all-reduce.
 
                        chunks   rounds      bytes sent per rank   time
     all-gather         p        ⌈log₂ p⌉    (p−1)/p·N             ⌈log₂ p⌉α + (p−1)/p·Nβ

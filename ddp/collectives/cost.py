@@ -23,11 +23,11 @@ docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2
 "The same" holds for one message per transfer, on links that the ranks of a host do not share, and is tested. Longer
 buffers are cut into segments that overlap, so they cost less; `simulate` knows that, the formulas do not.
 
-`cost_s` is what the simulator says. It is remembered, because a training job reduces the same few sizes again and
-again. Up to 16 ranks it takes milliseconds, up to 64 some tens; where every host does the same (ring, all-to-all), so
-does any number. For a schedule of more than `SIMULATED_MESSAGES` messages (a butterfly of 1024 ranks, a round-robin of
-128) the formula answers instead, on the worst link, shared by as many ranks of a host as may use it at once: an upper
-bound.
+`cost_s` returns the simulator's answer, and remembers it, because a training job reduces the same few sizes again and
+again. An answer takes milliseconds for up to 16 ranks, and some tens of them for up to 64, or for any number where
+every host does the same (ring, all-to-all). For a schedule of more than `SIMULATED_MESSAGES` messages (a butterfly of
+1024 ranks, a round-robin of 128) the formula answers instead. It takes the worst link, shared by as many ranks of a
+host as may use it at once, and so gives an upper bound.
 
 Bandwidths are those of nccl-tests (its PERFORMANCE.md): *algorithm bandwidth* is bytes of the buffer per second. *Bus
 bandwidth* is that times the share of the buffer that must leave and enter each rank whatever the algorithm, 2(p−1)/p

@@ -67,7 +67,7 @@ Expression = int | tuple["Expression", "Expression"]
 
 
 class Goal(Enum):
-    """Says what a schedule promises: which rank holds which chunk of whose contribution before and after."""
+    """The promise of a schedule: which rank holds which chunk of whose contribution, before and after."""
 
     ALL_REDUCE = "every rank ends with the sum of every chunk"
     REDUCE_SCATTER = "rank r ends with the sum of chunk r"

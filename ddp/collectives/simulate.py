@@ -1,4 +1,4 @@
-"""Runs a schedule for all ranks on a logical clock: when would every rank be done on *that* network?
+"""Runs a schedule for all ranks on a logical clock, and finds when each rank would be done on a given network.
 
 The simulator starts no process, holds no tensor and waits for nothing: it is a heap of events. So ten thousand ranks
 take seconds, and the answer is the same on every machine. It models what `ddp/comm/execute.py` does, on links of

@@ -22,8 +22,8 @@ A buffer of N bytes, p ranks, α per message, β per byte sent, γ per byte adde
 The tree has p−1 edges, each used once: every schedule but the all-reduce is p−1 messages.
 
 Source: Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice, and experience",
-2007, minimum spanning tree (MST) algorithms. A tree suits small messages, and what happens once. Where the root's
-⌈log₂ p⌉·N is too much, `double_tree.py` sends less; `butterfly.py` and `ring.py` send least.
+2007, minimum spanning tree (MST) algorithms. A tree suits small messages, and transfers that happen only once. Where
+the root's ⌈log₂ p⌉·N is too much, `double_tree.py` sends less; `butterfly.py` and `ring.py` send least.
 
 Read before: `ring.py`. Read next: `double_tree.py`.
 """

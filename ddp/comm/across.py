@@ -4,7 +4,7 @@
     host 1    ranks 2 3        on each host        rank 1 ── slice 1 ── rank 3        out in memory
 
 Ranks in the same place on every host are *counterparts*; each group of counterparts carries its own slice across, by
-any algorithm of the catalog. Where hosts differ in size, the smallest says how many ranks of each host carry.
+any algorithm of the catalog. Where hosts differ in size, the smallest one sets how many ranks of each host carry one.
 
 Read before: `wire.py`, `host_reduce.py`. Read next: `links.py`.
 """
@@ -49,9 +49,9 @@ class Across:
         self._runner = Runner(f"ddp-crossings-{wire.rank}", torch.device("cpu"))
 
     def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
-        """Combines `flat` over all ranks, piece by piece, so that memory works while the wire does.
+        """Combines `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.
 
-        While piece k crosses, on a thread of its own, this one adds up piece k+1 and then hands out piece k−1.
+        While piece k crosses, on a thread of its own, this thread hands out piece k−1 and then adds up piece k+1.
 
         Args:
             flat: [numel].

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Combination(NamedTuple):
-    """Adding, or what stands for it: into the first operand, or to a third place."""
+    """An operation on two tensors, in two forms: into the first one, or into a third."""
 
     into: Callable[[Tensor, Tensor], Tensor]
     to: Callable[..., Tensor]

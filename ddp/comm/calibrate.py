@@ -10,15 +10,15 @@
               themselves are kept: because of caches, they are no straight
               line
 
-The rounds of most schedules are such exchanges, so α counts what one costs: what Python takes between two rounds, a
-transport that lets a send wait for its receiver, a core that other ranks use. One rank per host is enough between
+The rounds of most schedules are such exchanges, so α covers everything that a round costs: Python's time between two
+rounds, a send that waits for its receiver, a core that is shared with other ranks. One rank per host is enough between
 hosts, because the simulator knows that the ranks of a host share its link.
 
-Of several times the median counts: a minimum would promise what is rarely reached, and one interruption would spoil a
-mean. Of each time the slowest rank's counts, because a collective ends with its last rank. All ranks exchange all their
-times and compute the figures from them, so all have the same figures.
+In each repetition the slowest rank's time counts, because a collective ends with its last rank. Of the repetitions the
+median counts, because a minimum would promise what is rarely reached, and one interruption would spoil a mean. All
+ranks exchange all their times and compute the figures from them, so all have the same figures.
 
-How far predictions from these figures are off, `select.py` finds out: it times some all-reduces and says so.
+`select.py` finds out how far off the predictions from these figures are: it times some all-reduces, and says so.
 
 Read before: `collectives/simulate.py` (the model), `links.py`. Read next: `select.py`.
 """
@@ -46,7 +46,7 @@ from ddp.transport.topology import Gather
 
 Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
 
-NUM_REPETITIONS, IN_A_ROW = 5, 8  # of short measurements, each of so many calls or rounds in a row
+NUM_REPETITIONS, IN_A_ROW = 5, 8  # repetitions of a measurement; calls or rounds in each repetition of a short one
 SMALL_BYTES, BULK_BYTES, NUM_MESSAGES = 8, 4 << 20, 8
 MEMORY_BYTES = tuple(1 << k for k in (10, 16, 20, 22, 24))
 MEMORY_IN_ALL = 64 << 20  # of a host's memory, lent for the measurement

@@ -57,7 +57,7 @@ def _operation(op: str, dtype: torch.dtype) -> None:
 
 
 def divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
-    """Refuses a division that is none, or that this operation or dtype does not allow."""
+    """Refuses a divisor that is out of range, or that this operation or dtype does not allow."""
     if divide_by == 1:
         return
     if op == "mean":
@@ -83,7 +83,7 @@ def wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
 
 
 def pieces(given: Sequence[Tensor] | None, world_size: int) -> None:
-    """Refuses all but one tensor per rank, all of one dtype."""
+    """Refuses anything but one tensor per rank, all of one dtype."""
     if given is None or len(given) != world_size:
         have = "none" if given is None else str(len(given))
         raise ConfigError(f"needs a list of {world_size} tensors, one per rank; got {have}")
@@ -105,7 +105,7 @@ def root(rank: int, world_size: int) -> None:
 
 
 def subgroup(ranks: Sequence[int], world_size: int) -> None:
-    """Refuses all but distinct ranks, one at least."""
+    """Refuses anything but distinct ranks, at least one."""
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world_size)) or not ranks:
         raise ConfigError(f"ranks={list(ranks)}: a subgroup needs distinct ranks from 0 to {world_size - 1}")
 

@@ -10,7 +10,7 @@
     comm.barrier(), comm.agree_any(flag)
     comm.allocate(numel, dtype)           memory that collectives reach without a copy
     comm.subgroup(ranks)                  a communicator of some of the ranks
-    comm.explain(nbytes)                  what "auto" thinks of every way
+    comm.explain(nbytes)                  the predicted time of every way, and the one that "auto" takes
 
 Each verb checks its tensors, flattens them, and runs either in the memory that all ranks share or as a schedule over
 the wire. `Turns` numbers the calls and gives them their turn. Only an all-reduce has more ways than these two; `auto`
@@ -61,7 +61,7 @@ class Communicator:
     Args:
         transport: the edges between the ranks.
         watchdog: says who is missing; without one, the transport's word is taken.
-        hosts: the ranks of every host, if known: then the ranks look for no memory that they share.
+        hosts: the ranks of every host, if known; then the ranks do not look for shared memory.
         world_ranks: what its ranks are called in the communicator that `ddp.init` made.
         channels: numbers the channels of the transport.
 
@@ -125,15 +125,15 @@ class Communicator:
             tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
             op: "sum", "mean" (floating point only), "product", "min" or "max". Of bools, sum means any, product all.
             algorithm: a way from `ways()`, or "auto".
-            divide_by: a number that the result is divided by on its way, for nearly nothing; an int, or what `int()`
-                reads when this collective's turn has come, and all before it are complete. The same on every rank.
+            divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
+                object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
             wire_dtype: torch.bfloat16 or torch.float16: what travels between hosts is cast to it, sums are kept in the
                 tensor's own type. What goes through a host's memory is not cast.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
-            label: what this is, for messages.
+            label: name of this call in messages and profiles.
 
         Raises:
-            ConfigError: an operation or way that is not there, or does not go with the tensor.
+            ConfigError: an operation or way that does not exist here, or does not fit the tensor.
             PeerLost: a rank did not take part within the deadline.
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
@@ -344,7 +344,7 @@ class Communicator:
         communicator's number, warning, deadline and blame. Every rank calls it.
 
         Args:
-            wait: waits for so many seconds at most; returns True if what it waits for is there. Called until it is.
+            wait: waits for the given seconds at most; returns True if the wait is over. It is called until it is.
 
         Raises:
             PeerLost: it was not there within the deadline.
@@ -368,10 +368,10 @@ class Communicator:
 
     @property
     def overlaps(self) -> bool:
-        """Says whether an all-reduce in the background runs without taking CPU time from the caller.
+        """Returns True if an all-reduce in the background runs without taking CPU time from the caller.
 
-        It does if there is a wire to wait for, or a processor to spare. Else it takes less time in the foreground,
-        where nothing changes threads.
+        It does if there is a wire to wait for, or a processor to spare. Otherwise the foreground takes less time,
+        because it needs no thread switches.
         """
         group = self._links.group
         in_memory = self.auto.algorithm in ("auto", IN_MEMORY) and IN_MEMORY in self._links.ways
@@ -380,7 +380,7 @@ class Communicator:
         return group.num_processors >= group.size * (torch.get_num_threads() + 1)
 
     def explain(self, nbytes: int) -> str:
-        """Returns every way of an all-reduce of so many bytes, by predicted time. Collective: the first measures."""
+        """Returns a table of every way of such an all-reduce, fastest first. Collective: the first call measures."""
         return str(self._ask("explain", self.auto.explain, nbytes))
 
     def predict(self, nbytes: int, algorithm: str = "auto", *, allocated: bool = False) -> float:
@@ -390,7 +390,7 @@ class Communicator:
         return cheapest(ranking, algorithm).predicted_s
 
     def choose(self, nbytes: int) -> str:
-        """Returns the way that "auto" takes for so many bytes. Collective: the first call may measure."""
+        """Returns the way that "auto" takes for a buffer of this size. Collective: the first call may measure."""
         return str(self._ask("choose", self.auto.choose, nbytes))
 
     def _ask(self, operation: str, question: Callable[[int], Any], nbytes: int) -> Any:
@@ -402,7 +402,7 @@ class Communicator:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns [numel] zeros, in the memory that this communicator's collectives reach without a copy. Collective.
 
-        It belongs to the communicator, and goes when every rank has called `free`, or with the communicator.
+        It belongs to the communicator, and is released when every rank has called `free`, or with the communicator.
         """
         if numel < 0:
             raise ConfigError(f"numel={numel}: must be at least 0")
@@ -457,7 +457,7 @@ class Communicator:
 
     @property
     def is_broken(self) -> bool:
-        """Says whether further calls are refused, because an earlier one failed."""
+        """Returns True if further calls are refused, because an earlier one failed."""
         return self._turns.error is not None
 
     @property
@@ -503,11 +503,11 @@ class Communicator:
         return rows
 
     def _divided(self, flat: Tensor, op: str) -> Tensor:
-        """Divides what a mean is to be taken of so that no sum overflows: by a power of two, which loses nothing."""
+        """Divides the terms of a mean by a power of two, so that no sum overflows; this loses no digits."""
         return flat.mul_(1 / self._enough) if op == "mean" else flat
 
     def _averaged(self, sums: Tensor, op: str) -> Tensor:
-        """Makes means of the sums of what was divided."""
+        """Turns sums of divided terms into means."""
         return sums.div_(self.world_size / self._enough) if op == "mean" else sums
 
 

@@ -19,9 +19,10 @@ there: the sums are accumulated in the tensor's own type. A sender rounds its ow
 their parts and both add them (recursive doubling) get the same bits, and so does whoever keeps what it passed on.
 What never travelled is rounded at the end.
 
-Note "complete sums". A mean divides every sum once. Whoever adds the last term to an element divides it there and then,
-and the others get it divided: that is the last time that a rank receives the element, if it adds it; if not, it comes
-divided. So most ranks divide their share only, while other lanes are on the wire.
+Note "complete sums". A mean divides every sum once. The rank that adds the last term to an element divides it there and
+then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, the
+sum is complete on this rank, which divides it; if that receive overwrites it, it has been divided elsewhere. So most
+ranks divide only their own share, while other lanes are on the wire.
 
 Read before: `collectives/schedule.py`, `transport/edge.py`, `arithmetic.py`. Read next: `way.py`.
 """
@@ -57,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One round of a lane. May be empty: a rank that left rounds out would lose the order of its messages."""
+    """One round of a lane. It may be empty, because a rank that skipped rounds would mix up its messages."""
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
@@ -143,7 +144,7 @@ def execute(
         buffers: [numel] each, contiguous.
         scratch: where incoming parts land before they are added; kept by the caller from one collective to the next.
         timeout_s: longest silence of a neighbour, in seconds.
-        waiting_for: told, before each wait, which peer a round's first transfer is with.
+        waiting_for: called before each wait, with the peer of the round's first transfer.
 
     Raises:
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.

@@ -17,7 +17,7 @@ from ddp.comm.arithmetic import SIGNED
 def flatten(tensor: Tensor) -> Tensor:
     """Returns [numel], contiguous: the tensor's own memory, or a copy where that is laid out otherwise.
 
-    Wide unsigned integers, which torch hardly computes with, come as signed ones: sums and products have the same bits.
+    Wide unsigned integers, which torch hardly computes with, become signed ones; sums and products have the same bits.
     """
     if (
         tensor.dim() == 1
@@ -32,7 +32,7 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def write_back(flat: Tensor, tensor: Tensor) -> Tensor:
-    """Copies what `flatten` gave to where it came from, unless it is still there."""
+    """Copies what `flatten` returned back into `tensor`, unless both are the same memory."""
     if flat is tensor:
         return tensor
     if flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():

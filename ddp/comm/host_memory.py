@@ -109,7 +109,7 @@ class HostMemory:
         index, size: this rank's place among them, and how many they are.
         wait: returns once every rank has called it; raises TransportError if one does not come.
         give_up: tells the others not to wait for this rank.
-        piece_bytes: so much of a tensor goes through inboxes at a time.
+        piece_bytes: the bytes of a tensor that go through inboxes at a time.
         inboxes: [half][index][piece_bytes].
     """
 
@@ -233,7 +233,7 @@ class HostMemory:
             raise ConfigError("free takes a tensor that allocate has given, once")
 
     def close(self) -> None:
-        """Tells the others that this rank comes no more. The mapping ends with this object."""
+        """Tells the others that this rank will not come again. The mapping ends with this object."""
         self._barrier.leave()
         self._regions.clear()
 
@@ -280,7 +280,7 @@ def _inboxes_at(size: int) -> int:
 
 
 def _piece_bytes(size: int) -> int:
-    """A tensor goes through inboxes in pieces of so many bytes: small enough for the caches, and worth a barrier."""
+    """Returns the size of the pieces that go through inboxes: they fit the caches, and are worth a barrier."""
     return min(size * SLICE_BYTES, PIECE_BYTES)
 
 

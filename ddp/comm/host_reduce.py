@@ -1,6 +1,6 @@
 """Collectives in the memory of one host: no socket, one owner per element, one order of additions.
 
-Three ways of an all-reduce (n ranks, N bytes):
+Three methods of an all-reduce (n ranks, N bytes):
 
     mailbox     N ≤ SMALL_BYTES. Everyone copies its tensor to its inbox; barrier; everyone adds up all inboxes.
                 1 barrier; N copied, nN read.
@@ -13,7 +13,7 @@ Three ways of an all-reduce (n ranks, N bytes):
                 pieces + 1 barriers; 2N copied, N read.
 
 All three add every element in the order of the canonical binary tree over the ranks, nearest neighbours first:
-3 → ((0,1),2), 4 → ((0,1),(2,3)), 5 → (((0,1),(2,3)),4). So the bits depend neither on the way nor on where slices
+3 → ((0,1),2), 4 → ((0,1),(2,3)), 5 → (((0,1),(2,3)),4). So the bits depend neither on the method nor on where slices
 begin. The mean divides once, after adding.
 
     reduce-scatter   the first half of an all-reduce, with slices given by the caller
@@ -23,7 +23,7 @@ begin. The mean divides once, after adding.
 Which thread reduces: the one that calls. Copies, additions and sleeps release the interpreter lock, and while another
 thread computes in Python it takes up to the switch interval (5 ms) to get it back. Measured with 2 ranks on two cores,
 25 MB on a background thread: 4 ms while the main thread sleeps, 36 ms while it computes in pure Python; for ordinary
-tensors 14 and 300 ms. Fewer and larger blocks changed nothing in that.
+tensors 14 and 300 ms. Fewer and larger blocks made no difference.
 
 Source of the idea: Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory collectives"
 (EuroPVM/MPI 2008). Read before: `host_memory.py`. Read next: `across.py`.
@@ -75,7 +75,7 @@ class _Arithmetic:
         self._steps = tuple(tree_steps(0, size))
 
     def in_place(self, leaves: Sequence[Tensor], out: Tensor, divide_by: int = 1) -> None:
-        """Adds up the leaves, using them up, to `out`, which may be one of them."""
+        """Adds up the leaves into `out`, which may be one of them. The leaves are overwritten."""
         into, to = self._combine
         for here, other in self._steps[:-1]:
             into(leaves[here], leaves[other])
@@ -87,7 +87,7 @@ class _Arithmetic:
         _divide(out, divide_by)
 
     def beside(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], divide_by: int) -> None:
-        """Adds up the leaves to `out`, which is none of them, and leaves them as they are.
+        """Adds up the leaves into `out`, which is none of them, without changing them.
 
         Args:
             scratch: [size // 2] tensors like `out`.
@@ -157,7 +157,7 @@ class _Block(NamedTuple):
 
 
 def _all_or_nothing(method: Method) -> Method:
-    """Puts the group out of use, for all, if the collective breaks off half-way: the barrier is out of step then."""
+    """Puts the group out of use on all ranks if a collective breaks off: its barrier is out of step then."""
 
     @functools.wraps(method)
     def collective(self: HostGroup, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ class HostGroup:
 
     @_all_or_nothing
     def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], op: str, *, sequence: int) -> None:
-        """Afterwards member i's flat[bounds[i]:bounds[i + 1]] is combined over the host; the rest of it is undefined.
+        """Combines member i's flat[bounds[i]:bounds[i + 1]] over the host; the rest of `flat` is undefined then.
 
         Args:
             flat: [numel].
@@ -296,7 +296,7 @@ class HostGroup:
         The memory stays until every rank has called `free`, or `close`, and let go of its tensor.
 
         Raises:
-            NoSharedMemory: there is not so much; on all ranks alike.
+            NoSharedMemory: there is not enough memory; raised on all ranks.
         """
         tensor = self._memory.allocate(numel, dtype, sequence)
         self._allocated.cache_clear()  # an ordinary tensor may have lain there

@@ -1,7 +1,7 @@
 """Connects one rank with the others: by edges, in the memory of its host, and by both together.
 
-    join        finds out which ranks share a host, and joins those that share this one in its memory
-    connect     the same, and edges to this rank's counterparts on the other hosts: everything that a communicator uses
+    join        finds out which ranks share a host, and connects this rank with those on its host, through memory
+    connect     does the same, and adds edges to the other hosts: everything that a communicator uses
 
 Read before: `wire.py`, `host_reduce.py`, `across.py`, `way.py`. Read next: `calibrate.py`.
 """
@@ -40,7 +40,7 @@ class Links:
         hosts: the ranks of every host.
         ways: every way that an all-reduce can go here, by name.
         group: this host's ranks in memory, if it has several and they share it.
-        across: what joins the memories of several hosts, if they share any.
+        across: connects the memories of several hosts, where ranks of a host share memory.
     """
 
     wire: Wire
@@ -126,7 +126,7 @@ def join(
     in_vain: InVain = has_hope,
     kinds: Sequence[Kind] = KINDS,
 ) -> Joined:
-    """Finds out which ranks share a host and joins those that share this one. Collective over all ranks of `gather`.
+    """Finds out which ranks share a host, and connects those on this one. Collective over all ranks of `gather`.
 
     Args:
         gather: all-gather of bytes; keeps a deadline of its own.

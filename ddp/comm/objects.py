@@ -1,7 +1,7 @@
 """Sends small Python objects over a communicator: pickled into bytes, carried by the ordinary collectives.
 
-For what is rare and small: names in an error, random states of a checkpoint. Only between the ranks of one job, which
-trust each other: unpickling runs code.
+This is for rare and small things: names in an error, random states of a checkpoint. Use it only between the ranks of
+one job, which trust each other, because unpickling runs code.
 
 Read before: `communicator.py`. Read next: `rendezvous.py`.
 """

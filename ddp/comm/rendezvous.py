@@ -25,8 +25,8 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
     """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
 
     A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
-    begin a second session. Who read what an earlier session left there would connect to processes that have gone. So
-    each rank draws a token, and a session is named by all of its ranks' tokens:
+    begin a second session. A rank that read what an earlier session left there would connect to processes that are
+    gone. So each rank draws a token, and a session is named by all of its ranks' tokens:
 
         here/RANK            the rank's token, drawn anew for each session
         roster               the tokens that rank 0 has found, as a list

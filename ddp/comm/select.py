@@ -9,11 +9,12 @@
     "shared_memory"             looked up among the times that calibration measured
     "shared_memory+ring"        an all-reduce in memory (looked up); between its halves the schedule, run by the ranks
                                 of every place on all hosts with that place's slice, all at once over the hosts' links.
-                                A long buffer goes piece by piece, so that memory works while the wire does
+                                A long buffer goes piece by piece, so that additions overlap with the transfers
 
-Note "model and trial". The model knows what bytes cost on a wire. Where they take long, predictions are within a tenth,
-and timing the ways would take seconds. The model knows little of ranks that wait for a core: with more ranks than cores
-it is off by a factor of two or three. But there an all-reduce takes milliseconds, so trials are cheap.
+Note "model and trial". The model knows what bytes cost on a wire. Where moving them takes long, its predictions are
+within a tenth, and timing the ways would take seconds. The model knows little about ranks that wait for a core: with
+more ranks than cores it is off by a factor of two or three. But there an all-reduce takes milliseconds, so trials are
+cheap.
 
 All ranks must take the same way without asking each other. So a choice is a pure function of numbers that all of them
 have. It uses additions, multiplications and comparisons alone, because their results are the same bits on every machine
@@ -47,7 +48,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.way import IN_MEMORY, Way, num_pieces
 from ddp.errors import ConfigError
 
-TRIAL_S = 0.3  # a trial of one size should take at most so long
+TRIAL_S = 0.3  # the most time that trials of one size should take
 NEARLY = 1.1  # times that differ by no more count as equal
 
 # --- predictions -----------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
 
 
 class Auto:
-    """Chooses for one communicator. Every rank asks the same questions in the same order: the first one measures.
+    """Chooses for one communicator. Every rank asks the same questions in the same order; the first question measures.
 
     Args:
         run: sums a tensor over the ranks in a given way, in place.
@@ -168,7 +169,7 @@ class Auto:
             raise ConfigError(f"algorithm={name!r} is not possible here; choose one of auto, {', '.join(self._ways)}")
 
     def way(self, flat: Tensor, algorithm: str) -> Way:
-        """Returns the way of this tensor, for a name that may leave something open.
+        """Returns the way for this tensor. The name may stand for several ways.
 
         Raises:
             ConfigError: the way uses the host's memory, and the tensor is elsewhere.
@@ -182,7 +183,7 @@ class Auto:
         return way
 
     def choose(self, nbytes: int) -> str:
-        """Returns the name of the way that "auto" takes for so many bytes."""
+        """Returns the name of the way that "auto" takes for a buffer of this size."""
         if IN_MEMORY in self._ways:
             return IN_MEMORY
         if nbytes not in self.choices:

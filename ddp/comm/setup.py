@@ -72,9 +72,9 @@ def init(
         device: "auto", "cpu", "cuda" or a torch.device.
         backend: "auto", "gloo" or "nccl".
         algorithm, order, shared_memory, segment_bytes, debug: see `Settings`.
-        warn_s: after so many seconds in one wait, say who is missing.
-        abort_s: after so many seconds in one wait, raise PeerLost; None: the timeout of the application's process
-            group, else 600. A rank that died or shows no sign of life is not waited for so long (`watchdog.py`).
+        warn_s: seconds in one wait after which a warning says who is missing.
+        abort_s: seconds in one wait after which PeerLost is raised; None: the timeout of the application's process
+            group, else 600. A rank that died or shows no sign of life is given up earlier (`watchdog.py`).
 
     Raises:
         ConfigError: a device or backend that is not there, or does not go with the other.
@@ -120,8 +120,8 @@ def current() -> Communicator:
 def communicator_of(group: dist.ProcessGroup) -> Communicator:
     """Returns a communicator of the ranks of one of torch's process groups. Collective among them; made once for each.
 
-    With the group's timeout, otherwise with the settings of the process's communicator, if there is one; and with
-    connections of its own, so that what the application sends over the group meets nothing of ours.
+    It has the group's timeout, and otherwise the settings of the process's communicator, if there is one. Its
+    connections are its own, so that its messages never mix with those that the application sends over the group.
 
     Raises:
         ConfigError: this process does not belong to the group.
@@ -194,8 +194,8 @@ def _end(comm: Communicator, failed: str = "") -> None:
 def shutdown(*, failed: str = "") -> None:
     """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, and after an error.
 
-    While an exception is on its way (`finally: ddp.shutdown()`), this rank stops early. So it does inside an `except`
-    block, which looks the same from here.
+    If it is called while an exception is being raised (`finally: ddp.shutdown()`), this rank counts as stopping early.
+    The same holds inside an `except` block, because the two cannot be told apart here.
 
     Args:
         failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in

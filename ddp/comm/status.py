@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from ddp.comm.call import Call
 
-STALE_S = 3.0  # after a wait has failed, a tick that stands still for so long is a dead or stopped process
-QUIET_S = 1.5  # what is suspicious where nothing is certain
+STALE_S = 3.0  # after a wait has failed, a tick that has stood still for this long means a dead or stopped process
+QUIET_S = 1.5  # so long a silence is suspicious where nothing is certain
 LEFT = "it has left already; every rank must call the same collectives equally often"
 
 Verdict = tuple[int, str]  # the rank to blame, and why
@@ -67,7 +67,7 @@ class Others(NamedTuple):
         return self.failed() or self.gone() or self.absent(STALE_S)
 
     def missed(self, peer: int) -> Others:
-        """Returns those that have not come to this call, and the rank that this one waits for."""
+        """Returns only the ranks that have not come to this call, and the rank that this one waits for."""
         late = {rank: s for rank, s in self.statuses.items() if s.sequence < self.call.sequence or rank == peer}
         return self._replace(statuses=late)
 
@@ -91,7 +91,7 @@ class Others(NamedTuple):
         return None
 
     def absent(self, silence_s: float) -> Verdict | None:
-        """Returns a rank that is in another collective, or has been silent for so long."""
+        """Returns a rank that is in another collective, or has been silent for `silence_s`."""
         for rank, status in self.statuses.items():
             if status.sequence == self.call.sequence and status.label != self.call.label:
                 return rank, f"it is in another collective of that number: [{status.label}]; all must call the same"

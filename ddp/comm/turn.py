@@ -1,13 +1,14 @@
 """Gives the calls of one communicator their turn: numbers them, runs one at a time, and blames whoever breaks one.
 
-All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, since two
-threads would take turns in another order on every rank. A second one that comes while a collective runs in the first is
-refused (`subgroup` gives it a communicator of its own); calls with `async_op=True` are queued in their order.
+All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, because two
+threads would take turns in an order that differs from rank to rank. A thread that calls while another thread's
+collective is running is refused (`subgroup` gives it a communicator of its own). Calls with `async_op=True` are queued
+in their order.
 
 A call is numbered when it is made. The number, its label and whom it waits for are what the watchdog publishes, and
 what a `PeerLost` carries. After an error the communicator refuses further calls: the ranks no longer agree on what came
 last. With `debug=True` the ranks compare what they call before every collective, so that a wrong operation, shape or
-dtype is reported instead of undefined.
+dtype is reported, where otherwise the result would be undefined.
 
 Read before: `call.py`, `watchdog.py`, `work.py`. Read next: `checks.py`.
 """
@@ -33,7 +34,7 @@ from ddp.transport.edge import TransportError
 from ddp.transport.shared_memory import SLICE_S
 from ddp.transport.topology import Gather
 
-LET_GO_S = 2.0  # what is still in flight when the program ends may take so long
+LET_GO_S = 2.0  # time for what is still in flight when the program ends
 
 
 class Turns:
@@ -46,7 +47,7 @@ class Turns:
         gather: all-gather of bytes, by which the ranks compare their calls; None: they do not.
 
     Attributes:
-        num_calls: how many have been made; the number of the last one.
+        num_calls: the number of calls so far, which is also the number of the last one.
         error: what ended the communicator, if anything has.
     """
 
@@ -71,7 +72,7 @@ class Turns:
         label: str = "",
         how: tuple[object, ...] = (),
     ) -> Call:
-        """Returns this call's number, and what it says of itself: the same on every rank.
+        """Numbers a call, and returns it with its description, which is the same on every rank.
 
         Raises:
             CommunicatorBroken: an earlier collective failed.
@@ -121,7 +122,7 @@ class Turns:
             self.error = lost = self._lost(error)
             raise lost from error
         except (ConfigError, NoSharedMemory):
-            raise  # said by every rank alike, before anything was sent
+            raise  # on every rank alike, before anything was sent
         except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
             self.error = error
             if not isinstance(error, CollectiveMismatch):
@@ -179,8 +180,8 @@ class Turns:
     def abandon(self, reason: str = "") -> None:
         """Ends this rank's part when it stops early, or the program ends.
 
-        The interpreter ends a thread that is inside one of torch's waits in a way that ends the process by SIGABRT.
-        So what is still in flight is broken off.
+        If the interpreter exits while a thread is inside one of torch's waits, the process ends by SIGABRT. So whatever
+        is still in flight is broken off first.
 
         Args:
             reason: why this rank stops early: the others are told, and nothing is waited for. "": the program ends.
@@ -199,7 +200,7 @@ class Turns:
             raise CommunicatorBroken(f"the communicator is out of use since: {self.error}") from self.error
 
     def _refuse_second_thread(self, call: Call) -> None:
-        """Two threads of one rank take turns in an order of their own, and not in the other ranks'."""
+        """Raises RuntimeError, because two threads of a rank would take turns in an order that other ranks lack."""
         error = RuntimeError(
             f"collective #{call.sequence} [{call.label}] began in thread {threading.current_thread().name!r} while "
             f"#{self._running.sequence} [{self._running.label}] was running in another one; a communicator serves one "
@@ -210,7 +211,7 @@ class Turns:
         raise error
 
     def _lost(self, error: TransportError) -> PeerLost:
-        """Returns who is to blame, by what the ranks publish about themselves."""
+        """Returns the error that names the rank to blame, by what the ranks publish about themselves."""
         if self._has_ended:  # nobody reads it; and a thread must not be inside the store when the program ends
             raise CommunicatorBroken(str(error)) from error
         lost = self._watchdog.find_culprit(error.peer, str(error))

@@ -4,19 +4,19 @@ Why not ask the transport? When a Gloo wait times out it closes pairs to healthy
 looks like many broken ones. Errors of the transport never tell who is guilty; the store does.
 
 Before each wait a rank notes its call and whom it waits for. Every `INTERVAL_S` a thread outside the wait publishes
-that note, a tick that grows, and where the main thread stands, if it is no further than last time. So a reader can tell
-five cases apart:
+that note and a tick that grows; if the call is the same as last time, it adds the main thread's stack. So a reader can
+tell five cases apart:
 
     the process has ended              known of ranks on this host           SIGKILL
     the tick stands still              it died elsewhere, or is stopped      SIGSTOP, power
     it says "failed" or "left"         it raised an error, or finished       look at its log
-    the tick runs, its number is lower it is alive, but somewhere else       its Python stack says where
+    the tick runs, a lower number      it is alive, but somewhere else       its Python stack says where
     the tick runs, same number         it waits too: the link between is cut
 
 After `warn_s` of waiting the watchdog prints a warning, once per collective. A rank that lives and computes is waited
 for until the deadline, `abort_s`. If the statuses show before that nobody can come any more, because a rank failed,
 left, or has shown no sign of life for `SILENCE_S`, the watchdog gives up: `in_vain` says so to whoever waits. In either
-case `find_culprit` turns the statuses into a `PeerLost`. None of this is on the path of a collective: a note is one
+case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a collective down, because a note is one
 assignment.
 
 Read before: `status.py`. Read next: `wire.py`.
@@ -44,7 +44,7 @@ from ddp.stack import stack_of
 from ddp.transport.shared_memory import Life
 
 INTERVAL_S = 0.5
-SILENCE_S = 60.0  # a library that keeps the interpreter lock for so long looks like a dead process
+SILENCE_S = 60.0  # a library that keeps the interpreter lock for this long looks like a dead process
 JUDGE_S = 1.25  # longest search for a culprit after a deadline
 STORE_S = 0.3  # and for one more answer of the store
 POLL_S = 0.05
@@ -65,7 +65,7 @@ class Watchdog:
     Args:
         store: where the statuses are; of this session of the ranks alone.
         generation: version of the membership, for messages.
-        warn_s: after so many seconds in one wait, print who is missing.
+        warn_s: seconds in one wait after which a warning says who is missing.
         abort_s: longest wait for a rank that lives.
     """
 
@@ -108,7 +108,7 @@ class Watchdog:
         return Watchdog(
             PrefixStore(f"channel/{channel}", self._store),
             list(ranks).index(self._rank),
-            min(len(ranks), self._world_size),  # who watches nobody does not begin to
+            min(len(ranks), self._world_size),  # a watchdog of one rank watches nobody in a group either
             generation=self._generation,
             warn_s=self._warn_s,
             abort_s=self._abort_s,
@@ -119,7 +119,7 @@ class Watchdog:
         self._wait = self._last_wait = Wait(call, peer, now_s())
 
     def waits_for(self, peer: int) -> None:
-        """Notes a wait that begins now, in the call that has begun."""
+        """Notes a wait that begins now, in the running call."""
         self._wait = self._last_wait = Wait(self._last_wait.call, peer, now_s())
 
     def end(self) -> None:
@@ -180,8 +180,8 @@ class Watchdog:
     def find_culprit(self, suspect: int, observed: str = "") -> PeerLost:
         """Reads the statuses until they tell who is missing; blames the suspect if they show nothing else.
 
-        After a long wait they tell at once, since the thread has read along; after a connection that broke suddenly it
-        takes up to `STALE_S` seconds and two intervals. It never takes longer than `JUDGE_S` beyond the deadline: not
+        After a long wait they tell at once, because the thread has been reading them; after a sudden break it takes up
+        to `STALE_S` seconds and two intervals. It never takes longer than `JUDGE_S` beyond the deadline: not
         even if the store does not answer, as when the process that keeps it is stopped.
 
         Args:

@@ -6,8 +6,8 @@
     "shared_memory+ring"    several hosts           each host adds up in its memory; rank i of each host carries slice i
                                                     across, by a ring; each host hands the slices out in its memory
 
-The third kind keeps a host's link busy with what must cross it and nothing else: each byte leaves a host as often as if
-the host were one rank. A long buffer crosses piece by piece, so that memory works while the wire does.
+The third kind sends over a host's link only what must cross it: each byte leaves a host as often as if the host were
+one rank. A long buffer crosses piece by piece, so that additions in memory overlap with the transfers.
 
 Read before: `collectives/catalog.py`, `execute.py`. Read next: `settings.py`.
 """
@@ -24,7 +24,7 @@ from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Expression, Schedule, canonical
 
 Order = Literal["any", "canonical"]
-"""Of the additions. "canonical": as the canonical binary tree over the ranks."""
+"""The order of the additions: any, or that of the canonical binary tree over the ranks."""
 
 IN_MEMORY = "shared_memory"
 CROSSING_BYTES = 2 << 20  # the part of a buffer that crosses between hosts while the next part is added up inside them
@@ -57,7 +57,7 @@ class Way:
 
     @cached_property
     def is_canonical(self) -> bool:
-        """This way adds up every element as the canonical binary tree over the ranks."""
+        """Returns True if this way adds up every element as the canonical binary tree over the ranks."""
         num_ranks = sum(map(len, self.hosts))
         if not self.in_memory:
             return self.schedule is not None and self.schedule.check(num_ranks).canonical
@@ -83,7 +83,7 @@ def possible_ways(hosts: Hosts, *, shared_memory: bool) -> dict[str, Way]:
 
 
 def num_pieces(nbytes: int) -> int:
-    """Returns in how many pieces a buffer of so many bytes crosses between hosts."""
+    """Returns the number of pieces in which a buffer of this size crosses between hosts."""
     return max(1, nbytes // CROSSING_BYTES)
 
 

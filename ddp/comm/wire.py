@@ -23,7 +23,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.watchdog import Watchdog
 from ddp.transport.edge import Transport, TransportError
 
-FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all together; up to so many, rounds cost more than messages
+FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks together; up to these, a round costs more than its messages
 
 
 class Wire:
@@ -67,7 +67,7 @@ class Wire:
     def exchange(
         self, outgoing: Tensor, going: Sequence[int], incoming: Tensor, coming: Sequence[int], *, longest: int
     ) -> None:
-        """Makes chunk r of every rank's `outgoing` chunk (that rank) of rank r's `incoming`.
+        """Sends chunk r of `outgoing` to each rank r, where it becomes the chunk of `incoming` with this rank's number.
 
         Args:
             going, coming: where their chunks begin, and where the last one ends.
@@ -119,7 +119,7 @@ class Wire:
 
 
 def by_size(operation: str, flat: Tensor, num_ranks: int) -> Schedule:
-    """Returns one that moves no byte twice: a ring, which keeps to neighbours; for few bytes one of few rounds."""
+    """Returns a schedule: for many bytes a ring, where ranks talk to neighbours only; else one with few rounds."""
     if flat.nbytes > FEW_BYTES:
         return SCHEDULES[f"ring_{operation}"]
     return SCHEDULES[f"{'all_to_all' if num_ranks <= FEW_RANKS else 'circulant'}_{operation}"]

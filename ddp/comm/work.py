@@ -4,7 +4,7 @@ One background thread per communicator runs asynchronous collectives one after a
 were called. That order is the same on every rank, and it is all the agreement that the ranks need. Waits inside release
 the interpreter lock, so backward and optimizer go on meanwhile.
 
-A synchronous call that finds nothing in flight runs in the caller's own thread: two thread switches less.
+A synchronous call that finds nothing in flight runs in the caller's own thread, which saves two thread switches.
 
 CUDA. The thread works on a stream of its own, which first waits for what the caller's stream has produced so far;
 `Work.wait` makes the caller's stream wait for the result. Nothing synchronises the device.
@@ -96,7 +96,7 @@ class Runner:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._last: Work | None = None  # that may not have ended
+        self._last: Work | None = None  # the last one submitted, if it may still be running
         self._thread: threading.Thread | None = None
 
     def is_idle(self) -> bool:

@@ -12,7 +12,7 @@ batched_grad_copy                accepted; small gradients are always copied tog
 check_reduction                  accepted; reductions are always checked (torch ignores it, too)
 mixed_precision                  refused: the precision setting, or torch.autocast around forward
 delay_all_reduce_named_params    refused: `bucket_cap_mb_list`, or parameters ignored by name
-param_to_hook_all_reduce         refused: belongs to the one before
+param_to_hook_all_reduce         refused: belongs to `delay_all_reduce_named_params`
 skip_all_reduce_unused_params    refused: `static_graph=True` learns which parameters stay unused
 
 Read before: `higher_order.py`. Read next: `torch_names.py`.
@@ -46,7 +46,7 @@ USE_INSTEAD = {
 
 
 def check_keywords(others: Mapping[str, Any]) -> None:
-    """Raises TypeError for a keyword that is unknown, or that is set and means nothing here; says what to use."""
+    """Raises TypeError for a keyword that is unknown, or is set and means nothing here; says what to use instead."""
     for keyword, value in others.items():
         if keyword in ACCEPTED:
             continue
@@ -104,7 +104,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, output_device: Any) -> None:
-    """Raises ValueError unless parameters are on devices of one type, and what was given is one device, theirs."""
+    """Raises ValueError unless parameters are on devices of one type, and the device given, if any, is theirs."""
     devices = {parameter.device for _, parameter in named}
     if len(types := {device.type for device in devices}) > 1 or "meta" in types:
         raise ValueError(
@@ -129,10 +129,10 @@ def _device(given: int | torch.device | str) -> torch.device:
 
 @uncompiled
 def check_engine(*, in_backward: bool = False) -> None:
-    """Raises RuntimeError in a context of torch.distributed.autograd, whose gradients never come to the parameters.
+    """Raises RuntimeError in a context of torch.distributed.autograd, where gradients never reach the parameters.
 
     Args:
-        in_backward: this is the engine's thread, which knows no context: any open one counts.
+        in_backward: this is a thread of the engine, which is in no context itself, so any open one counts.
     """
     if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
         return
@@ -150,5 +150,5 @@ def check_engine(*, in_backward: bool = False) -> None:
         "hosts by RPC"
     )
     if in_backward:
-        log.error(message)  # that engine passes on that there was an error, and not which
+        log.error(message)  # that engine reports that there was an error, and not which one
     raise RuntimeError(message)

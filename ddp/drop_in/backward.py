@@ -1,9 +1,9 @@
-"""The bucketed backward, changed at named moments by what users of torch's class ask for beyond the mean.
+"""The bucketed backward with everything else that torch's class offers. Each feature changes it at named moments.
 
     moment              changed by
     begin               `create_graph=True`: gradients stay out of their buckets (`higher_order.py`)
-    _awaited            `find_unused_parameters`: the graph says which gradients it will bring; `static_graph`: the
-                        first backward has shown how many there are
+    _awaited            `find_unused_parameters`: the graph says which parameters backward will reach;
+                        `static_graph`: the first backward has shown how many gradients there are
     _fill, move_in      `create_graph=True`
     _reduce, _wait      a communication hook (`comm_hook.py`)
     _complete           the optimizer inside backward (`in_backward.py`)
@@ -11,8 +11,8 @@
     widen               a forward that unfreezes parameters, or one backward through several forwards
 
 Note "static graph". Under re-entrant checkpointing a parameter that is used twice gets two gradients, in two backwards
-inside the real one, and nothing in the graph announces that. If the graph is the same in every step, the first one
-shows how many there are: it holds all buckets back until its end, and later steps know what to wait for.
+inside the real one, and nothing in the graph announces that. If the graph is the same in every step, the first step
+shows how many there are: it launches all buckets at its end, and later steps know how many gradients to wait for.
 
 Read before: `replica/sync_batchnorm.py`. Read next: `sparse.py`.
 """
@@ -43,10 +43,10 @@ from ddp.replica.unused import Use, greatest_uses
 
 @dataclass
 class StaticGraph:
-    """Remembers what the first backward over a graph that never changes has shown.
+    """Remembers the gradients of the first backward over a graph that never changes.
 
     Attributes:
-        times: by the parameter's id, how many gradients every backward brings; None before the first one.
+        times: by the parameter's id, how many gradients every backward computes; None before the first one.
         never: names of the parameters that no rank has used; None as long as none was missing.
     """
 
@@ -65,10 +65,10 @@ class StaticGraph:
 
 @dataclass
 class Wishes:
-    """Holds what the user has asked of all backwards of a replica.
+    """Holds the features that the user has asked for, for all backwards of a replica.
 
     Attributes:
-        finds_unused: the graph is asked which gradients it will bring.
+        finds_unused: each backward asks autograd's graph which parameters it will reach.
         static_graphs: every step that trains the same parameters uses them equally often; one graph for each set of
             parameters, by their ids. None: no such promise.
         hook: takes the place of the all-reduce.
@@ -106,10 +106,10 @@ class TorchBackward(Backward):
         self._sparse_ready: set[int] = set()
 
     def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt) -> None:
-        """Starts, and asks autograd's graph what it is going to do.
+        """Starts, and finds out what this backward is going to do.
 
         Raises:
-            ConfigError: it creates a graph, and parameters are to be stepped meanwhile.
+            ConfigError: it creates a graph, but an optimizer inside backward would change the parameters meanwhile.
         """
         if self._wishes.hook is not None and not layout.is_for_hook:
             layout = layout.for_hooks()  # of a forward from before the hook was registered
@@ -163,7 +163,7 @@ class TorchBackward(Backward):
             _ = self.note(parameter) or self.note_other(parameter)
 
     def _ready_so_far(self) -> list[Tensor]:
-        """Returns the parameters of buckets whose gradients this backward has brought, once for each time."""
+        """Returns the parameters in buckets whose gradients this backward has computed, once for each gradient."""
         return self._seen + [each for reduction in self.reductions for each in reduction.ready[reduction.num_early :]]
 
     def note_other(self, parameter: Tensor) -> bool:
@@ -207,7 +207,7 @@ class TorchBackward(Backward):
 
     def _complete(self, reduction: Reduction, done_s: float) -> None:
         super()._complete(reduction, done_s)
-        if self._wishes.stepper is not None and self.layout.is_learned:  # else buckets are not final
+        if self._wishes.stepper is not None and self.layout.is_learned:  # before that, buckets are not final
             self._wishes.stepper.step(reduction.bucket)
 
     def finish(self, *, had_backward: bool = True) -> Totals:

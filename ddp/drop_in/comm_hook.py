@@ -1,4 +1,4 @@
-"""Communication hooks: code of the user that turns a bucket into its mean, in place of the all-reduce.
+"""Communication hooks: a user's functions that average a bucket in place of the all-reduce.
 
     def hook(state, bucket) -> Future[Tensor]        the protocol of torch's `register_comm_hook`
         bucket.buffer()                              [numel], the gradients of this rank; not divided by anything
@@ -11,10 +11,10 @@ torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged.
 torch.distributed; this project's collectives have a process group of their own, so neither can take the other's
 messages.
 
-Order. The next hook starts when the future of the one before is done: a hook whose steps are chained futures (PowerSGD)
-makes its second collective whenever its first one ends, which with two buckets in flight is another order on every
-rank, and hangs. A hook that makes all its collectives at once may declare itself safe (`overlap=True`); then futures
-are awaited when backward has ended.
+Order. The hook is called for a bucket once its future for the bucket before is done. A hook whose steps are chained
+futures (PowerSGD) starts its second collective whenever its first one ends. With two buckets in flight, that order
+could differ from rank to rank, and the ranks would hang. A hook that starts all its collectives when it is called may
+be registered with `overlap=True`; then its futures are awaited only when backward has ended.
 
 Read before: `sparse.py`. Read next: `buffer_hook.py`.
 """
@@ -69,14 +69,14 @@ class GradBucket:
 
 @dataclass
 class CommHook:
-    """A hook, and the futures that it has given and that nobody has waited for.
+    """A hook, and those of its futures that nobody has waited for yet.
 
     Args:
         overlap: the hook may be called before the last future is done.
         comm: gives waits their deadline and says who is missing.
 
     Raises (all methods):
-        HookFailed: the hook raised, or gave something else than promised; names the bucket.
+        HookFailed: the hook raised, or returned something other than promised; the message names the bucket.
         PeerLost: the others did not do their part within the deadline.
     """
 
@@ -101,7 +101,7 @@ class CommHook:
             future = self.hook(self.state, seen)
         except Exception as error:
             raise self._failure(f"the communication hook {self.name} raised {error!r} ({where})", where) from error
-        if not isinstance(future, torch._C.Future):  # what a Work gives is one, too, but no torch.futures.Future
+        if not isinstance(future, torch._C.Future):  # a Work's future is one, but no torch.futures.Future
             raise HookFailed(
                 f"the communication hook {self.name} returned a {type(future).__name__} ({where}); "
                 "it must return a torch.futures.Future with the reduced buffer, also where it communicates nothing"
@@ -122,7 +122,7 @@ class CommHook:
             self._put(bucket, result, where)
 
     def _failure(self, message: str, where: str) -> HookFailed | PeerLost:
-        """Returns the error to raise: a lost rank is to blame, because it breaks the process group's connections."""
+        """Returns PeerLost if a rank is lost, because that breaks the process group's connections; else HookFailed."""
         return self.comm.find_lost(f"communication hook {self.name}, {where}") or HookFailed(message)
 
     def _put(self, bucket: Bucket, result: Any, where: str) -> None:
@@ -147,7 +147,7 @@ def await_future(comm: Communicator, future: torch.futures.Future[Any], *, label
     """
     arrived = threading.Event()
     future.add_done_callback(lambda _: arrived.set())
-    comm.wait_for(arrived.wait, label=label)  # also where it is done: waits have numbers, the same on every rank
+    comm.wait_for(arrived.wait, label=label)  # even if it is done: all ranks must number their waits alike
     if comm.device.type == "cuda":
         future.wait()
 

@@ -1,12 +1,12 @@
-"""torch's DistributedDataParallel, to its users: the bucketed replica with the whole contract of that class.
+"""A drop-in for torch's DistributedDataParallel: the bucketed replica with the whole contract of that class.
 
     model = ddp.DistributedDataParallel(net)        # rank 0's parameters everywhere
     loss = criterion(model(x), y)                   # forward as ever; the outputs are watched
     loss.backward()                                 # gradients are averaged over all ranks meanwhile
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
-The same keywords (`arguments.py` has the table), the same `state_dict`, the same errors. What the class adds to
-`BucketedDataParallel` changes it at a handful of named moments (those of `join` are in `join.py`):
+It has the same keywords (`arguments.py` has the table), the same `state_dict` and the same errors. It changes
+`BucketedDataParallel` at a handful of named moments (those of `join` are in `join.py`):
 
     prepare, _begin          programs freeze and unfreeze parameters, also inside a forward; functional calls
     _make_layout             parameters that are ignored by name; sparse gradients
@@ -57,7 +57,7 @@ BUILTIN_HOOKS = {
     BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
 }
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
-OF_THIS_PROCESS = frozenset(  # what neither a pickle nor a copy takes along
+OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
     {"comm", "device_mesh", "joining", "_backward", "_buffer_sync", "_waiting", "_joining_of_torch", "_last"}
     | {"_layouts", "_process_group", "_verification", "_watch", "_wishes"}
 )
@@ -70,7 +70,7 @@ class DistributedDataParallel(UnevenInputs):
         module: at least one parameter must need a gradient. Its parameters and buffers become rank 0's.
         device_ids, output_device: one device at most, which must be the module's; there is one device per process.
             With `device_ids`, inputs are moved there.
-        broadcast_buffers: False: as `buffers="none"`, and buffers stay as they are at the start, too.
+        broadcast_buffers: False means `buffers="none"`, and that buffers are not made equal at the start either.
         init_sync: compare and broadcast parameters and buffers now.
         process_group, device_mesh: the ranks that take part: torch's process group, or a mesh of one dimension.
         bucket_cap_mb: size at which a bucket is closed, in MiB.
@@ -86,9 +86,9 @@ class DistributedDataParallel(UnevenInputs):
 
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
-        ConfigError: no parameter needs a gradient; the ranks are given twice.
+        ConfigError: no parameter needs a gradient; the ranks are given in two ways.
         ValueError: keywords exclude each other.
-        TypeError: a keyword that means nothing here; says what to use.
+        TypeError: a keyword that means nothing here; the message says what to use instead.
     """
 
     _backward: TorchBackward
@@ -140,7 +140,7 @@ class DistributedDataParallel(UnevenInputs):
         self._begin_in_this_process()
 
     def _begin_in_this_process(self) -> None:
-        """Makes all that neither a pickle nor a copy takes along."""
+        """Makes everything that pickles and copies leave out."""
         self._leave_join()
         self._is_in_forward = False  # a forward is running that synchronises; it may run backward itself
         self._wishes = Wishes(
@@ -188,18 +188,18 @@ class DistributedDataParallel(UnevenInputs):
             self._choose_layout()
 
     def announce_backward(self, outputs: Iterable[Tensor]) -> None:
-        """Lets the next backward synchronise, also if its forward was in `no_sync`."""
+        """Lets the next backward synchronise, even if its forward was in `no_sync`."""
         self._look_inside_forward()
         self._waiting = self._layouts.current
         watch_backward(list(outputs), partial(self._begin, self._waiting), self._finish)
 
     @uncompiled
     def _begin(self, layout: Layout, *, if_reached: bool = False) -> bool:
-        """Backward has reached an output, or a parameter. Returns True if that begins the step.
+        """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
 
         Args:
-            layout: for the parameters that needed a gradient in the forward that it goes through.
-            if_reached: it begins no step unless it will reach one of the parameters.
+            layout: for the parameters that needed a gradient in the forward that backward goes through.
+            if_reached: begin only if backward will reach one of the parameters.
         """
         layout = layout.latest
         is_running = self._backward.state is State.RUNNING
@@ -269,8 +269,8 @@ class DistributedDataParallel(UnevenInputs):
         """Lets `hook(state, bucket)` take the place of the all-reduce (`comm_hook.py`). Once, on every rank.
 
         Args:
-            overlap: the hook makes all its collectives when it is called, and may be called before its last future is
-                done. So may one that has an attribute `overlap` which is true.
+            overlap: the hook starts all its collectives when it is called, so it may be called again before its last
+                future is done. The same holds for a hook whose attribute `overlap` is true.
 
         Raises:
             TypeError: it cannot be called.
@@ -301,13 +301,13 @@ class DistributedDataParallel(UnevenInputs):
         self.register_comm_hook(self.process_group, BUILTIN_HOOKS[kind])
 
     def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
-        """Steps every bucket's parameters as soon as it holds the mean (`in_backward.py`); gradients are gone then.
+        """Steps every bucket's parameters as soon as it holds the mean, and drops the gradients (`in_backward.py`).
 
         Args:
             make_optimizer: makes an optimizer of the parameters that it is given; called once per bucket.
 
         Raises:
-            ConfigError: a gradient may never come, or comes sparse; or there is such an optimizer already.
+            ConfigError: gradients may be missing or sparse, or there is such an optimizer already.
             TypeError: `make_optimizer` cannot be called.
         """
         if self._wishes.stepper is not None:

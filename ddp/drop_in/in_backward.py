@@ -1,14 +1,14 @@
-"""The optimizer inside backward: a bucket's parameters are stepped as soon as its mean is there.
+"""The optimizer inside backward: a bucket's parameters are stepped as soon as their mean is complete.
 
     model.step_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
-The step overlaps with the rest of backward, and a gradient is gone once it is used: at no time are all gradients there.
-One optimizer for each bucket, made when the bucket has its first mean: the order of gradients is known by then.
+The step overlaps with the rest of backward, and `p.grad` is None again once it has been used. Each bucket has an
+optimizer of its own, which is made when the bucket has its first mean, because then the order of gradients is known.
 
-The price: a step is no transaction any more. Nothing can be taken back once the first bucket is stepped, and nothing
-that looks at all gradients can come before. So it is refused beside loss scaling, clipping by the global norm, the veto
-on values that are not finite, elasticity (all of `ddp.fit`) and create_graph, and where gradients may be missing: if
-one is all the same, its parameter is stepped with zeros before the error about it comes.
+The cost: a step is no longer a transaction. Once the first bucket has been stepped, nothing can be taken back, and
+nothing can look at all gradients first. So it is refused with `ddp.fit` (which clips by the global norm, and takes back
+a step whose values are not finite), with create_graph, and where gradients may be missing. If one is missing all the
+same, its parameter is stepped with zeros before the error is raised.
 
 Read before: `buffer_hook.py`. Read next: `higher_order.py`.
 """
@@ -50,7 +50,7 @@ class StepInBackward:
 
     @torch.no_grad()
     def step(self, bucket: Bucket) -> None:
-        """Steps the bucket's parameters, and lets their gradients go."""
+        """Steps the bucket's parameters, and drops their gradients."""
         if bucket not in self.optimizers:
             self.optimizers[bucket] = self._make([slot.parameter for slot in bucket.slots])
         self.optimizers[bucket].step()

@@ -6,12 +6,12 @@
             optimizer.step()
 
 Before each synchronised forward the ranks tell each other who still has inputs: one small message, under `join` only.
-A rank that has none shadows the others' steps, buffers and buckets, contributing zeros, until nobody has. Then everyone
-gets the model of a rank that went on to the end.
+A rank that has none shadows the others' steps: it takes part in their collectives, with zeros for gradients, until no
+rank has inputs. Then every rank gets the model of a rank that went on to the end.
 
-The context keeps a copy of the rank's own gradients and gives it back at the end: `p.grad` is then what the rank's own
-last backward left. (Beside other joinables of torch's `Join`, `p.grad` is the mean of the others until then, because an
-optimizer among them steps with it.)
+The context keeps a copy of the rank's own gradients and restores it at the end: `p.grad` is then what the rank's own
+last backward left. (Inside torch's `Join` with several joinables, `p.grad` is the others' mean until then, because an
+optimizer among the joinables steps with it.)
 
 Gradients are divided by the number of all ranks, or (divide_by_initial_world_size=False) of those that still had
 inputs. With throw_on_early_termination every rank raises as soon as one has run out.
@@ -53,7 +53,7 @@ class Joining:
         """Finds out who still has inputs. Returns False if no rank has. Collective.
 
         Raises:
-            RuntimeError: one rank has none, and that is to end the loop on all.
+            RuntimeError: a rank has run out, and `throw_on_early_termination` was asked for.
         """
         flags = torch.zeros(self._comm.world_size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = has_inputs
@@ -158,7 +158,7 @@ class UnevenInputs(TorchNames, Joinable):
         if not joining.find_active(has_inputs=False):
             return False
         joining.keep_own_gradients(self.parameters())
-        self.zero_grad(set_to_none=True)  # what is left of its own last step counts no more
+        self.zero_grad(set_to_none=True)  # its own last gradients must not be sent again
         self.reduce_without_backward()
         return True
 

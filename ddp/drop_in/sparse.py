@@ -1,7 +1,7 @@
 """Sparse gradients: an embedding's rows that this rank has touched, and no others.
 
 They live outside buckets. Each rank sends its indices and values to all; everyone puts them side by side in the order
-of the ranks and adds up equal indices, so that all get the same bits. Bytes: those of all ranks' rows, to everyone.
+of the ranks and adds up equal indices, so that all get the same bits. Cost: every rank receives the rows of all ranks.
 
 Read before: `backward.py`. Read next: `comm_hook.py`.
 """

@@ -1,7 +1,7 @@
-"""Names that torch's DistributedDataParallel does not document, and that other people's programs use all the same.
+"""Undocumented names of torch's DistributedDataParallel that other people's programs use.
 
 Lightning, Accelerate, mmcv and torch.distributed.pipelining reach into torch's class and into its reducer. Each name
-here does what its callers want of it, with our class; a name that is not here is an AttributeError.
+here does what its callers expect; any other name is an AttributeError.
 
 They also ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the model, to remove
 "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: our class is a virtual subclass of
@@ -49,8 +49,8 @@ class ReducerNames:
         """Lets the next backward synchronise, also if its forward was in `no_sync`.
 
         Args:
-            outputs: tensors that this backward goes through. If there are none, it is seen at the first gradient of a
-                parameter, which must not be one inside a re-entrant checkpoint.
+            outputs: tensors that this backward goes through. If there are none, the step begins at the first gradient
+                of a parameter, which must not be inside a re-entrant checkpoint.
         """
         self._replica.announce_backward(outputs)
 

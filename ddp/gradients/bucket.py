@@ -14,7 +14,7 @@ is zero and stays zero. The *tails* carry what a step must agree on (`totals.py`
 
 A gradient gets into its bucket by one copy: after `zero_grad(set_to_none=True)` autograd installs a new tensor as
 `p.grad`, and copying it once is cheaper than zeroing the bucket and adding to it. A large gradient is copied as soon as
-it is ready, so that its memory is free again. Small ones are copied together when all of the bucket are ready.
+it is ready, so that its memory is free again. Small ones are copied together once their bucket is full.
 
 Read before: `totals.py`. Read next: `layout.py`.
 """
@@ -74,8 +74,8 @@ class Bucket:
     Attributes:
         index: position in the order of reduction.
         ids: ids of the parameters.
-        label: what messages and profiles call it.
-        flat: [numel], all spans, the padding between them, and the tail. There from `allocate` on, like the next two.
+        label: its name in messages and profiles.
+        flat: [numel], all spans, the padding between them, and the tail. Exists from `allocate` on, like the next two.
         gradients: `flat` without its tail.
         tail: [num_tail].
     """
@@ -105,7 +105,7 @@ class Bucket:
         """Makes the memory and gives every slot its place in it.
 
         Args:
-            allocate: gives [numel] zeros of a dtype on a device, where reductions reach them best.
+            allocate: returns [numel] zeros of a dtype on a device, in memory that reductions reach quickly.
         """
         like, numel = self.slots[0].parameter, self._numel
         self.flat = allocate(numel + self.num_tail, like.dtype, like.device)
@@ -115,9 +115,9 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self.views_of(self.flat)]
 
     def mend(self) -> None:
-        """Makes those views anew that somebody has put elsewhere, as `p.grad.data = …` does.
+        """Makes new views in the place of those whose memory somebody has exchanged, as `p.grad.data = …` does.
 
-        The gradient was the view itself. It is an ordinary gradient then, and is copied to its place like any other.
+        Before that, the gradient was the view itself. Now it is an ordinary gradient, and is copied to its place.
         """
         if [slot.view.data_ptr() for slot in self.slots if slot.view is not None] != self._addresses:
             for slot, view, address in zip(self.slots, self.views_of(self.flat), self._addresses, strict=True):
@@ -186,7 +186,7 @@ def span(parameter: Tensor) -> int:
 def _copy(view: Tensor, gradient: Tensor) -> None:
     """Copies a gradient; a very large one by the C library, which need not read what it overwrites.
 
-    The library writes past the caches if it is told to (`ddp/engine.py` does); then 64 MB take 7 ms instead of 12.
+    The library writes past the caches if it is told to (`ddp/allocator.py`); then 64 MB take 7 ms instead of 12.
     """
     past_caches = gradient.nbytes >= PAST_CACHES_BYTES and gradient.device.type == "cpu"
     is_as_it_lies = gradient.is_contiguous() and not (gradient.is_conj() or gradient.is_neg())

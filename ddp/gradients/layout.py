@@ -1,12 +1,13 @@
 """A layout: which gradients share a bucket, in which order buckets are reduced, and the memory that they live in.
 
 A layout is planned once and never changed. The first one has the parameters in the reverse order of registration,
-because backward reaches the last layers first. The first backward shows in which order gradients really become ready;
-at its end rank 0's order becomes everyone's, and a layout in that order is the first one's successor.
+because backward reaches the last layers first. The first backward shows in which order gradients really become ready.
+At its end all ranks take the order of the first rank that had samples, and a layout in that order is the first one's
+successor.
 
 A layout is a function of the parameters, their order and the limits alone, never of the world size. Its memory is
-made when the first bucket is about to be filled, and not before: a replica can be made, copied and loaded without the
-other ranks, and there is memory for only one layout at a time.
+allocated when the first bucket is about to be filled, and not before. So a replica can be made, copied and loaded
+without the other ranks, and the first layout, which is replaced before it is used, takes no memory.
 
 Read before: `bucket.py`. Read next: `replica/sink.py`.
 """
@@ -47,7 +48,7 @@ class Layout:
         buckets: in the order of reduction.
         index_of: by the parameter's id, the index of its bucket.
         is_for_hook: a communication hook reduces the buckets.
-        totals, verdicts: the tails that carry them, or tensors of their own; there from `allocate` on.
+        totals, verdicts: the tails that carry them, or tensors of their own; they exist from `allocate` on.
         totals_ride, verdicts_ride: a bucket carries them.
     """
 
@@ -122,7 +123,7 @@ class Layout:
         return self._successor
 
     def allocate(self) -> None:
-        """Makes the buckets' memory, unless it is there. Collective then."""
+        """Allocates the buckets' memory, unless it exists already. Collective if it does not."""
         if self._has_memory:
             return
         for bucket in self.buckets:
@@ -147,7 +148,7 @@ class Layout:
 def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[Slot]]:
     """Returns the slots of each bucket.
 
-    Buckets of each dtype and device fill side by side, and stand in the order in which they will be complete.
+    Each dtype and device has an open bucket of its own. The result is in the order in which buckets will be full.
 
     Args:
         slots: in the order in which gradients are expected.

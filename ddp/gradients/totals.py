@@ -1,12 +1,13 @@
-"""Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and so cost no message.
+"""Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and need no message.
 
     totals     loss_sum   items ÷ 4096   items % 4096   votes to stop     in the tail of the first bucket
     verdicts   ranks with unused parameters   with undefined gradients    in the tail of the last bucket
 
 The gradients are sums over samples (or tokens), and the mean is taken once, by the *global* count. So the count travels
-first: every later bucket can be divided on its way. A float32 holds integers up to 2²⁴ exactly. The count takes two
-places, so that it is exact up to 2³⁶ per step. What is known only when backward has ended travels last. The last tail
-is divided like the gradients beside it, so that a verdict says only whether any rank has found something.
+first: then every later bucket can be divided as a part of its all-reduce. A float32 holds integers up to 2²⁴ exactly.
+The count takes two elements, so that it is exact up to 2³⁶ per step. The verdicts are known only when backward has
+ended, so they travel last. Their tail is divided like the gradients beside it, so a verdict says only that some rank
+has found something, and not how many have.
 
 Where no bucket can carry a tail (its type is too narrow, or a communication hook reduces it), totals and verdicts
 travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
@@ -51,11 +52,11 @@ class Totals(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """Findings of a rank about its own gradients, or of any rank about its own.
+    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
 
     Attributes:
         has_unused: backward has not reached a parameter.
-        has_undefined: backward has reached a parameter, but brought no gradient.
+        has_undefined: backward has reached a parameter, but computed no gradient for it.
     """
 
     has_unused: bool = False
@@ -80,7 +81,7 @@ NUM_TOTALS, NUM_VERDICTS = 4, len(Verdicts._fields)
 class GlobalCount:
     """The number of items of all ranks, as a value that can be read once the totals are complete.
 
-    It is passed down to collectives that divide by it: they run after the one that carries the totals.
+    It is handed to collectives that divide by it. They read it when they run, after the one that carries the totals.
 
     Args:
         totals: the tail that carries them, [NUM_TOTALS].

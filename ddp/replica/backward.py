@@ -2,7 +2,7 @@
 
     EXPECTED        no synchronised backward is running. Gradients that become ready (in `no_sync`) only accumulate
        │ begin          autograd has reached an output of the forward (`sink.py`), or this rank has no samples
-    RUNNING         `note`: a gradient is ready. When all gradients of a bucket are, they are copied side by side
+    RUNNING         `note`: a gradient is ready. When all of a bucket are ready, they are copied side by side
        │            `_launch_full`: a full bucket is reduced, after all buckets before it. This order is the same on
        │            every rank; otherwise the ranks would wait for different buckets
        │ finish         backward has ended: fill and reduce the rest, wait for what is in flight
@@ -11,22 +11,23 @@
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
                  wire              ░░ bucket 0 ░░░░░░░░░░░░░░ bucket 1 ░░░░░░░░░░░░░░░│░ last ░
 
-The first backward cannot do this: nobody knows yet in which order gradients become ready. It only notes the order, and
-reduces when it has ended. Each step has a `Backward` of its own, so nothing is reset by hand. A backward that breaks
-off stays RUNNING, and the replica refuses to go on.
+The first backward cannot do this, because nobody knows yet in which order gradients become ready. It only records the
+order, and reduces all buckets at its end. Each step has a `Backward` of its own, so nothing is reset by hand. A
+backward that breaks off stays RUNNING, and the replica refuses to go on.
 
 Note "foreground". Over a network, buckets are reduced in the background while backward goes on. When all ranks share
 one host, and its cores are busy with backward, a background thread would only take time from the thread that computes,
-and switching between them costs more than the overlap saves (MLP with 25M parameters, 2 workers on two cores: 208 ms a
-step in the background, 190 ms in the foreground). There the thread that has filled a bucket reduces it at once.
+and switching between the two would cost more than the overlap saves (MLP with 25M parameters, 2 workers on two cores:
+208 ms a step in the background, 190 ms in the foreground). There, the thread that has filled a bucket reduces it at
+once, and backward pauses meanwhile.
 
 Note "parameters without a gradient". They contribute zeros (or what they had accumulated), so that no rank ever waits
-for them. Each rank's *verdicts* say whether it had such parameters. They travel last, in the tail of the last bucket or
-by themselves. Only if any rank has a verdict do the ranks compare parameter by parameter (`unused.py`).
+for them. Each rank's *verdicts* say whether it had such parameters. The verdicts travel last, in the tail of the last
+bucket or by themselves. The ranks compare parameter by parameter only if a verdict is true on any rank (`unused.py`).
 
 Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
 samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
-part of its all-reduce, which runs when the count has arrived; bucket 0, if it carried the count, at the end.
+part of its all-reduce, because by then the count is known. If bucket 0 carried the count, it is divided at the end.
 
 Read before: `unused.py`, `gradients/layout.py`. Read next: `timeline.py`.
 """
@@ -63,10 +64,10 @@ class Reduction:
     """One bucket in one backward.
 
     Attributes:
-        ready: parameters whose gradients are ready, in this order; twice if autograd has added to a gradient twice.
+        ready: parameters whose gradients are ready, in this order; listed twice if autograd has added to one twice.
         num_early: number of entries of `ready` from before this backward began.
-        awaited: ids of the parameters whose gradients this backward will bring.
-        enough: length of `ready` from which on it is worth looking whether the bucket is full.
+        awaited: ids of the parameters whose gradients this backward will compute.
+        enough: the bucket may be full once `ready` has this many entries.
         is_full: every awaited gradient is ready.
         ready_s, launched_s, done_s: when the bucket became full, was launched, and was complete.
     """
@@ -80,12 +81,12 @@ class Reduction:
         self.ready_s = self.launched_s = self.done_s = 0.0
 
     def await_gradients(self, awaited: frozenset[int], num_awaited: int) -> None:
-        """Notes which gradients this backward will bring, and how many. What is ready already came before it."""
+        """Notes which gradients this backward will compute, and how many. Those in `ready` are from before it."""
         self.awaited, self.num_early, self.is_full = awaited, len(self.ready), not awaited
         self.enough = self.num_early + num_awaited
 
     def look(self) -> bool:
-        """Finds out whether the bucket is full; if it is not, it is worth looking again at the next gradient."""
+        """Finds out whether the bucket is full. If it is not, it may be full at the next gradient."""
         self.is_full = self.awaited <= set(map(id, self.ready[self.num_early :]))
         self.enough = len(self.ready) + 1
         return self.is_full
@@ -102,7 +103,7 @@ class Reduction:
 
 
 class Backward:
-    """One synchronised backward of a replica. `drop_in/backward.py` overrides some of the methods that begin with "_".
+    """One synchronised backward of a replica. `drop_in/backward.py` overrides some of its methods.
 
     Args:
         step: number of backwards before this one, for messages.
@@ -114,7 +115,7 @@ class Backward:
         layout: where the gradients live; from `begin` on.
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
-        error: found by this backward, and to be raised on every rank before the next forward.
+        error: found by this backward; every rank raises it before its next forward.
         waited: time that backward's thread has spent on reductions, or waiting for them.
         began_s, ended_s: when backward began and ended.
     """
@@ -137,10 +138,10 @@ class Backward:
     # --- in the order of time ----------------------------------------------------------------------------------------
 
     def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt) -> None:
-        """Starts: autograd has reached an output, or this rank takes part without samples.
+        """Starts, because autograd has reached an output, or because this rank takes part without samples.
 
         Args:
-            totals: this rank's part of the step's totals, which ride along; None: there are none.
+            totals: this rank's part of the step's totals, if they ride along.
             divide_by: divisor of the sums over ranks where no totals ride along.
         """
         self.state, self.began_s = State.RUNNING, now_s()
@@ -152,7 +153,7 @@ class Backward:
             self._launch_full()
 
     def _set_up(self) -> None:
-        """Makes the memory, if it is not there yet, and sends the totals on their way. Collective."""
+        """Allocates the buckets, if need be; writes the totals, and sends them if they travel apart. Collective."""
         layout = self.layout
         layout.allocate()
         if self._totals is not None:
@@ -166,11 +167,11 @@ class Backward:
                 self.reductions[index].ready.append(parameter)
 
     def _awaited(self, bucket: Bucket) -> tuple[frozenset[int], int]:
-        """Returns the ids of the bucket's parameters that backward will bring a gradient of, and how many it brings."""
+        """Returns the ids of the bucket's parameters that will get a gradient, and how many gradients to wait for."""
         return bucket.ids, len(bucket.slots)
 
     def note(self, parameter: Tensor) -> bool:
-        """Notes that a gradient is ready. Returns False if no bucket awaits it; `note_other` takes it then."""
+        """Notes that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
         index = self.index_of.get(id(parameter))
         if index is None:
             return False
@@ -216,7 +217,7 @@ class Backward:
             if not reduction.is_full and reduction.look():
                 reduction.ready_s = now_s()
                 self._launch_full()
-        elif parameter.requires_grad:  # frozen after its forward: it has no gradient that is too late
+        elif parameter.requires_grad:  # one that was frozen after its forward has no gradient, so none is too late
             raise RuntimeError(
                 f"{self.layout.slot_of[id(parameter)].name} got a gradient in step {self.step} after "
                 f"{reduction.bucket.label} had been sent. Re-entrant checkpointing of a module that is used twice does "
@@ -245,8 +246,8 @@ class Backward:
     def _launch(self, reduction: Reduction) -> None:
         """Launches a bucket's reduction.
 
-        In the background, if reductions overlap. The last one would only be waited for at once, so it runs in the
-        foreground, unless others are still in flight, which must be complete before it.
+        It runs in the background if reductions overlap. The last one would be waited for at once anyway, so it runs in
+        the foreground, unless others are still in flight, because they must complete before it.
         """
         self._num_launched += 1
         reduction.launched_s = now_s()
@@ -263,7 +264,7 @@ class Backward:
             label = f"step {self.step}, {bucket.label}"
             work = self._all_reduce(bucket.flat, divide_by=divide_by, async_op=in_background, label=label)
         except CommunicatorBroken:
-            self._wait()  # a bucket in flight has failed: its error says whom it waited for
+            self._wait()  # a bucket in flight has failed, and its error names the rank that it waited for
             raise
         if work is not None:
             self._in_flight.append((reduction, work))
@@ -304,10 +305,10 @@ class Backward:
 
     @torch.no_grad()
     def finish(self, *, had_backward: bool = True) -> Totals:
-        """Ends: reduces what is left, and gives every parameter its mean. Collective.
+        """Ends the step: reduces the remaining buckets, and gives every parameter its mean. Collective.
 
         Args:
-            had_backward: False on a rank that had nothing to compute; then it is no error that gradients are missing.
+            had_backward: False on a rank that had nothing to compute; then missing gradients are no error.
 
         Returns:
             What the totals of all ranks add up to; zeros if none rode along.
@@ -335,9 +336,9 @@ class Backward:
         return totals
 
     def _learn(self, *, had_backward: bool) -> None:
-        """Takes a layout in the order in which gradients have become ready, as the first rank has seen it. Collective.
+        """Changes to a layout in the order in which gradients have become ready. Collective.
 
-        A rank that had nothing to compute has seen nothing.
+        All ranks take the order of the first rank that had a backward.
         """
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]
         seen = all_gather_object(self.comm, names if had_backward else None)
@@ -367,7 +368,7 @@ class Backward:
     def _settle(
         self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts, *, had_backward: bool
     ) -> None:
-        """Restores the old gradient of parameters that no rank has a gradient of; reports those that must have one."""
+        """Restores the old gradients of parameters that no rank has used; records an error if any went unused."""
         if any(verdicts):
             self._give_back(self._used_by_none(missing, undefined, verdicts))
             if verdicts.has_unused:

@@ -66,7 +66,7 @@ def _difference(
 
 
 def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one dtype and device, each of at least `PACK_BYTES` but for the last of a kind."""
+    """Yields packs of tensors of one dtype and device; each has at least `PACK_BYTES`, but for the last of a kind."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -3,18 +3,20 @@
     made         parameters and buffers become rank 0's; every parameter gets a hook
     forward      `prepare` finds the layout, which says which bucket each gradient goes to; outputs are watched
     backward     `_begin` when autograd reaches an output, `on_gradient` for each parameter, `_average` at the end.
-                 Each calls the present `Backward`, which does the work (`backward.py`)
+                 Each calls the current `Backward`, which does the work (`backward.py`)
     step         the optimizer finds the mean in `p.grad`, which is a view of a bucket
 
 Note "begin". A backward normally enters the model through the outputs of its forward. A loss that is made of gradients
-with respect to inputs (`autograd.grad(…, create_graph=True)`) can bypass them. So if a forward in training mode, or one
-without visible outputs, still waits for its backward, the first gradient of a parameter begins it instead.
+with respect to inputs (`autograd.grad(…, create_graph=True)`) can bypass them. So while a forward in training mode, or
+one whose outputs hold no tensor with a graph, still waits for its backward, the first gradient of a parameter begins
+the step instead.
 
-Where it may fail. A lost rank: `PeerLost`, out of any collective, so out of `prepare`, `_begin`, `on_gradient` or
-`_average`. A gradient for a bucket that has been sent, or for none: RuntimeError, out of `on_gradient`. A parameter
-that got no gradient: `UnusedParameters`, out of the next `prepare`, or of `raise_pending` before the optimizer's step.
-After a backward that broke off, `prepare` raises RuntimeError. Parameters that were added, frozen or converted in a
-wrong way: `ConfigError` or `ReplicaMismatch`, out of `prepare`.
+Where it may fail. If a rank is lost, the collective in progress raises `PeerLost`, in `prepare`, `_begin`,
+`on_gradient` or `_average`. If a gradient becomes ready whose bucket has been sent, or that has no bucket,
+`on_gradient` raises RuntimeError. If a parameter got no gradient, the next `prepare` raises `UnusedParameters`, and so
+does `raise_pending`, which can be called before the optimizer's step. After a backward that broke off, `prepare` raises
+RuntimeError. If parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or
+`ReplicaMismatch`.
 
 Read before: `backward.py`, `timeline.py`. Read next: `sync_batchnorm.py`.
 """
@@ -82,13 +84,13 @@ class BucketedDataParallel(Replica):
         self._start()
 
     def _start(self, ignored: Collection[str] = ()) -> None:
-        """Plans the first layout, and lets autograd tell this replica of each gradient.
+        """Plans the first layout, and registers the hooks by which autograd reports each gradient.
 
         Args:
             ignored: names of parameters that are left alone.
         """
         if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
-            self._overlap = True  # its layers communicate in backward: else a rank could wait in two places at once
+            self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
         self._ignored = frozenset(ignored)
         self._watch = ParameterWatch(self.module)
         self._has_layout = True
@@ -115,12 +117,12 @@ class BucketedDataParallel(Replica):
         if change is Change.KINDS:
             self._layouts.forget()
         if change is not Change.NONE or not self._has_layout:
-            self._has_layout = False  # as long as choosing one fails
+            self._has_layout = False  # stays so if choosing one fails
             self._choose_layout()
             self._has_layout = True
 
     def raise_pending(self) -> None:
-        """Raises what the last backward has found wrong: an error of the program on every rank alike."""
+        """Raises the error that the last backward has recorded, or RuntimeError if a backward broke off."""
         if self._last.error is not None:
             raise self._last.error
         if self._backward.state is State.RUNNING:
@@ -142,7 +144,7 @@ class BucketedDataParallel(Replica):
 
     @uncompiled
     def _begin(self, layout: Layout) -> bool:
-        """Backward has reached an output, or a parameter. Returns True if that begins the step.
+        """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
 
         Args:
             layout: for the parameters that needed a gradient in the forward that backward goes through.
@@ -163,17 +165,17 @@ class BucketedDataParallel(Replica):
 
     @uncompiled
     def on_gradient(self, parameter: Tensor) -> None:
-        """Autograd has added to the parameter's gradient."""
+        """Notes that autograd has added to the parameter's gradient."""
         if not self._backward.note(parameter):
             self._on_other_gradient(parameter)
 
     def on_large_gradient(self, parameter: Tensor) -> None:
-        """Does the same for a gradient that is worth a copy of its own: its memory is free again at once."""
+        """Moves a large gradient into its bucket first, so that its own memory is free at once."""
         self._backward.move_in(parameter)
         self.on_gradient(parameter)
 
     def _on_other_gradient(self, parameter: Tensor) -> None:
-        """Autograd has added to a gradient that no bucket awaits."""
+        """Handles a gradient that no bucket is waiting for."""
         if self._waiting is not None and self._backward.state is State.EXPECTED and self._begin(self._waiting):
             call_at_end(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
@@ -234,7 +236,7 @@ class BucketedDataParallel(Replica):
         return self._layouts.current.order
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
-        """Expects gradients in this order from now on. Every rank calls it alike."""
+        """Expects gradients in this order from now on. Every rank must call it with the same names."""
         self._layouts.adopt_order(list(names))
 
     def logging_data(self) -> dict[str, Any]:

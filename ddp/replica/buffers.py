@@ -4,11 +4,12 @@
     "mean"        floating-point buffers become the mean over ranks; all others are broadcast
     "none"        every rank keeps its own
 
-When: as torch's class does it. A forward that synchronises gradients changes buffers, so the next forward synchronises
-them first, whatever its mode; a forward without gradients, or inside `no_sync`, does so only if it is that next one
-(`require_forward_param_sync` of the replica). So the first forward of an evaluation takes rank 0's statistics, on every
-rank, and a rank that evaluates alone would wait for the others: it calls `replica.module`, or keeps buffers="none".
-Under `join` only forwards that synchronise gradients do it, because no others are shadowed.
+Buffers are synchronised when torch's class does it. A forward that synchronises gradients changes buffers, so the next
+forward synchronises the buffers first, whatever its mode. A forward without gradients, or inside `no_sync`, does so
+only if it is that next one (`require_forward_param_sync` of the replica). So the first forward of an evaluation takes
+rank 0's statistics on every rank. A rank that evaluates alone would wait for the others there; let it call
+`replica.module`, or choose buffers="none". Under `join`, only forwards that synchronise gradients synchronise buffers,
+because a rank without inputs takes part in no others.
 
 Read before: `broadcast.py`. Read next: `verify.py`.
 """
@@ -76,10 +77,10 @@ class BufferSync:
             raise CollectiveMismatch(f"{BEFORE_FORWARD}: {mismatch}") from mismatch
 
     def after_forward(self) -> None:
-        """Does nothing: a hook of the user may (`drop_in/buffer_hook.py`)."""
+        """Does nothing here; a user's hook may run at this moment (`drop_in/buffer_hook.py`)."""
 
     def after_backward(self) -> None:
-        """Does nothing: a hook of the user may (`drop_in/buffer_hook.py`)."""
+        """Does nothing here; a user's hook may be awaited at this moment (`drop_in/buffer_hook.py`)."""
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""

@@ -1,7 +1,7 @@
-"""Hooks on parameters: autograd tells a replica of every gradient that is ready.
+"""Hooks on parameters, by which autograd tells a replica of every gradient that is ready.
 
-Parameters hold their hooks and may live longer than the replica: the model may go on alone, or under another replica.
-So hooks hold the replica weakly, and are removed when it is gone.
+Parameters hold their hooks, and may live longer than the replica: the model may be used by itself, or in another
+replica. So hooks hold the replica weakly, and are removed when it is gone.
 
 Read before: `parameters.py`. Read next: `layouts.py`.
 """
@@ -24,10 +24,10 @@ class Listener(Protocol):
     """The methods of a replica that hooks call."""
 
     def on_gradient(self, parameter: Tensor) -> None:
-        """Autograd has added to the parameter's gradient."""
+        """Notes that autograd has added to the parameter's gradient."""
 
     def on_large_gradient(self, parameter: Tensor) -> None:
-        """Does the same for a gradient that is worth a copy of its own."""
+        """Notes the same of a large gradient, which is worth a copy of its own."""
 
 
 def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:

@@ -40,14 +40,14 @@ class Layouts:
         return self._current.latest
 
     def choose(self, make: Callable[[], Layout], *, early: Collection[int]) -> None:
-        """Makes the layout for the parameters that need a gradient now the current one. Collective if it is a new one.
+        """Switches to the layout for the parameters that need a gradient now. Collective if that layout is new.
 
         Args:
             make: returns a new layout of these parameters.
             early: ids of parameters that have accumulated gradients which no backward has reduced yet.
 
         Raises:
-            ConfigError: one of these was frozen.
+            ConfigError: a parameter in `early` was frozen.
             ReplicaMismatch: parameters were frozen or converted on this rank, and not on another one.
         """
         needed = self._watch.needed
@@ -57,7 +57,7 @@ class Layouts:
             self._check_same_on_every_rank(layout)
             while len(self._by_needed) >= NUM_KEPT:
                 self._by_needed.pop(next(iter(self._by_needed)))
-        self._by_needed[needed] = self._current = layout  # behind the others: those used longest ago are dropped
+        self._by_needed[needed] = self._current = layout  # put last, because the first ones are dropped first
         if frozen := set(early).difference(layout.slot_of):
             raise ConfigError(
                 f"{', '.join(self._watch.names_of(frozen))}: frozen with a gradient from no_sync that has not been "
@@ -81,7 +81,7 @@ class Layouts:
         self.settle()
 
     def settle(self) -> None:
-        """Lets layouts go that have a successor, and with them their memory."""
+        """Drops the layouts that have a successor, and their memory with them."""
         self._current = self._current.latest
         self._by_needed = {needed: layout.latest for needed, layout in self._by_needed.items()}
 

@@ -1,12 +1,12 @@
-"""The naive replica: when backward has ended, one all-reduce per parameter. The whole idea of data parallelism.
+"""The naive replica: one all-reduce per parameter, once backward has ended. It is the whole idea of data parallelism.
 
     every rank has a copy of the model, and its own part of the batch
     forward, backward      each rank by itself: the gradients of its own part
-    all-reduce, divide     each gradient becomes the mean over all ranks; or over all samples, where totals ride along
+    all-reduce, divide     each gradient becomes the mean over all ranks; where totals ride along, over all samples
     optimizer step         the same everywhere, so the copies stay equal
 
-Nothing overlaps and every parameter pays the latency of a message, so it is slow; but it is simple enough to check by
-eye. It is the first lesson, the reference for the bucketed replica, and its baseline.
+Nothing overlaps, and every parameter costs the latency of a message, so it is slow. But it is simple enough to check by
+eye. It is the first lesson, and both the reference and the baseline for the bucketed replica.
 
 Read before: `replica.py`. Read next: `parameters.py`.
 """
@@ -51,14 +51,14 @@ class NaiveDataParallel(Replica):
         self._is_in_backward = False
 
     def prepare(self) -> None:
-        """Forgets a backward that broke off, which has left no communication pending."""
+        """Forgets a backward that broke off. It has left nothing in flight, because averaging begins at its end."""
         self._is_in_backward = False
 
     def _watch_outputs(self, outputs: Any) -> None:
         watch_backward(outputs, self._begin, self._finish)
 
     def _begin(self) -> bool:
-        """Backward has reached an output. Returns True for the first one, unless it is for other gradients."""
+        """Notes that backward has reached an output. Returns True for the first one, if parameters get gradients."""
         if self._is_in_backward or not accumulates(list(self.module.parameters())):
             return False
         self._is_in_backward = True
@@ -66,7 +66,7 @@ class NaiveDataParallel(Replica):
 
     @torch.no_grad()
     def _average(self, *, had_backward: bool) -> Totals:
-        """Makes one all-reduce for the totals, one for who has a gradient, and one for each gradient."""
+        """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
         mine = self._take_totals()
         named = list(self.module.named_parameters())
         sums = torch.tensor(list(mine or Totals()), dtype=torch.float64, device=self.comm.device)

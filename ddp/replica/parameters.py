@@ -1,7 +1,7 @@
-"""The parameters that a replica keeps equal, and a look whether they are still the same ones.
+"""The parameters that a replica keeps equal, and a check that they are still the same ones.
 
 A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
-So every forward looks whether modules and parameters are still those of the beginning: one comparison of two lists.
+So every forward checks that modules and parameters are still those of the beginning, by comparing two lists.
 
 Read before: `naive.py`. Read next: `gradient_hooks.py`.
 """
@@ -25,11 +25,11 @@ _HAS_DEVICES = torch.accelerator.is_available()  # else there is nowhere for a p
 
 
 def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Returns names and parameters that a replica answers for, each once even if shared, in registration order.
+    """Returns names and parameters that a replica keeps equal, in registration order; shared ones once.
 
     Args:
         ignored: names that are left out.
-        inner: parameters inside a module of this class are left out, too: that answers for them.
+        inner: parameters inside a module of this class are left out, too, because that module keeps them equal.
     """
     others = {id(p) for child in module.modules() if isinstance(child, inner) for p in child.parameters()}
     return [(name, p) for name, p in module.named_parameters() if name not in ignored and id(p) not in others]
@@ -39,7 +39,7 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
     """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet.
 
     Args:
-        has_inner: other parameters of the module do, and an inner replica answers for them.
+        has_inner: an inner replica keeps other parameters of the module equal, and those need one.
     """
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -49,10 +49,10 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
 
 
 class Change(Enum):
-    """The findings of a look at the parameters."""
+    """The result of `ParameterWatch.look`."""
 
     NONE = auto()
-    MODULES = auto()  # some without parameters came or went
+    MODULES = auto()  # modules without parameters were added or removed
     REQUIRES_GRAD = auto()  # some were frozen or unfrozen
     KINDS = auto()  # some have another type, or are on another device
 
@@ -90,10 +90,10 @@ class ParameterWatch:
         return tuple(self._needed)
 
     def look(self) -> Change:
-        """Compares with what is remembered; what has changed is remembered then.
+        """Compares the parameters with those remembered, and remembers what has changed.
 
         Raises:
-            ConfigError: parameters were added, removed or replaced; names them.
+            ConfigError: parameters were added, removed or replaced; the message names them.
         """
         self.is_borrowed = False
         if any(map(is_not, chain(chain.from_iterable(self._tables), [_END]), self._values)):
@@ -105,9 +105,10 @@ class ParameterWatch:
         return Change.REQUIRES_GRAD if self._needed != before[0] else Change.NONE
 
     def look_inside(self) -> bool:
-        """Looks again after, or in, a forward. Returns True if parameters were unfrozen since `look`.
+        """Looks again, during a forward or after it. Returns True if parameters were unfrozen since `look`.
 
-        They count as needed then, and so do those that were frozen meanwhile: the forward may have used both.
+        Those count as needed from now on, and so do parameters that were frozen meanwhile, because the forward may have
+        used both.
         """
         before = self._needed
         if False in before:

@@ -1,14 +1,17 @@
-"""One worker's copy of a model, kept equal to the others': all that does not depend on how gradients are averaged.
+"""The base of all replicas: everything that does not depend on how gradients are averaged.
 
-    forward      what the last step left behind is raised, and buffers are made equal; then the module's own forward.
-                 Its outputs are watched
-    backward     when it has ended, `_finish` averages the gradients
+A replica is one worker's copy of a model, kept equal to the copies of the other workers.
 
-`NaiveDataParallel` and `BucketedDataParallel` say how gradients are averaged: the one afterwards, a parameter at a
-time, the other in buckets, while backward runs.
+    forward      raises the error of the last step, if there was one; makes buffers equal; runs the module's forward;
+                 watches its outputs
+    backward     once it has ended, `_finish` averages the gradients
 
-The *sum* form is for `ddp.fit`: `ride_along` sends loss and sample count with the gradients, which are then divided by
-the global count. `state_dict` is that of torch's class: keys begin with "module."; loading takes them with and without.
+`NaiveDataParallel` averages them after backward, one parameter at a time; `BucketedDataParallel` averages them in
+buckets, while backward runs.
+
+`ride_along` sends the step's loss and sample count along with the gradients, which are then divided by the global count
+instead of the world size. `ddp.fit` uses it. As in torch's class, the keys of `state_dict` begin with "module.";
+loading accepts keys with and without that prefix.
 
 Read before: `uncompiled.py`. Read next: `naive.py`.
 """
@@ -40,7 +43,7 @@ class Replica(nn.Module, ABC):
     Attributes:
         module: the model.
         comm: the ranks that have a copy.
-        totals: what the last step's totals add up to, over all ranks.
+        totals: the last step's totals, summed over all ranks.
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised.
         require_backward_grad_sync: False inside `no_sync`.
@@ -87,7 +90,7 @@ class Replica(nn.Module, ABC):
 
     @uncompiled
     def _finish(self, *, had_backward: bool = True) -> None:
-        """Backward has ended."""
+        """Averages the gradients, because backward has ended."""
         self.totals = self._average(had_backward=had_backward)
         self._buffer_sync.after_backward()
         self.num_steps += 1
@@ -103,20 +106,20 @@ class Replica(nn.Module, ABC):
     # --- how gradients are averaged: each kind of replica has its own ------------------------------------------------
 
     def prepare(self) -> None:
-        """Looks at the model, and at what the last step left behind, before anything is communicated."""
+        """Prepares a step: raises the error of the last one, if there was one, and looks for changes of the model."""
 
     def raise_pending(self) -> None:
-        """Raises, on every rank alike, what the last backward has found wrong."""
+        """Raises the error that the last backward has recorded, on every rank alike."""
 
     def ride_along(self, totals: Totals) -> None:
-        """Sends this rank's part of the step's totals with the gradients, which are divided by the global count then.
+        """Sends this rank's part of the step's totals with the gradients, which are then divided by the global count.
 
-        Called between the step's last forward and its backward.
+        Call it between the step's last forward and its backward.
         """
         self._mine = totals
 
     def _take_totals(self) -> Totals | None:
-        """Returns this rank's part of the totals that ride along with the next backward; they do so once."""
+        """Returns this rank's part of the totals for the backward that begins now, and forgets it."""
         mine, self._mine = self._mine, None
         return mine
 
@@ -126,7 +129,7 @@ class Replica(nn.Module, ABC):
 
     @abstractmethod
     def _average(self, *, had_backward: bool) -> Totals:
-        """Backward has ended: every gradient becomes the mean over ranks. Returns the step's totals. Collective.
+        """Makes every gradient the mean over the ranks, after backward. Returns the step's totals. Collective.
 
         Args:
             had_backward: False on a rank without samples.
@@ -143,7 +146,7 @@ class Replica(nn.Module, ABC):
         return None
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
-        """Expects gradients in this order from now on. Every rank calls it alike."""
+        """Expects gradients in this order from now on. Every rank must call it with the same names."""
 
     # --- uneven inputs: changed by `drop_in/data_parallel.py` --------------------------------------------------------
 
@@ -169,7 +172,7 @@ class Replica(nn.Module, ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward and backward inside add to this rank's gradients only; the next backward outside sends the sum."""
+        """Makes backward inside only accumulate this rank's gradients; the next backward outside sends the sums."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -179,7 +182,7 @@ class Replica(nn.Module, ABC):
     def reduce_without_backward(self) -> None:
         """Takes part in a step for which this rank has no samples (or none that needed a backward).
 
-        It passes through everything that a forward and a backward of the other ranks pass through.
+        It runs the same collectives as a forward and a backward on the other ranks.
         """
         self.prepare()
         if self._syncs_buffers(synchronises=True):
@@ -204,11 +207,11 @@ class Replica(nn.Module, ABC):
     def verify_replicas(
         self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
     ) -> None:
-        """Compares the parameters of all ranks bit by bit: now, or from now on after every so many steps. Collective.
+        """Compares the parameters of all ranks bit by bit: once, now, or from now on every few steps. Collective.
 
         Args:
-            every: number of steps; 0 for never again.
-            also: gives further tensors that must be equal, with names: rates, a loss scale, the optimizer's state.
+            every: number of steps from one comparison to the next; 0: no more; None: compare once, now.
+            also: returns further tensors that must be equal, with names: rates, a loss scale, the optimizer's state.
 
         Raises:
             ReplicaMismatch: names the first tensor that differs, and the ranks in the minority.
@@ -226,7 +229,7 @@ class Replica(nn.Module, ABC):
 
 
 class Verification(NamedTuple):
-    """A wish to compare replicas every so many steps, and other tensors with them."""
+    """A request to compare the replicas, and other tensors with them, every few steps."""
 
     every: int
     also: Callable[[], Iterable[tuple[str, Tensor]]]

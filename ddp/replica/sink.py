@@ -1,4 +1,4 @@
-"""The end of backward, found from the outputs.
+"""Finds the end of backward, from the outputs of forward.
 
 A hook on a parameter says that one gradient is there. It cannot say that backward is over: a callback that it
 queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation
@@ -6,8 +6,8 @@ checkpointing that is a small backward inside the real one. Hooks on the *output
 outermost backward; a callback queued there runs when the whole of it has ended.
 
 A hook on an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
-gradient penalty): `accumulates` tells. And `will_accumulate` asks the graph that is being run which parameters it will
-come to, before it has come to any.
+gradient penalty); `accumulates` tells the two apart. `will_accumulate` finds out in advance which parameters the
+running backward will reach.
 
 Read before: `gradients/layout.py`. Read next: `broadcast.py`.
 """
@@ -52,7 +52,7 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
 
 
 def call_at_end(end: Callable[[], None]) -> None:
-    """Lets the backward that is running, the innermost one, call this when it has ended."""
+    """Makes the innermost running backward call `end` when it has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
@@ -72,7 +72,7 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
 
 
 def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
-    """Returns the places of those parameters that the running backward will reach.
+    """Returns the indices of those parameters that the running backward will reach.
 
     Parameters inside re-entrant checkpoints are not seen: their part of the graph does not exist yet.
     """

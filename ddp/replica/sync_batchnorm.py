@@ -2,7 +2,8 @@
 
     model = SyncBatchNorm.convert(model)            # every BatchNorm in it, before ddp.DistributedDataParallel(model)
 
-Of one channel, with n values on all ranks together (samples times positions), Σ over all of them, and γ, β learned:
+For one channel, with n values on all ranks together (samples times positions), sums Σ over all of them, and learned
+γ and β:
 
     forward     μ = Σx / n      σ² = Σ(x − μ)² / n      x̂ = (x − μ) / √(σ² + ε)      y = γ·x̂ + β
     backward    ∂γ = Σ dy·x̂     ∂β = Σ dy               dx = γ / √(σ² + ε) · (dy − ∂β / n − x̂·∂γ / n)
@@ -20,21 +21,22 @@ own mean do not, and parts of any size (0, too) become one exactly:
     n = Σ n_r       μ = Σ n_r·μ_r / n       M = Σ M_r + Σ n_r·(μ_r − μ)²       σ² = M / n
 
 All ranks apply it to the same table in the same order, so their statistics are bitwise equal, and so are the running
-ones. The table is float64: in float32 a mean of 10⁴ ends at the third decimal, and (μ_r − μ)² tells.
+ones. The table is float64, because in float32 a mean of 10⁴ has three correct decimals only, and (μ_r − μ)² would show
+it.
 
 Note "the pivot". A rank's own M takes deviations from a pivot p, the mean of its first block of samples, and needs no
 second pass from memory: M = Σ(x − p)² − (Σ(x − p))² / n. That is safe here: if the block is a share f of the samples,
 then σ² ≥ f·(p − μ)², so that even an odd first block costs M at most a factor 1 + 1 / f in rounding error.
 
-Note "everybody, always". In training every rank runs the same layers in the same order, forward and backward. A rank
-without samples does so on an empty batch ([0, C, …]): `reduce_without_backward` is not enough, nor may ranks differ in
-their number of micro-batches. `no_sync` delays gradients, not statistics. In eval mode nothing is sent, as with torch's
-class (not even without running statistics), so ranks may evaluate different numbers of batches.
+Note "everybody, always". In training, every rank must run the same layers in the same order, forward and backward. A
+rank without samples must do so on an empty batch ([0, C, …]), because `reduce_without_backward` runs no layers. All
+ranks need the same number of micro-batches. `no_sync` delays gradients, not statistics. In eval mode nothing is sent,
+not even without running statistics (as in torch's class), so ranks may evaluate different numbers of batches.
 
 Cost, for W ranks and C channels: per forward one all-reduce of W·(2C + 1) float64 numbers; per backward one of 2C
-numbers (float32, or float64 for float64 input), none if the input needs no gradient. They are small and waited for:
-what counts is latency. They run in a group of their own, which the first forward makes, since the order of layers and
-that of gradient buckets have nothing to do with each other.
+numbers (float32, or float64 for float64 input), none if the input needs no gradient. They are small, and layers wait
+for them, so latency is what counts. They run in a group of their own, which the first forward makes, because the order
+of layers and that of gradient buckets have nothing to do with each other.
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
 for computing the sample variance: analysis and recommendations" (1983).
@@ -71,8 +73,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in torch's classes.
-        comm: whose samples; None: those of the process's communicator at the time of each forward. Copies of the module
-            share it; a pickle leaves it out.
+        comm: the ranks whose samples count; None: those of the process's communicator at the time of each forward.
+            Copies of the module share it; a pickle leaves it out.
 
     Raises:
         ConfigError: in forward, an input that does not fit, or one value per channel on all ranks together.
@@ -98,8 +100,8 @@ class SyncBatchNorm(_BatchNorm):
     def convert(cls, module: nn.Module, *, comm: Communicator | None = None) -> nn.Module:
         """Puts a SyncBatchNorm in the place of every BatchNorm in `module`, torch's SyncBatchNorm included.
 
-        Parameters, buffers and hooks are the same objects as before, so optimizers and `state_dict`s stay valid. Those
-        that are of this class already stay, and get `comm` if one is given; a `process_group` of torch's is dropped.
+        Parameters, buffers and hooks are the same objects as before, so optimizers and `state_dict`s stay valid. Layers
+        of this class stay, and get `comm` if one is given. The `process_group` of torch's SyncBatchNorm is dropped.
 
         Returns:
             `module`; its replacement, if it is a BatchNorm itself.
@@ -141,7 +143,7 @@ class SyncBatchNorm(_BatchNorm):
         group = _group_of(comm)
         x = input.contiguous(memory_format=_layout(input))
         count, mean, m2 = _split(_exchange(group, _summary(x.detach())).to(_wide(x)))
-        if x.numel() <= self.num_features:  # else it is clear; on a GPU, to look means to wait
+        if x.numel() <= self.num_features:  # else there are enough values; on a GPU, reading `count` means waiting
             if int(count) == 1:
                 raise ConfigError(_too_few(input, comm.world_size))
             if int(count) == 0:
@@ -192,7 +194,7 @@ class _Whose:
 
 
 def _summary(x: Tensor) -> Tensor:
-    """[2C + 1], float64: count, mean and squared deviations of every channel of x [N, C, …]."""
+    """Returns [2C + 1], float64: count, mean and squared deviations of every channel of x [N, C, …]."""
     if x.numel() == 0:
         return torch.zeros(2 * x.shape[1] + 1, dtype=torch.float64, device=x.device)
     count = x.numel() // x.shape[1]
@@ -201,13 +203,13 @@ def _summary(x: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """μ and M [C] in one pass; where `var_mean` is quick. On the CPU it takes ten times as long as by blocks."""
+    """Returns μ and M [C], in one pass. On the CPU, `var_mean` takes ten times as long as going by blocks."""
     variance, mean = torch.var_mean(x.to(_wide(x)), _dims(x), correction=0)
     return mean.double(), variance.double() * count
 
 
 def _moments_by_blocks(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """μ and M [C]; x is read from memory once, and each block some times more from the cache (note "the pivot")."""
+    """Returns μ and M [C]; reads x from memory once, and each block again from the cache (note "the pivot")."""
     dims, wide = _dims(x), _wide(x)
     blocks = x.split(max(1, BLOCK_BYTES * len(x) // (x.numel() * wide.itemsize)))
     pivot = blocks[0].mean(dims, keepdim=True, dtype=wide)  # [1, C, 1, …]
@@ -223,8 +225,8 @@ def _moments_by_blocks(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _exchange(group: Communicator, mine: Tensor) -> Tensor:
     """Combines all ranks' summaries [2C + 1] into one.
 
-    By an all-reduce of a table in which the others' rows are zero. `all_gather` would move half as much, but it asks
-    for everyone's number of rows first: two exchanges, where it is their number that costs.
+    It all-reduces a table in which the others' rows are zero. `all_gather` would move half as much, but it exchanges
+    everyone's number of rows first: that makes two exchanges, and it is their number that costs.
     """
     table = mine.new_zeros(group.world_size * len(mine))  # flat: the communicator takes it as it is
     rows = table.view(group.world_size, -1)  # [W, 2C + 1]

@@ -4,11 +4,11 @@
     overlap                        share of (launched … done) that lies before backward ended; 0 in the foreground,
                                    where backward stands still meanwhile
 
-The slowest rank's buckets are ready late, and all other ranks' buckets are done late: so one tells from the other who
-waited for whom.
+The slowest rank's buckets are ready late; all other ranks' buckets are ready early, and done late. So the two times
+together show who waited for whom.
 
-In a profile every bucket's reduction is a range on the thread that runs it; with overlap that is not the caller's, and
-torch's profiler shows it if it is told to:
+In a profile, every bucket's reduction is a range on the thread that runs it. With overlap that is a background thread,
+which torch's profiler records only if it is told to:
 
     torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
 
@@ -28,7 +28,7 @@ def describe(backward: Backward, num_steps: int, layout: Layout) -> dict[str, An
 
     Args:
         num_steps: number of backwards that have synchronised so far.
-        layout: of the next step; what a first backward has learned is in it.
+        layout: that of the next step; after a first backward it has the order that was learned.
     """
     buckets = [_describe(reduction, backward) for reduction in backward.reductions]
     in_flight_s = sum(each["done_s"] - each["launched_s"] for each in buckets)

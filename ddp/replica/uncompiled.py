@@ -1,8 +1,9 @@
 """Keeps torch.compile away from the bookkeeping around a module that it may compile.
 
 Hooks and collectives act on this process, not on tensors alone, so no graph can hold them. A marked function is called
-as it is, and so is all that it calls; the graph of the code around it ends there. The marks are those of
-`torch.compiler.disable`, which would import the compiler, seconds of it, also where nobody compiles.
+as it is, and so is all that it calls; the graph of the code around it ends there. The marks are those that
+`torch.compiler.disable` sets. Calling that function would import the compiler, which takes seconds, even where nobody
+compiles.
 
 Read before: `verify.py`. Read next: `replica.py`.
 """

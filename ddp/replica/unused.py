@@ -1,4 +1,4 @@
-"""Parameters without a gradient: which they are on all ranks, and who is told.
+"""Parameters without a gradient: the ranks find out which ones they are, and what follows.
 
     used on another rank     gets the mean, to which this rank has contributed zeros (or what it had accumulated)
     used on no rank          keeps the gradient that it had: None stays None
@@ -6,7 +6,7 @@
                              returned None): like unused, and always allowed
     not allowed              every rank raises UnusedParameters before the next forward, with names by rank
 
-The ranks compare only in steps in which any rank has such parameters.
+The ranks compare parameter by parameter only in steps in which at least one rank has such parameters.
 
 Read before: `layouts.py`. Read next: `backward.py`.
 """
@@ -63,5 +63,6 @@ def complaint(comm: Communicator, missing: Sequence[Slot] | None) -> UnusedParam
         "of registration) did not receive grad in it:\n"
         + "\n".join(lines)
         + "\nLet every parameter take part in the loss, set requires_grad=False on those that do not, or pass "
-        "find_unused_parameters=True (static_graph=True, if they are the same in every step)"
+        "find_unused_parameters=True to ddp.DistributedDataParallel (static_graph=True, if they are the same in every "
+        "step)"
     )

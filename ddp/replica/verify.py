@@ -1,4 +1,4 @@
-"""Are the replicas still equal? Compares a hash of every tensor on every rank, and names the first that differs.
+"""Checks that replicas are still equal, by a hash of every tensor on every rank; names the first that differs.
 
 Read before: `buffers.py`. Read next: `uncompiled.py`.
 """

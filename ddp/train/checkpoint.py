@@ -6,8 +6,8 @@
     slots.pt       "random": by rank, the states of its generators
     meta           the identity of the run (below); readable without loading a tensor
 
-The identity is everything that the bits of the result depend on beside the code. A resumed run compares it with its own
-and says what has changed; with nothing changed it continues bit by bit.
+The identity is everything that the bits of the result depend on, apart from the code. A resumed run compares it with
+its own and says what has changed. If nothing has, the run continues as if it had never stopped, bit by bit.
 
 The generators' states are dropped when the world size changes. Training itself draws from keyed streams
 (`data/streams.py`), so only code of the user's own needs them.
@@ -160,7 +160,7 @@ def software_identity() -> dict[str, Any]:
 
 
 class Checkpointer(Callback):
-    """Saves every so many steps, or at the end of each epoch, and at the end of the run.
+    """Saves every few steps, or at the end of each epoch, and at the end of the run.
 
     A checkpoint that is due together with an evaluation waits for it: the metric decides which one is the best. While
     a fit runs, no other process may save into the store's folder.

@@ -4,7 +4,7 @@ What a save does, and why a process killed between any two lines leaves a valid 
 
     write     parts and manifest into .tmp-..., each flushed to the disk     killed: the next save removes .tmp-...
     publish   rename to step-..., flush the parent                           atomic
-    point     replace `latest` and `best`                                    killed: they lag; no code relies on them
+    point     replace `latest` and `best`                                    killed: they lag; no code reads them
     prune     remove all but the last k and the best                         renamed to .tmp-... first, so never half
 
 A checkpoint of the same step that exists already steps aside as .old-... before the new one is published.

@@ -46,7 +46,7 @@ def evaluate(
     Args:
         model: a replica, whose buffers become rank 0's first, or any module.
         data: map-style data set.
-        batch_size: samples per forward and rank; the result does not depend on it but for rounding.
+        batch_size: samples per forward and rank; apart from rounding, the result does not depend on it.
         stop: polled every few batches; if any rank wants to stop, all ranks give up the evaluation.
 
     Returns:

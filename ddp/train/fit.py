@@ -53,7 +53,7 @@ def fit(
         model: a `Replica`, or a module, which is wrapped in a `BucketedDataParallel`.
         optimizer: over the module's parameters.
         global_batch: samples per step of all ranks together; any number from the world size up.
-        num_shards, micro_size: parts that a batch is cut into, and most samples per forward (`TrainSampler`).
+        num_shards, micro_size: number of parts of a batch, and largest number of samples per forward (`TrainSampler`).
         seed: of the samples' order and of all random streams.
         how: `epochs` or `max_steps`, and the other arguments of `continue_fit`.
 
@@ -95,9 +95,9 @@ def continue_fit(
     callbacks: Sequence[Callback] = (),
     stop: StopFlag | None = None,
 ) -> TrainState:
-    """Trains on from `state` until `epochs` or `max_steps` are reached, or any rank wants to stop. Collective.
+    """Continues training from `state`, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
 
-    It also goes on after an agreed stop, which it clears from `state`.
+    If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on.
 
         for each epoch:
             for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
@@ -174,7 +174,7 @@ def _wrapped(module: nn.Module, comm: Communicator) -> Replica:
 
 
 def _check_replica(state: TrainState) -> None:
-    """Raises ConfigError if steps of the replica cannot be taken back, or its layers would wait for ever."""
+    """Raises ConfigError if a step of the replica cannot be taken back, or if its layers would wait for ever."""
     model, sampler = state.model, state.sampler
     if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
         raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")

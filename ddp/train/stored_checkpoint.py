@@ -10,8 +10,8 @@
         .lock                     while a process saves here: which
 
 The last checkpoint is the one that was saved last (`order` counts saves), not the one of the greatest step, because a
-run may go back to an earlier checkpoint. Where a new checkpoint is missing whose predecessor has stepped aside as
-.old-…, the .old-… is taken. Readers write nothing, so they may run beside the writer.
+run may go back to an earlier checkpoint. If a checkpoint has been moved aside as .old-… and its successor is missing,
+the .old-… is taken. Readers write nothing, so they may run beside the writer.
 
 Cost: one pass of SHA-256 over the bytes (about 1 s per 2 GB) on top of reading.
 

@@ -1,4 +1,4 @@
-"""One edge between two ranks, which messages take; or memory that both see. No module here knows what a collective is.
+"""An edge between two ranks, over which messages travel; or memory that both share. No module here knows collectives.
 
 `edge.py` is the contract of an edge, `simulated.py` ranks as threads, `process_group.py` the real thing (Gloo, NCCL).
 `shared_memory.py` is memory, semaphores and a barrier between processes of one host; `topology.py` finds out which

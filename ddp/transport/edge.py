@@ -21,7 +21,7 @@ InVain = Callable[[], "tuple[int, str] | None"]
 
 
 def has_hope() -> None:
-    """Stands in for an `InVain`: nobody looks after the other ranks."""
+    """Stands in for an `InVain` where nobody watches the other ranks."""
 
 
 class Transfer(NamedTuple):
@@ -33,7 +33,7 @@ class Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class TransportError(RuntimeError):
-    """A round did not end. Says with whom, never who is guilty: a transport cannot know (see `comm/watchdog.py`)."""
+    """A round did not end. It names the peer of the transfer, who need not be guilty (see `comm/watchdog.py`)."""
 
     peer: int
     reason: str

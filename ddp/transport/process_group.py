@@ -43,7 +43,7 @@ NOBODY_SENDS = (1 << 31) - 1  # a tag that no channel has
 
 
 class GlooConnections:
-    """This process's connections to all ranks, whoever waits on them, and a thread that ends waits which are overdue.
+    """This process's connections to all ranks, shared by all its waits, and a thread that ends overdue waits.
 
     Args:
         backend: Gloo's own object: past torch's dispatcher, which costs half of a `dist.isend`.
@@ -251,7 +251,7 @@ def process_group_transport(
         group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
         assert isinstance(group, dist.ProcessGroup)
         return NcclTransport(group, range(world_size), in_vain)
-    # Not by `dist.new_group`: that has its addresses where an earlier session of the same store has left others.
+    # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
     kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
     return kind(GlooConnections(gloo, rank), range(world_size), rank, in_vain)

@@ -5,27 +5,27 @@
     "/dev/shm"   /dev/shm/ddp-…                  the mount's size, often     the name, if it came before everyone
                                                  64 MB in a container        had mapped the memory
 
-`memfd_create` comes first. Opening a neighbour's descriptor takes the right to look into its process, which another
-user or another PID namespace has not; then a file in /dev/shm is tried. Its memory is reserved at once
-(`posix_fallocate`): touching a page that is not there ends in SIGBUS, long after the call that could have said so. With
-both kinds, the path is needed only until every neighbour has mapped the memory. Then the creator calls `forget`, and
-the memory ends with its last mapping.
+`memfd_create` comes first. Opening a neighbour's descriptor requires the right to inspect its process, which a process
+of another user or in another PID namespace lacks. In that case a file in /dev/shm is tried. Its memory is reserved at
+once (`posix_fallocate`), because touching a page that does not exist ends in SIGBUS, long after the call that could
+have said so. With both kinds, the path is needed only until every neighbour has mapped the memory. Then the creator
+calls `forget`, and the memory ends with its last mapping.
 
-The barrier is n × n semaphores, glibc's `sem_t`, called through ctypes. What never waits (a post, a try) keeps the
-interpreter lock: giving it up costs more than the call, and up to 5 ms while another thread is busy in Python. What
-waits is `sem_clockwait`, with the lock released: it takes no processor time from the rank that is waited for. It waits
-on the monotonic clock, so that setting the wall clock neither ends nor prolongs it, and in slices, so that signals are
-handled and somebody looks whether the other side is still alive. Where it is missing (macOS, musl, glibc before 2.30)
-`why_unsupported` says so and the caller stays with its sockets.
+The barrier is n × n semaphores, glibc's `sem_t`, called through ctypes. Calls that never wait (a post, a try) keep the
+interpreter lock, because giving it up costs more than the call, and up to 5 ms while another thread is busy in Python.
+The call that waits, `sem_clockwait`, releases the lock, and takes no processor time from the rank that it waits for. It
+uses the monotonic clock, so that setting the wall clock neither ends nor prolongs a wait. It waits in slices, so that
+signals are handled, and that the waiting rank can check whether the other one is still alive. Where it is missing
+(macOS, musl, glibc before 2.30), `why_unsupported` says so and the caller stays with its sockets.
 
-Note "patience". To sleep and be woken on another processor costs 10 to 50 µs, on a virtual machine mostly for waking
-up the processor; ranks that come at about the same time need not pay for that. So a wait tries for about as long as a
+Note "patience". Sleeping and being woken on another processor costs 10 to 50 µs, on a virtual machine mostly for waking
+up the processor. Ranks that come at about the same time need not pay for that. So a wait tries for about as long as a
 sleep would cost before it sleeps, which is never more than twice the best possible cost (Karlin, Li, Manasse and
 Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP 1991). After each try it
-gives the processor away (`sched_yield`), because the rank that it waits for may need that very processor: there are
-more ranks than processors, or a stranger keeps one busy. Going from one process to the next costs 2 µs, and no
-processor falls asleep in between. Measured on two cores, a barrier after 30 µs of work: of 2 ranks 1 µs with or without
-giving the processor away; of 2 ranks beside a stranger 35 µs with it and 52 without; of 4 ranks 40 and 156.
+gives the processor away (`sched_yield`), because the rank that it waits for may need that very processor: there may be
+more ranks than processors, or another program may keep one busy. Switching from one process to the next costs 2 µs, and
+no processor falls asleep in between. A barrier after 30 µs of work, measured on two cores, with and without giving the
+processor away: of 2 ranks 1 and 1 µs; of 2 ranks beside another program 35 and 52 µs; of 4 ranks 40 and 156 µs.
 
 Read before: `available_memory.py`. Read next: `topology.py`.
 """
@@ -55,7 +55,7 @@ KINDS: tuple[Kind, ...] = ("memfd", "/dev/shm")
 LINE_BYTES = 64  # a cache line: what two processes write stands on two of them
 SLICE_S = 0.5  # longest sleep without looking up
 TRIES = 128  # some 40 to 80 µs: note "patience"
-KEEP_LOCK_BYTES = 32 << 10  # a copy of so much takes less time than handing the interpreter lock over and back
+KEEP_LOCK_BYTES = 32 << 10  # copying this much takes less time than giving the interpreter lock up and getting it back
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -63,7 +63,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 class SharedMemory:
-    """One mapping. It ends with the last of: this object, a tensor over its `buffer`.
+    """One mapping. It ends with this object and the last tensor over its `buffer`.
 
     Attributes:
         path: where neighbours find the memory, as long as its creator has not called `forget`.
@@ -84,7 +84,7 @@ class SharedMemory:
         """Makes new memory, all zero.
 
         Raises:
-            OSError: there is not so much memory, or none of this kind.
+            OSError: there is not enough memory, or none of this kind.
         """
         if num_bytes > (available := available_bytes()):
             raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory wanted, {available} are left here")
@@ -136,7 +136,7 @@ class SharedMemory:
             start, stop: multiples of the page size.
 
         Raises:
-            OSError: there is not so much memory.
+            OSError: there is not enough memory.
         """
         try:
             self.buffer.madvise(_POPULATE_WRITE, start, stop - start)
@@ -220,7 +220,7 @@ class _Semaphores:
 
 
 class Life:
-    """Knows whether a process still runs. Says yes where nobody can: no pidfds, or a PID of another namespace."""
+    """Knows whether a process still runs. Says yes where that is unknown: no pidfds, or another PID namespace."""
 
     def __init__(self, pid: int | None) -> None:
         self._descriptor: int | None = None
@@ -250,9 +250,9 @@ _RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because o
 class Barrier:
     """Lets the processes of one group wait for each other; used by one thread of each at a time.
 
-    Everyone posts to each other process, then takes one post from each: whoever comes last sleeps not at all. A process
-    that has left or ended is missed only by those that wait for it, since it may have come to its last barrier before.
-    If one has given up because of another, that other is blamed by all.
+    Each process posts to every other one, then takes one post from each, so the last one to come does not sleep at all.
+    A process that has left or ended is missed only by those that wait for it, because it may have come to its last
+    barrier before. If a process has given up because of another one, all blame that other one.
 
     Args:
         memory: where semaphores [to][from] and states stand, `num_bytes` from `start` on. One process calls `create`
@@ -277,7 +277,7 @@ class Barrier:
         self._in_vain = in_vain
         self._semaphores = _Semaphores()
         self._post, self._try_wait = self._semaphores.post, self._semaphores.try_wait
-        others = [(index + distance) % size for distance in range(1, size)]  # not all in a row before one door
+        others = [(index + distance) % size for distance in range(1, size)]  # each begins with another one
         address = memory.address + start
         self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
         self._incoming = [(address + LINE_BYTES * (index * size + other), other) for other in reversed(others)]
@@ -324,7 +324,7 @@ class Barrier:
             self._set_state(_GAVE_UP + (self._index if because_of is None else because_of))
 
     def leave(self) -> None:
-        """Tells the others that this process comes no more. Does nothing in a forked child, which is none of them."""
+        """Tells the others that this process will not come again. Does nothing in a forked child of a member."""
         if self._pid == os.getpid():
             if self._state(self._index) == _RUNS:
                 self._set_state(_LEFT)
@@ -339,7 +339,7 @@ class Barrier:
                 raise lost
 
     def _lost(self, other: int, *, late: bool) -> TransportError | None:
-        """Returns why it is no use to wait for process `other` any longer; None if it is."""
+        """Returns the error that makes waiting for process `other` useless; None if there is none."""
         if verdict := self._in_vain():
             return TransportError(*verdict)
         for index in range(len(self._ranks)):

@@ -3,13 +3,13 @@
 LOCAL_WORLD_SIZE says nothing about sub-groups, containers or uneven layouts; equal host names say nothing about shared
 memory. So every rank offers a shared memory with a random number in it, and tries to read everyone else's:
 
-    1  gather     boot id, and where the own memory and its number are
+    1  gather     everyone's boot id, and where each rank's memory is, and its number
     2  try        open the memory of each rank with the same boot id; the same number in it means: we share a host
     3  gather     whom one has reached
-    4  group      ranks that all reach each other, greedily by rank: alike everywhere, from the same facts
+    4  group      ranks that all reach each other, greedily by rank: the same result everywhere, from the same facts
 
-Virtual machines cloned from one image have equal boot ids, and a PID means another process in another namespace: the
-number settles both. If some pair with equal boot ids misses each other through memfds, steps 1 to 3 are repeated
+Virtual machines cloned from one image have equal boot ids, and a PID means another process in another namespace; the
+number settles both cases. If some pair with equal boot ids misses each other through memfds, steps 1 to 3 are repeated
 with files in /dev/shm, which containers may share where processes hide from each other.
 
 Cost: two gathers (four in the second case) of some hundred bytes, one open and one read per neighbour.
