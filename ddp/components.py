@@ -119,7 +119,7 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
     raise AssertionError(config.optim)
 
 
-def make_schedule(config: Config, num_steps: int) -> schedules.Schedule:
+def make_schedule(config: Config, num_steps: int) -> schedules.RateSchedule:
     """Returns the learning-rate schedule for a run of `num_steps`."""
     schedule = config.schedule
     num_warmup = schedule.warmup_steps or round(schedule.warmup_fraction * num_steps)

@@ -37,6 +37,9 @@ class Across:
         wire: edges to all ranks.
         group: this host's memory; None where the rank is alone.
         channel: a channel of the transport that nobody uses.
+
+    Attributes:
+        runner: runs the crossings of a long buffer.
     """
 
     def __init__(self, wire: Wire, hosts: Hosts, group: HostGroup | None, *, channel: int) -> None:
@@ -46,7 +49,7 @@ class Across:
         self._counterparts = None  # where this rank carries nothing
         if self._place < self._num_slices:
             self._counterparts = wire.among([host[self._place] for host in hosts], channel)
-        self._runner = Runner(f"ddp-crossings-{wire.rank}", torch.device("cpu"))
+        self.runner = Runner(f"ddp-crossings-{wire.rank}", torch.device("cpu"))
 
     def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
         """Combines `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.
@@ -66,7 +69,7 @@ class Across:
                 slices += [len(piece)] * (self._group.size + 1 - len(slices))  # the others have nothing to carry
                 self._group.reduce_scatter(piece, slices, reduction.op, sequence=sequence)
             cross = partial(self._cross, piece, slices, schedule, reduction)
-            crossing.append((piece, slices, self._runner.submit(cross) if len(bounds) > 2 else done(cross())))
+            crossing.append((piece, slices, self.runner.submit(cross) if len(bounds) > 2 else done(cross())))
             if len(crossing) == 2:
                 self._hand_out(*crossing.popleft(), sequence=sequence)
         self._hand_out(*crossing.popleft(), sequence=sequence)
@@ -83,7 +86,7 @@ class Across:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._runner.close()
+        self.runner.close()
 
     def _cross(self, piece: Tensor, slices: Sequence[int], schedule: Schedule, reduction: Reduction) -> None:
         """Combines this rank's slice with its counterparts', if it carries one."""

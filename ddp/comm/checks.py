@@ -25,10 +25,15 @@ def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return given
 
 
-def holds_result(tensor: Tensor) -> None:
-    """Refuses a tensor that cannot hold a result: sparse, or with elements that share their memory."""
+def dense(tensor: Tensor) -> None:
+    """Refuses a sparse tensor."""
     if tensor.layout is not torch.strided:
         raise ConfigError(f"a tensor with layout {tensor.layout}: collectives take dense ones; pass its .to_dense()")
+
+
+def holds_result(tensor: Tensor) -> None:
+    """Refuses a tensor that cannot hold a result: sparse, or with elements that share their memory."""
+    dense(tensor)
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
@@ -83,10 +88,12 @@ def wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
 
 
 def pieces(given: Sequence[Tensor] | None, world_size: int) -> None:
-    """Refuses anything but one tensor per rank, all of one dtype."""
+    """Refuses anything but one dense tensor per rank, all of one dtype."""
     if given is None or len(given) != world_size:
         have = "none" if given is None else str(len(given))
         raise ConfigError(f"needs a list of {world_size} tensors, one per rank; got {have}")
+    for tensor in given:
+        dense(tensor)
     if len({tensor.dtype for tensor in given}) > 1:
         raise ConfigError(f"the tensors differ in dtype: {', '.join(str(tensor.dtype) for tensor in given)}")
 

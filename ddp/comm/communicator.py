@@ -36,7 +36,7 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
 from ddp.comm import checks
-from ddp.comm.arithmetic import SUM, Reduction
+from ddp.comm.arithmetic import Reduction
 from ddp.comm.call import Call
 from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, together, with_rows, write_back
 from ddp.comm.host_memory import NoSharedMemory
@@ -45,7 +45,7 @@ from ddp.comm.select import Auto, cheapest
 from ddp.comm.settings import Settings
 from ddp.comm.turn import Turns
 from ddp.comm.watchdog import Watchdog
-from ddp.comm.way import IN_MEMORY, Way, possible_ways
+from ddp.comm.way import IN_MEMORY, possible_ways
 from ddp.comm.wire import Wire, by_size
 from ddp.errors import ConfigError, PeerLost
 from ddp.log import log
@@ -67,7 +67,7 @@ class Communicator:
 
     Attributes:
         rank, world_size: this process's number, and how many there are.
-        settings, and of them device, local_rank, generation, abort_s: see `Settings`.
+        settings, and of them device, generation, abort_s: see `Settings`.
         auto: which way "auto" takes, and what it has chosen so far.
 
     Raises:
@@ -86,8 +86,8 @@ class Communicator:
         channels: Channels | None = None,
     ) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.device, self.local_rank, self.generation = settings.device, settings.local_rank, settings.generation
-        self.abort_s, self.settings = settings.abort_s, settings
+        self.device, self.generation, self.abort_s = settings.device, settings.generation, settings.abort_s
+        self.settings = settings
         self._channels, self._world_ranks = channels or Channels(), world_ranks or range(self.world_size)
         self._watchdog = watchdog or Watchdog(
             HashStore(), self.rank, 1, generation=self.generation, warn_s=math.inf, abort_s=self.abort_s
@@ -100,7 +100,9 @@ class Communicator:
         else:
             starting = partial(connect, wire, self._watchdog, settings, self._channels)
             self._links = self._turns.run(Call(0, "start-up"), starting)
-        self.auto = Auto(self._links, settings, self._all_reduce)
+            if self._links.across is not None:
+                self._turns.end_too(self._links.across.runner)
+        self.auto = Auto(self._links, settings)
         self._groups: list[Communicator] = []
         self._is_closed = False
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
@@ -153,24 +155,13 @@ class Communicator:
             narrow = divisor != 1 and sum_overflows(flat.dtype, wire_dtype)
             if narrow:
                 flat.mul_(1 / self._enough)
-            self._all_reduce(flat, way, Reduction(_adding(op), 1 if narrow else divisor, wire_dtype), call.sequence)
+            reduction = Reduction(_adding(op), 1 if narrow else divisor, wire_dtype)
+            self._links.all_reduce(flat, way, reduction, sequence=call.sequence)
             if narrow:
                 flat.mul_(self._enough / divisor)
 
         run = partial(in_place, reduce, tensor) if isinstance(tensor, Tensor) else partial(together, reduce, tensor)
         return self._turns.run(call, run, async_op=async_op)
-
-    def _all_reduce(self, flat: Tensor, way: Way, reduction: Reduction = SUM, sequence: int = 0) -> None:
-        """Combines `flat` over all ranks in the given way."""
-        links = self._links
-        if way.schedule is None:
-            assert links.group is not None  # `auto` refuses a tensor that is not there
-            links.group.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
-        elif way.in_memory:
-            assert links.across is not None
-            links.across.all_reduce(flat, way.schedule, reduction, sequence=sequence)
-        else:
-            links.wire.run(way.schedule, flat, reduction=reduction)
 
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Returns this rank's chunk of the combined tensor; `tensor` itself is left as it was.
@@ -179,6 +170,7 @@ class Communicator:
             [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
         """
         checks.operation(op, tensor.dtype)
+        checks.dense(tensor)
         call = self._turns.number("reduce_scatter", op, tensor)
 
         def run() -> Tensor:
@@ -199,6 +191,7 @@ class Communicator:
         Args:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
+        checks.dense(tensor)
         mine = with_rows(tensor)
         call = self._turns.number("all_gather", how=_alike(mine))  # first dimensions may differ by rank
 
@@ -251,6 +244,7 @@ class Communicator:
             tensor: as in `all_gather`.
         """
         checks.root(root, self.world_size)
+        checks.dense(tensor)
         mine = with_rows(tensor)
         call = self._turns.number("gather", f"to {root}", how=_alike(mine))
 
@@ -395,7 +389,7 @@ class Communicator:
 
     def _ask(self, operation: str, question: Callable[[int], Any], nbytes: int) -> Any:
         checks.size(nbytes)
-        return self._turns.run(self._turns.number(operation), partial(question, nbytes))
+        return self._turns.run(self._turns.number(operation, how=(nbytes,)), partial(question, nbytes))
 
     # --- memory, groups, the end -------------------------------------------------------------------------------------
 

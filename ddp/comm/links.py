@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ddp.collectives.placed import Hosts
 from ddp.comm.across import Across
+from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.host_memory import HostMemory, tried
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.settings import Settings
@@ -52,6 +53,17 @@ class Links:
     def memory_of(self, flat: Tensor) -> HostGroup | None:
         """Returns the memory in which all ranks reach such a tensor, if they share any."""
         return self.group if self.across is None and flat.is_cpu else None
+
+    def all_reduce(self, flat: Tensor, way: Way, reduction: Reduction = SUM, *, sequence: int = 0) -> None:
+        """Combines `flat` over all ranks in the given way, in place."""
+        if way.schedule is None:
+            assert self.group is not None  # `Auto.way` refuses a tensor that this memory cannot reach
+            self.group.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+        elif way.in_memory:
+            assert self.across is not None
+            self.across.all_reduce(flat, way.schedule, reduction, sequence=sequence)
+        else:
+            self.wire.run(way.schedule, flat, reduction=reduction)
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -29,7 +29,7 @@ Read before: `links.py`, `calibrate.py`. Read next: `work.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -86,7 +86,7 @@ class Choice:
     crossing: Crossing | None
 
 
-def rank(
+def ranked(
     ways: Iterable[Way], nbytes: int, measured: Measured, *, allocated: bool = False, segment_bytes: int = SEGMENT_BYTES
 ) -> list[Choice]:
     """Predicts an all-reduce of `nbytes` in each of these ways; the cheapest first.
@@ -140,9 +140,6 @@ def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
 class Auto:
     """Chooses for one communicator. Every rank asks the same questions in the same order; the first question measures.
 
-    Args:
-        run: sums a tensor over the ranks in a given way, in place.
-
     Attributes:
         algorithm: what "auto" stands for: "auto", or the name of a way.
         choices: bytes → name of the way that was chosen by its cost.
@@ -151,10 +148,10 @@ class Auto:
         ConfigError: the algorithm asked for is not possible here.
     """
 
-    def __init__(self, links: Links, settings: Settings, run: Callable[[Tensor, Way], object]) -> None:
+    def __init__(self, links: Links, settings: Settings) -> None:
         self.algorithm = settings.algorithm
         self.choices: dict[int, str] = {}
-        self._links, self._settings, self._run, self._ways = links, settings, run, links.ways
+        self._links, self._settings, self._ways = links, settings, links.ways
         self._measured: Measured | None = None
         self._trials: dict[int, dict[str, float]] = {}  # by bytes, by way
         self.check(self.algorithm)
@@ -204,7 +201,7 @@ class Auto:
         if self._measured is None:
             self._measured = calibrate(self._links, self._settings)
         ways = [way for way in self._ways.values() if self._settings.order == "any" or way.is_canonical]
-        return rank(ways, nbytes, self._measured, allocated=allocated, segment_bytes=self._settings.segment_bytes)
+        return ranked(ways, nbytes, self._measured, allocated=allocated, segment_bytes=self._settings.segment_bytes)
 
     def _trial(self, nbytes: int, candidates: Sequence[Choice]) -> dict[str, float]:
         """Times these ways; seconds by name, remembered."""
@@ -212,7 +209,7 @@ class Auto:
             device, gather = self._settings.device, self._links.wire.gather_bytes
             flat = torch.zeros(nbytes // 4, device=device)
             in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
-            runs = {each.way.name: partial(self._run, flat, each.way) for each in candidates}
+            runs = {each.way.name: partial(self._links.all_reduce, flat, each.way) for each in candidates}
             self._trials[nbytes] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes]
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.way import Order
 
-SEGMENT_BYTES, CPU = 4 << 20, torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The choices of one communicator. The same on all ranks, but for `device` and `local_rank`.
+    """The choices of one communicator. The same on all ranks, but for `device`.
 
     Attributes:
         device: where this rank's tensors live.
-        local_rank: this process's number on its host.
         generation: version of the membership.
         algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the way that takes least time.
         order: "canonical" lets "auto" take only ways whose additions follow the canonical binary tree over the ranks.
@@ -31,7 +31,6 @@ class Settings:
     """
 
     device: torch.device = CPU
-    local_rank: int = 0
     generation: int = 0
     algorithm: str = "auto"
     order: Order = "any"

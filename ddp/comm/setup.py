@@ -25,9 +25,10 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: 
 from torch.distributed.rendezvous import rendezvous as open_store
 
 from ddp.allocator import keep_large_blocks
+from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.rendezvous import out_of_reach, rendezvous
-from ddp.comm.settings import SEGMENT_BYTES, Settings
+from ddp.comm.settings import Settings
 from ddp.comm.watchdog import SILENCE_S, Watchdog
 from ddp.comm.way import Order
 from ddp.errors import ConfigError, PeerLost
@@ -99,7 +100,6 @@ def init(
     follow_rank(dist.get_rank(), dist.get_world_size())
     settings = Settings(
         device=chosen_device,
-        local_rank=_place()[0],
         generation=_process.generation,
         algorithm=algorithm,
         order=order,
@@ -135,7 +135,7 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator:
         return _process.comms[group]
     world = _process.comms.get(dist.group.WORLD) if dist.group.WORLD is not None else None
     device, backend = choose_device(world.device if world is not None else "auto", "auto", *_place())
-    base = world.settings if world is not None else Settings(device=device, local_rank=_place()[0])
+    base = world.settings if world is not None else Settings(device=device)
     settings = replace(base, abort_s=_timeout_s(group), generation=max(0, _process.generation))
     store = _own_part(group, warn_s=WARN_S, abort_s=settings.abort_s)
     return _communicator(group, store, settings, backend, warn_s=WARN_S)

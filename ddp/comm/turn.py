@@ -60,6 +60,7 @@ class Turns:
         self._neighbour = (rank + 1) % len(world_ranks)
         self._watchdog, self._gather = watchdog, gather
         self._runner = Runner(f"ddp-collectives-{rank}", device)
+        self._runners = [self._runner]
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
         self._has_ended = False
@@ -177,6 +178,10 @@ class Turns:
         self._watchdog.leave()
         self.error = self.error or CommunicatorBroken("it was closed")
 
+    def end_too(self, runner: Runner) -> None:
+        """Ends what is in flight on another runner, too, in `abandon`."""
+        self._runners.append(runner)
+
     def abandon(self, reason: str = "") -> None:
         """Ends this rank's part when it stops early, or the program ends.
 
@@ -190,9 +195,10 @@ class Turns:
             self._watchdog.fail(reason)
         self._watchdog.leave()
         self._has_ended = True
-        if not self._runner.is_idle_within(0.0 if reason else LET_GO_S):
+        if not all(runner.is_idle_within(0.0 if reason else LET_GO_S) for runner in self._runners):
             self._watchdog.give_up(self._rank, "the program has ended")
-            self._runner.is_idle_within(LET_GO_S)
+            for runner in self._runners:
+                runner.is_idle_within(LET_GO_S)
         self.error = self.error or CommunicatorBroken(reason or "the program has ended")
 
     def _refuse_if_broken(self) -> None:

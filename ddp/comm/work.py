@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp.clock import now_s
 
@@ -67,12 +68,21 @@ class Work:
         Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly (TimeoutError).
         """
         result = self._future.result(timeout_s)
-        if self._finished is not None:
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._finished)
-            for tensor in result if isinstance(result, list) else [result]:
-                tensor.record_stream(stream)  # it may come from the other stream's pool: not free while this one reads
+        if (stream := self.hold_current_stream()) is not None:
+            for each in result if isinstance(result, list) else [result]:
+                if isinstance(each, Tensor):
+                    each.record_stream(
+                        stream
+                    )  # it may come from the other stream's pool: not free while this one reads
         return result
+
+    def hold_current_stream(self) -> torch.cuda.Stream | None:
+        """Makes the current stream wait for what the collective has queued on its own; returns it, on CUDA."""
+        if self._finished is None:
+            return None
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._finished)
+        return stream
 
     def is_completed(self) -> bool:
         """Returns True once the collective has ended, well or badly."""
@@ -100,8 +110,12 @@ class Runner:
         self._thread: threading.Thread | None = None
 
     def is_idle(self) -> bool:
-        """Returns True if all that was submitted has ended: the caller may as well run the next one itself."""
+        """Returns True if all that was submitted has ended: the caller may as well run the next one itself.
+
+        On CUDA, the caller's stream then comes after it, because both use the same scratch memory.
+        """
         if self._last is not None and self._last.is_completed():
+            self._last.hold_current_stream()
             self._last = None
         return self._last is None
 

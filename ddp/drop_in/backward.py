@@ -28,7 +28,7 @@ from typing import SupportsInt
 import torch
 from torch import Tensor
 
-from ddp.clock import now_s
+from ddp.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
 from ddp.drop_in.comm_hook import CommHook
 from ddp.drop_in.in_backward import StepInBackward, StepsOfOthers, refusal
@@ -36,7 +36,7 @@ from ddp.drop_in.sparse import reduce_sparse
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import Totals, Verdicts
-from ddp.replica.backward import Backward, Reduction
+from ddp.replica.backward import Backward, BucketReduction
 from ddp.replica.sink import is_in_backward, will_accumulate
 from ddp.replica.unused import Use, greatest_uses
 
@@ -97,9 +97,16 @@ class TorchBackward(Backward):
     """
 
     def __init__(
-        self, comm: Communicator, step: int, *, overlap: bool, former: Backward | None, wishes: Wishes
+        self,
+        comm: Communicator,
+        step: int,
+        *,
+        overlap: bool,
+        waited: Stopwatch,
+        former: Backward | None,
+        wishes: Wishes,
     ) -> None:
-        super().__init__(comm, step, overlap=overlap, former=former)
+        super().__init__(comm, step, overlap=overlap, waited=waited, former=former)
         self._wishes, self.is_differentiable = wishes, False
         self._static: StaticGraph | None = None
         self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known
@@ -119,8 +126,7 @@ class TorchBackward(Backward):
         if self.is_differentiable and self._wishes.stepper is not None:
             raise refusal("create_graph=True")
         if self._wishes.finds_unused and in_backward:
-            places = will_accumulate(layout.parameters)
-            self._coming = frozenset(id(layout.parameters[place]) for place in places)
+            self._coming = frozenset(map(id, will_accumulate(layout.parameters)))
         self._wishes.others.begin(layout.slots)
         super().begin(layout, totals=totals, divide_by=divide_by)
 
@@ -191,7 +197,7 @@ class TorchBackward(Backward):
         if not self.is_differentiable:
             super().move_in(parameter)
 
-    def _reduce(self, reduction: Reduction, *, in_background: bool) -> None:
+    def _reduce(self, reduction: BucketReduction, *, in_background: bool) -> None:
         if self._wishes.hook is None:
             super()._reduce(reduction, in_background=in_background)
         else:
@@ -200,12 +206,12 @@ class TorchBackward(Backward):
     def _wait(self) -> None:
         super()._wait()
         if self._wishes.hook is not None:
-            with self.waited.running():
+            with self._waited.running():
                 self._wishes.hook.finish()
             for reduction in self.reductions:
                 self._complete(reduction, now_s())
 
-    def _complete(self, reduction: Reduction, done_s: float) -> None:
+    def _complete(self, reduction: BucketReduction, done_s: float) -> None:
         super()._complete(reduction, done_s)
         if self._wishes.stepper is not None and self.layout.is_learned:  # before that, buckets are not final
             self._wishes.stepper.step(reduction.bucket)

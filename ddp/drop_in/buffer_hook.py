@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp.drop_in.comm_hook import await_future, check_hook
+from ddp.drop_in.comm_hook import check_hook, result_of
 from ddp.replica.buffers import BufferSync
 
 BufferHook = Callable[[Any, dict[str, Tensor]], Any]
@@ -43,16 +43,19 @@ class HookedBuffers(BufferSync):
     def before_forward(self, root: int) -> None:
         if self._when is When.PRE_FORWARD:
             self._call()
-            self.after_backward()
+            self._wait()
 
     def after_forward(self) -> None:
         if self._when is When.POST_FORWARD:
             self._call()
 
     def after_backward(self) -> None:
-        """Waits for the hook's futures."""
+        self._wait()
+
+    def _wait(self) -> None:
+        """Waits for the hook's futures, whose results are of no interest: the hook has changed the buffers itself."""
         while self._futures:
-            await_future(self.comm, self._futures.pop(0), label="hook on buffers")
+            result_of(self.comm, self._futures.pop(0), hook="hook on buffers", where=f"{self._when.value} a forward")
 
     def _call(self) -> None:
         futures = self._hook(self._state, self.named())

@@ -100,7 +100,8 @@ class CommHook:
         try:
             future = self.hook(self.state, seen)
         except Exception as error:
-            raise self._failure(f"the communication hook {self.name} raised {error!r} ({where})", where) from error
+            hook = f"communication hook {self.name}"
+            raise _failure(self.comm, f"the {hook} raised {error!r} ({where})", f"{hook}, {where}") from error
         if not isinstance(future, torch._C.Future):  # a Work's future is one, but no torch.futures.Future
             raise HookFailed(
                 f"the communication hook {self.name} returned a {type(future).__name__} ({where}); "
@@ -112,18 +113,7 @@ class CommHook:
         """Waits for the futures, and puts what they hold into their buckets."""
         while self._pending:
             bucket, future, where = self._pending.pop(0)
-            await_future(self.comm, future, label=f"communication hook {self.name}, {where}")
-            try:
-                result = future.value()
-            except Exception as error:
-                raise self._failure(
-                    f"the future of the communication hook {self.name} failed: {error} ({where})", where
-                ) from error
-            self._put(bucket, result, where)
-
-    def _failure(self, message: str, where: str) -> HookFailed | PeerLost:
-        """Returns PeerLost if a rank is lost, because that breaks the process group's connections; else HookFailed."""
-        return self.comm.find_lost(f"communication hook {self.name}, {where}") or HookFailed(message)
+            self._put(bucket, result_of(self.comm, future, hook=f"communication hook {self.name}", where=where), where)
 
     def _put(self, bucket: Bucket, result: Any, where: str) -> None:
         if isinstance(result, (list, tuple)) and len(result) == 1:
@@ -139,17 +129,25 @@ class CommHook:
             gradients.copy_(result.detach().view(-1))
 
 
-def await_future(comm: Communicator, future: torch.futures.Future[Any], *, label: str) -> None:
-    """Waits until a future is done, well or badly; on CUDA, makes the current stream wait for its result. Collective.
+def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: str, where: str) -> Any:
+    """Waits for the result of a hook's future; on CUDA, makes the current stream wait for it. Collective.
 
     Raises:
-        PeerLost: the others did not do their part within the communicator's deadline.
+        HookFailed: the future holds an error.
+        PeerLost: the others did not do their part within the communicator's deadline, or a rank is lost.
     """
-    arrived = threading.Event()
+    arrived, label = threading.Event(), f"{hook}, {where}"
     future.add_done_callback(lambda _: arrived.set())
     comm.wait_for(arrived.wait, label=label)  # even if it is done: all ranks must number their waits alike
-    if comm.device.type == "cuda":
-        future.wait()
+    try:
+        return future.wait() if comm.device.type == "cuda" else future.value()
+    except Exception as error:
+        raise _failure(comm, f"the future of the {hook} failed: {error} ({where})", label) from error
+
+
+def _failure(comm: Communicator, message: str, label: str) -> HookFailed | PeerLost:
+    """Returns PeerLost if a rank is lost, because that breaks the process group's connections; else HookFailed."""
+    return comm.find_lost(label) or HookFailed(message)
 
 
 def check_hook(hook: Any) -> None:

@@ -9,6 +9,7 @@ It has the same keywords (`arguments.py` has the table), the same `state_dict` a
 `BucketedDataParallel` at a handful of named moments (those of `join` are in `join.py`):
 
     prepare, _begin          programs freeze and unfreeze parameters, also inside a forward; functional calls
+    _new_watch               parameters that are borrowed for a forward (`parameter_watch.py`)
     _make_layout             parameters that are ignored by name; sparse gradients
     _new_backward            unused parameters, static graphs, hooks, … (`backward.py` has the moments inside one)
     _on_other_gradient, …    parameters unfrozen inside a forward; `create_graph`
@@ -19,7 +20,7 @@ Read before: `join.py`. Read next: `data/streams.py`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from ddp.drop_in.comm_hook import CommHook, Hook, check_hook
 from ddp.drop_in.higher_order import hand_out_differentiable
 from ddp.drop_in.in_backward import MakeOptimizer, StepInBackward, check_own_optimizers, refusal
 from ddp.drop_in.join import UnevenInputs
+from ddp.drop_in.parameter_watch import TorchParameterWatch
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout, bucket_limits
@@ -91,6 +93,7 @@ class DistributedDataParallel(UnevenInputs):
         TypeError: a keyword that means nothing here; the message says what to use instead.
     """
 
+    _watch: TorchParameterWatch
     _backward: TorchBackward
     _last: TorchBackward
 
@@ -120,7 +123,7 @@ class DistributedDataParallel(UnevenInputs):
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
         comm = choose_communicator(comm, process_group, device_mesh)
         ignored = frozenset(getattr(module, IGNORED, ()))
-        named = managed(module, ignored, Replica)
+        named = _not_ignored(module, ignored)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
         check_devices(named, device_ids, output_device)
         check_own_optimizers(named)
@@ -147,7 +150,7 @@ class DistributedDataParallel(UnevenInputs):
             finds_unused=self.find_unused_parameters and not self.static_graph,
             static_graphs={} if self.static_graph else None,
         )
-        self._start(self.parameters_to_ignore)
+        self._start()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +239,15 @@ class DistributedDataParallel(UnevenInputs):
         return totals
 
     def _new_backward(self, step: int = 0, former: Backward | None = None) -> TorchBackward:
-        return TorchBackward(self.comm, step, overlap=self.overlaps, former=former, wishes=self._wishes)
+        return TorchBackward(
+            self.comm, step, overlap=self.overlaps, waited=self.waited, former=former, wishes=self._wishes
+        )
+
+    def _new_watch(self) -> TorchParameterWatch:
+        return TorchParameterWatch(self.module)
+
+    def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return _not_ignored(self.module, self.parameters_to_ignore)
 
     def _make_layout(self) -> Layout:
         sparse = {id(child.weight) for child in self.module.modules() if produces_sparse_gradient(child)}
@@ -251,7 +262,7 @@ class DistributedDataParallel(UnevenInputs):
         )
 
     def _choose_layout(self) -> None:
-        if self._wishes.stepper is not None:
+        if self._wishes.stepper is not None and not self._layouts.is_current:
             raise refusal("freezing, unfreezing or converting parameters")
         super()._choose_layout()
 
@@ -377,3 +388,8 @@ class DistributedDataParallel(UnevenInputs):
         self.comm, self._process_group, self.device_mesh, self._verification = comm, group, None, None
         self._buffer_sync = BufferSync(comm, self.module, mode, self.parameters_to_ignore)
         self._begin_in_this_process()
+
+
+def _not_ignored(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, nn.Parameter]]:
+    """Returns names and parameters that a replica keeps equal, without those ignored by name."""
+    return [(name, parameter) for name, parameter in managed(module, inner=Replica) if name not in ignored]

@@ -18,7 +18,7 @@ inputs. With throw_on_early_termination every rank raises as soon as one has run
 
 torch's own `Join` context works as well (several joinables: a ZeroRedundancyOptimizer, say): `TorchJoinHook`.
 
-Read before: `torch_names.py`. Read next: `data_parallel.py`.
+Read before: `torch_names.py`, `parameter_watch.py`. Read next: `data_parallel.py`.
 """
 
 from __future__ import annotations

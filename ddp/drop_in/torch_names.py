@@ -7,7 +7,7 @@ They also ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in
 "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: our class is a virtual subclass of
 torch's (as `abc` calls it), which inherits nothing.
 
-Read before: `arguments.py`. Read next: `join.py`.
+Read before: `arguments.py`. Read next: `parameter_watch.py`.
 """
 
 from __future__ import annotations

@@ -26,20 +26,20 @@ from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
 
-Schedule = Callable[[int], float]
+RateSchedule = Callable[[int], float]
 
 
-def constant() -> Schedule:
+def constant() -> RateSchedule:
     """Returns the schedule whose factor is always 1."""
     return lambda num_steps_taken: 1.0
 
 
-def step(*, gamma: float, milestones: Sequence[int]) -> Schedule:
+def step(*, gamma: float, milestones: Sequence[int]) -> RateSchedule:
     """Returns a schedule that multiplies by `gamma` after each of the `milestones` (in steps, ascending)."""
     return lambda num_steps_taken: float(gamma ** bisect_right(milestones, num_steps_taken))
 
 
-def cosine(*, num_steps: int, final_factor: float = 0.0) -> Schedule:
+def cosine(*, num_steps: int, final_factor: float = 0.0) -> RateSchedule:
     """Returns a schedule from 1 down to `final_factor` in half a cosine wave of `num_steps` steps; it stays there."""
 
     def factor(num_steps_taken: int) -> float:
@@ -49,7 +49,7 @@ def cosine(*, num_steps: int, final_factor: float = 0.0) -> Schedule:
     return factor
 
 
-def with_warmup(schedule: Schedule, *, num_warmup_steps: int) -> Schedule:
+def with_warmup(schedule: RateSchedule, *, num_warmup_steps: int) -> RateSchedule:
     """Returns `schedule` with its first N = `num_warmup_steps` factors reduced to 1/N, 2/N, ... N/N of themselves."""
     if num_warmup_steps == 0:
         return schedule

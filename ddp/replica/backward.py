@@ -60,7 +60,7 @@ class State(Enum):
     DONE = auto()
 
 
-class Reduction:
+class BucketReduction:
     """One bucket in one backward.
 
     Attributes:
@@ -108,6 +108,7 @@ class Backward:
     Args:
         step: number of backwards before this one, for messages.
         overlap: reduce in the background (note "foreground").
+        waited: measures the time that backward's thread spends on reductions, or waiting for them.
         former: the backward before this one.
 
     Attributes:
@@ -116,24 +117,25 @@ class Backward:
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
         error: found by this backward; every rank raises it before its next forward.
-        waited: time that backward's thread has spent on reductions, or waiting for them.
         began_s, ended_s: when backward began and ended.
     """
 
     layout: Layout
 
-    def __init__(self, comm: Communicator, step: int, *, overlap: bool, former: Backward | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, step: int, *, overlap: bool, waited: Stopwatch, former: Backward | None = None
+    ) -> None:
         self.comm, self.step, self.overlap, self.state = comm, step, overlap, State.EXPECTED
         self.early: dict[int, Tensor] = {} if former is None else former.left_over
-        self.reductions: list[Reduction] = []
+        self.reductions: list[BucketReduction] = []
         self.index_of: dict[int, int] = {}
         self.error: UnusedParameters | None = None
-        self.waited, self.began_s, self.ended_s = Stopwatch(), 0.0, 0.0
+        self._waited, self.began_s, self.ended_s = waited, 0.0, 0.0
         self._seen: list[Tensor] = []  # parameters in the order of their gradients, as long as no order is known
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
         self._num_launched = 0
-        self._in_flight: list[tuple[Reduction, Work]] = []
+        self._in_flight: list[tuple[BucketReduction, Work]] = []
 
     # --- in the order of time ----------------------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class Backward:
             self._divide_by = GlobalCount(layout.totals)
             if not layout.totals_ride:
                 self._all_reduce(layout.totals, label=f"step {self.step}, totals")
-        self.reductions, self.index_of = [Reduction(bucket) for bucket in layout.buckets], layout.index_of
+        self.reductions, self.index_of = [BucketReduction(bucket) for bucket in layout.buckets], layout.index_of
         for parameter in (*self.early.values(), *self._seen):
             if (index := self.index_of.get(id(parameter))) is not None:
                 self.reductions[index].ready.append(parameter)
@@ -178,7 +180,7 @@ class Backward:
         reduction = self.reductions[index]
         reduction.ready.append(parameter)
         if len(reduction.ready) >= reduction.enough:
-            self._look(reduction, parameter)
+            self._launch_if_full(reduction, parameter)
         return True
 
     def note_other(self, parameter: Tensor) -> bool:
@@ -207,7 +209,7 @@ class Backward:
         if index is not None and parameter.grad is not None and not self.reductions[index].is_launched:
             self.layout.slot_of[id(parameter)].move_in()
 
-    def _look(self, reduction: Reduction, parameter: Tensor) -> None:
+    def _launch_if_full(self, reduction: BucketReduction, parameter: Tensor) -> None:
         """Launches the buckets that this gradient makes full.
 
         Raises:
@@ -243,7 +245,7 @@ class Backward:
         self._undefined.append(slot)
         self._kept.setdefault(slot, None)
 
-    def _launch(self, reduction: Reduction) -> None:
+    def _launch(self, reduction: BucketReduction) -> None:
         """Launches a bucket's reduction.
 
         It runs in the background if reductions overlap. The last one would be waited for at once anyway, so it runs in
@@ -255,7 +257,7 @@ class Backward:
         is_last = reduction.bucket is self.layout.buckets[-1]
         self._reduce(reduction, in_background=self.overlap and (not is_last or bool(self._in_flight)))
 
-    def _reduce(self, reduction: Reduction, *, in_background: bool) -> None:
+    def _reduce(self, reduction: BucketReduction, *, in_background: bool) -> None:
         """Sums a bucket over the ranks and divides it."""
         bucket = reduction.bucket
         carries_divisor = self._totals is not None and self.layout.totals_ride and bucket.index == 0
@@ -276,7 +278,7 @@ class Backward:
         self, flat: Tensor, *, divide_by: SupportsInt = 1, async_op: bool = False, label: str
     ) -> Work | None:
         """Sums over the ranks and divides. Returns the work if it is still in flight."""
-        with self.waited.running():
+        with self._waited.running():
             if flat.device != self.comm.device:  # a model on several devices
                 staged = flat.to(self.comm.device)
                 flat.copy_(self.comm.all_reduce(staged, divide_by=divide_by, label=label))
@@ -291,7 +293,7 @@ class Backward:
         """Completes the reductions that have ended, in order; waits for all of them if told to."""
         while self._in_flight and (wait or self._in_flight[0][1].is_completed()):
             reduction, work = self._in_flight.pop(0)
-            with self.waited.running():
+            with self._waited.running():
                 work.wait()
             self._complete(reduction, work.done_s)
 
@@ -299,7 +301,7 @@ class Backward:
         """Waits until all that was launched is complete."""
         self._collect(wait=True)
 
-    def _complete(self, reduction: Reduction, done_s: float) -> None:
+    def _complete(self, reduction: BucketReduction, done_s: float) -> None:
         """Notes that a bucket's reduction is complete."""
         reduction.done_s = done_s
 

@@ -23,7 +23,7 @@ Read before: `backward.py`, `timeline.py`. Read next: `sync_batchnorm.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -83,16 +83,11 @@ class BucketedDataParallel(Replica):
         self._overlap = overlap
         self._start()
 
-    def _start(self, ignored: Collection[str] = ()) -> None:
-        """Plans the first layout, and registers the hooks by which autograd reports each gradient.
-
-        Args:
-            ignored: names of parameters that are left alone.
-        """
+    def _start(self) -> None:
+        """Plans the first layout, and registers the hooks by which autograd reports each gradient."""
         if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
-        self._ignored = frozenset(ignored)
-        self._watch = ParameterWatch(self.module)
+        self._watch = self._new_watch()
         self._has_layout = True
         self._layouts = Layouts(self.comm, self._watch, self._make_layout())
         self._backward = self._new_backward()
@@ -191,15 +186,17 @@ class BucketedDataParallel(Replica):
     def _average(self, *, had_backward: bool) -> Totals:
         self._waiting = None
         totals = self._backward.finish(had_backward=had_backward)
-        self.waited.total_s += self._backward.waited.total_s
         self._last, self._backward = self._backward, self._new_backward(self.num_steps + 1, self._backward)
-        self._layouts.settle()
+        self._layouts.drop_succeeded()
         return totals
 
     # --- what a step is made of; `drop_in/` has others ---------------------------------------------------------------
 
     def _new_backward(self, step: int = 0, former: Backward | None = None) -> Backward:
-        return Backward(self.comm, step, overlap=self.overlaps, former=former)
+        return Backward(self.comm, step, overlap=self.overlaps, waited=self.waited, former=former)
+
+    def _new_watch(self) -> ParameterWatch:
+        return ParameterWatch(self.module)
 
     def _make_layout(self) -> Layout:
         """Returns a layout of the parameters that need a gradient now."""
@@ -211,7 +208,7 @@ class BucketedDataParallel(Replica):
         self._layouts.choose(self._make_layout, early=self._backward.early)
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return managed(self.module, self._ignored, Replica)
+        return managed(self.module, inner=Replica)
 
     # --- looking at it -----------------------------------------------------------------------------------------------
 

@@ -31,13 +31,15 @@ class Layouts:
         self._comm, self._watch, self._current = comm, watch, first
         self._by_needed = {watch.needed: first}
 
-    def __len__(self) -> int:
-        return len(self._by_needed)
-
     @property
     def current(self) -> Layout:
         """The layout for the parameters that needed a gradient when `choose` was called last."""
         return self._current.latest
+
+    @property
+    def is_current(self) -> bool:
+        """Returns True if the parameters that need a gradient now are those of the last call of `choose`."""
+        return self._by_needed.get(self._watch.needed) is self._current
 
     def choose(self, make: Callable[[], Layout], *, early: Collection[int]) -> None:
         """Switches to the layout for the parameters that need a gradient now. Collective if that layout is new.
@@ -72,15 +74,15 @@ class Layouts:
         """Expects gradients in this order from now on."""
         if self.current.order != names:
             self.current.in_order(names)
-            self.settle()
+            self.drop_succeeded()
 
     def prepare_for_hook(self) -> None:
         """Lets a communication hook reduce the buckets from now on."""
         for layout in self._by_needed.values():
             layout.latest.for_hooks()
-        self.settle()
+        self.drop_succeeded()
 
-    def settle(self) -> None:
+    def drop_succeeded(self) -> None:
         """Drops the layouts that have a successor, and their memory with them."""
         self._current = self._current.latest
         self._by_needed = {needed: layout.latest for needed, layout in self._by_needed.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 from itertools import chain, compress
-from operator import attrgetter, is_not, or_
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -24,15 +24,14 @@ _END = object()  # after the last value, so that lists of different lengths diff
 _HAS_DEVICES = torch.accelerator.is_available()  # else there is nowhere for a parameter to move to
 
 
-def managed(module: nn.Module, ignored: Collection[str], inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+def managed(module: nn.Module, *, inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Returns names and parameters that a replica keeps equal, in registration order; shared ones once.
 
     Args:
-        ignored: names that are left out.
-        inner: parameters inside a module of this class are left out, too, because that module keeps them equal.
+        inner: parameters inside a module of this class are left out, because that module keeps them equal.
     """
     others = {id(p) for child in module.modules() if isinstance(child, inner) for p in child.parameters()}
-    return [(name, p) for name, p in module.named_parameters() if name not in ignored and id(p) not in others]
+    return [(name, p) for name, p in module.named_parameters() if id(p) not in others]
 
 
 def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
@@ -58,15 +57,10 @@ class Change(Enum):
 
 
 class ParameterWatch:
-    """Remembers a module's parameters.
-
-    Attributes:
-        is_borrowed: at the last look, torch.func.functional_call had put other tensors in the parameters' places for
-            one forward.
-    """
+    """Remembers a module's parameters."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self.is_borrowed = module, False
+        self._module = module
         self._remember()
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()
 
@@ -95,7 +89,6 @@ class ParameterWatch:
         Raises:
             ConfigError: parameters were added, removed or replaced; the message names them.
         """
-        self.is_borrowed = False
         if any(map(is_not, chain(chain.from_iterable(self._tables), [_END]), self._values)):
             return self._compare()
         before = self._needed, self._kinds
@@ -103,17 +96,6 @@ class ParameterWatch:
         if self._kinds != before[1]:
             return Change.KINDS
         return Change.REQUIRES_GRAD if self._needed != before[0] else Change.NONE
-
-    def look_inside(self) -> bool:
-        """Looks again, during a forward or after it. Returns True if parameters were unfrozen since `look`.
-
-        Those count as needed from now on, and so do parameters that were frozen meanwhile, because the forward may have
-        used both.
-        """
-        before = self._needed
-        if False in before:
-            self._needed = list(map(or_, before, self._presently_needed()))
-        return self._needed != before
 
     @property
     def needed_ids(self) -> frozenset[int]:
@@ -128,9 +110,6 @@ class ParameterWatch:
         now = dict(self._module.named_parameters(remove_duplicate=False))
         added, removed = now.keys() - self._named.keys(), self._named.keys() - now.keys()
         replaced = [name for name in now if name in self._named and now[name] is not self._named[name]]
-        if not (added or removed) and replaced and not any(isinstance(now[name], nn.Parameter) for name in replaced):
-            self.is_borrowed = True
-            return Change.NONE
         for names, what in ((added, "added"), (removed, "removed"), (replaced, "replaced")):
             if names:
                 raise ConfigError(

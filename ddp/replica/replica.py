@@ -179,6 +179,15 @@ class Replica(nn.Module, ABC):
         finally:
             self.require_backward_grad_sync = before
 
+    @contextmanager
+    def without_buffer_sync(self) -> Iterator[None]:
+        """Makes forwards inside leave buffers as they are, until one that synchronises gradients has run."""
+        before, self.require_forward_param_sync = self.require_forward_param_sync, False
+        try:
+            yield
+        finally:
+            self.require_forward_param_sync = before
+
     def reduce_without_backward(self) -> None:
         """Takes part in a step for which this rank has no samples (or none that needed a backward).
 

@@ -71,15 +71,13 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
         return False
 
 
-def will_accumulate(parameters: Sequence[Tensor]) -> list[int]:
-    """Returns the indices of those parameters that the running backward will reach.
+def will_accumulate(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns those parameters that the running backward will reach.
 
     Parameters inside re-entrant checkpoints are not seen: their part of the graph does not exist yet.
     """
     will_run = torch._C._will_engine_execute_node
-    return [
-        place for place, each in enumerate(parameters) if each.requires_grad and will_run(get_gradient_edge(each).node)
-    ]
+    return [each for each in parameters if each.requires_grad and will_run(get_gradient_edge(each).node)]
 
 
 def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddp.gradients.layout import Layout
-from ddp.replica.backward import Backward, Reduction
+from ddp.replica.backward import Backward, BucketReduction
 
 
 def describe(backward: Backward, num_steps: int, layout: Layout) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def describe(backward: Backward, num_steps: int, layout: Layout) -> dict[str, An
     }
 
 
-def _describe(reduction: Reduction, backward: Backward) -> dict[str, Any]:
+def _describe(reduction: BucketReduction, backward: Backward) -> dict[str, Any]:
     bucket, backward_s = reduction.bucket, backward.ended_s - backward.began_s
     ready_s, launched_s, done_s = (
         at_s - backward.began_s for at_s in (reduction.ready_s, reduction.launched_s, reduction.done_s)

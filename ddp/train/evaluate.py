@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -116,19 +116,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     No forward synchronises buffers meanwhile, because a rank with fewer samples makes fewer forwards.
     """
     replicas = [each for each in model.modules() if isinstance(each, Replica)]  # also one inside torch.compile's
-    flags = [each.require_forward_param_sync for each in replicas]
-    for replica in replicas:
-        replica.sync_buffers()
-        replica.require_forward_param_sync = False
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for replica, flag in zip(replicas, flags, strict=True):
-            replica.require_forward_param_sync = flag
+    with ExitStack() as stack:
+        for replica in replicas:
+            replica.sync_buffers()
+            stack.enter_context(replica.without_buffer_sync())
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def _global_means(comm: Communicator, sums: dict[str, tuple[float, float]]) -> dict[str, float]:

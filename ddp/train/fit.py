@@ -22,7 +22,7 @@ from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.in_backward import refusal
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
-from ddp.optim.schedules import Schedule, constant
+from ddp.optim.schedules import RateSchedule, constant
 from ddp.precision.autocast import Precision
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
@@ -85,7 +85,7 @@ def continue_fit(
     *,
     epochs: int | None = None,
     max_steps: int | None = None,
-    schedule: Schedule | None = None,
+    schedule: RateSchedule | None = None,
     clip_norm: float | None = None,
     precision: Precision = "fp32",
     loader_workers: int = 0,

@@ -31,7 +31,7 @@ from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import Diverged
 from ddp.gradients.totals import Totals
-from ddp.optim.schedules import Schedule, set_rate
+from ddp.optim.schedules import RateSchedule, set_rate
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.tasks.task import Task
 from ddp.train.state import StepReport, TrainState
@@ -47,7 +47,7 @@ class StepRules:
     """
 
     task: Task
-    schedule: Schedule
+    schedule: RateSchedule
     base_rates: tuple[float, ...]
     clip_norm: float | None
     precision: Precision

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ddp.transport.shared_memory import KINDS, Kind, SharedMemory
 
-Hosts = tuple[tuple[int, ...], ...]  # ranks per host, ascending; hosts ordered by their first rank
+Hosts = tuple[tuple[int, ...], ...]  # the ranks of every host
 Gather = Callable[[bytes], list[bytes]]  # all-gather of bytes: everyone's, by rank
 Reached = Mapping[int, Sequence[Kind]]  # rank → the kinds of memory through which it was reached
 
@@ -47,11 +47,11 @@ class Facts:
     number: str  # what stands in it
 
 
-class Layout(NamedTuple):
+class Neighbours(NamedTuple):
     """The result of the discovery. The same on every rank, but for `pids` and `reasons`.
 
     Attributes:
-        hosts: ranks per host.
+        hosts: the ranks of every host, ascending; hosts are ordered by their first rank.
         kinds: by host, the memory through which all its ranks reach each other; None for a rank alone.
         pids: by rank, its process as this rank knows it; None where it lives in another PID namespace.
         reasons: by rank, why it shares no memory with this one although it runs under the same kernel.
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
         return next((host, kind) for host, kind in zip(self.hosts, self.kinds, strict=True) if rank in host)
 
 
-def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Layout:
+def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Neighbours:
     """Finds out who shares a host with whom. Collective over all ranks of `gather`.
 
     Args:
@@ -88,7 +88,7 @@ def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Lay
     hosts, chosen = group(reached)
     namespace = facts[rank].pid_namespace
     pids = tuple(each.pid if each.pid_namespace == namespace else None for each in facts)
-    return Layout(hosts, chosen, pids, reasons)
+    return Neighbours(hosts, chosen, pids, reasons)
 
 
 def group(reached: Sequence[Reached]) -> tuple[Hosts, tuple[Kind | None, ...]]:

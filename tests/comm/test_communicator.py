@@ -532,6 +532,16 @@ def test_debug_mode_names_both_sides_of_a_mismatch(odd_one: Callable[[Communicat
         assert says in message
 
 
+def test_debug_mode_compares_the_sizes_that_are_asked_about() -> None:
+    def program(comm: Communicator) -> str:
+        with pytest.raises(CollectiveMismatch) as raised:
+            comm.explain(1 << (10 + comm.rank))
+        return str(raised.value)
+
+    for message in each_rank(2, program, debug=True):
+        assert "rank 0: #1 explain 1024" in message
+
+
 def test_wrong_arguments() -> None:
     comm = over(SimulatedNetwork(1).transport(0))
     with pytest.raises(ConfigError, match="algorithm='star' is not possible here; choose one of auto, ring, tree"):
@@ -562,8 +572,13 @@ def test_wrong_arguments() -> None:
     for nonsense in ([1.0], 1.0, None):
         with pytest.raises(ConfigError, match="needs a tensor or a list of tensors, got"):
             comm.all_reduce(nonsense)  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo: collectives take dense ones"):
-        comm.all_reduce(torch.zeros(2).to_sparse())
+    sparse = torch.zeros(2).to_sparse()
+    for verb in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.gather, comm.broadcast):
+        with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo: collectives take dense ones"):
+            verb(sparse)
+    for verb in (comm.scatter, comm.all_to_all):
+        with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo: collectives take dense ones"):
+            verb([sparse])
     for rooted in (comm.broadcast, comm.reduce, comm.gather):
         with pytest.raises(ConfigError, match="root=1 is no rank of a world of 1"):
             rooted(torch.zeros(1), root=1)

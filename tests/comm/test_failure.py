@@ -24,7 +24,7 @@ from ddp.comm import watchdog as watchdog_module
 from ddp.comm.call import Call
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.watchdog import Watchdog
-from ddp.drop_in.comm_hook import await_future
+from ddp.drop_in.comm_hook import result_of
 from ddp.errors import CommunicatorBroken, PeerLost
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
@@ -329,7 +329,7 @@ def outlast_the_silence(what: str, shared_memory: bool) -> tuple[str, float]:
     try:
         if what == "stopped in a hook":
             future: torch.futures.Future[int] = torch.futures.Future()
-            await_future(comm, future, label="a hook")
+            result_of(comm, future, hook="a hook", where="step 0")
         comm.all_reduce(torch.ones(3), label="gradients")
     except PeerLost as lost:
         return str(lost), time.monotonic() - start_s

@@ -17,7 +17,7 @@ from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured
 from ddp.comm.links import Links
-from ddp.comm.select import TRIAL_S, Auto, Choice, affordable, fastest, in_columns, rank, size_of_trial, table
+from ddp.comm.select import TRIAL_S, Auto, Choice, affordable, fastest, in_columns, ranked, size_of_trial, table
 from ddp.comm.settings import Settings
 from ddp.comm.way import CROSSING_BYTES, Way, possible_ways
 from ddp.errors import ConfigError
@@ -36,12 +36,12 @@ def ways(hosts: Hosts) -> Mapping[str, Way]:
     return possible_ways(hosts, shared_memory=True)
 
 
-def ranked(nbytes: int, hosts: Hosts) -> list[Choice]:
-    return rank(ways(hosts).values(), nbytes, measured(hosts))
+def predictions(nbytes: int, hosts: Hosts) -> list[Choice]:
+    return ranked(ways(hosts).values(), nbytes, measured(hosts))
 
 
 def names(nbytes: int, hosts: Hosts) -> list[str]:
-    return [choice.way.name for choice in ranked(nbytes, hosts)]
+    return [choice.way.name for choice in predictions(nbytes, hosts)]
 
 
 def found(choices: list[Choice], name: str) -> Choice:
@@ -53,7 +53,7 @@ def found(choices: list[Choice], name: str) -> Choice:
 
 def test_every_way_is_ranked_by_its_time() -> None:
     for hosts in (ONE_HOST, TWO_HOSTS, ((0, 1, 2), (3,))):
-        choices = ranked(1 << 16, hosts)
+        choices = predictions(1 << 16, hosts)
         assert {choice.way.name for choice in choices} == set(ways(hosts))
         times = [choice.predicted_s for choice in choices]
         assert times == sorted(times)
@@ -63,10 +63,10 @@ def test_every_way_is_ranked_by_its_time() -> None:
 def test_the_order_of_the_ways_does_not_matter() -> None:
     """Equal costs too come out alike: by name."""
     these = list(ways(TWO_HOSTS).values())
-    expected = rank(these, 0, measured(TWO_HOSTS))
+    expected = ranked(these, 0, measured(TWO_HOSTS))
     for seed in range(5):
         random.Random(seed).shuffle(these)
-        assert rank(these, 0, measured(TWO_HOSTS)) == expected
+        assert ranked(these, 0, measured(TWO_HOSTS)) == expected
     over_transport = [choice for choice in expected if not choice.way.in_memory]
     assert [choice.predicted_s for choice in over_transport] == [0.0] * len(over_transport)
     assert [choice.way.name for choice in over_transport] == sorted(choice.way.name for choice in over_transport)
@@ -74,7 +74,7 @@ def test_the_order_of_the_ways_does_not_matter() -> None:
 
 def test_memory_is_looked_up_and_allocated_memory_is_faster() -> None:
     for allocated, expected in ((False, 1e-3), (True, 2e-4)):
-        choices = rank(ways(ONE_HOST).values(), 1 << 20, measured(ONE_HOST), allocated=allocated)
+        choices = ranked(ways(ONE_HOST).values(), 1 << 20, measured(ONE_HOST), allocated=allocated)
         assert found(choices, "shared_memory").predicted_s == expected
 
 
@@ -102,7 +102,7 @@ def test_a_slice_for_every_place_all_at_once_over_the_hosts_link() -> None:
 
 
 def test_hosts_of_different_size_carry_as_many_slices_as_the_smallest_has_ranks() -> None:
-    choice = found(ranked(4096, ((0, 1, 2), (3, 4))), "shared_memory+ring")
+    choice = found(predictions(4096, ((0, 1, 2), (3, 4))), "shared_memory+ring")
     assert choice.crossing is not None
     assert choice.crossing.network.hosts == ((0, 1), (2, 3))
     assert choice.predicted_s == pytest.approx(choice.memory_s + choice.crossing.cost_s)
@@ -114,7 +114,7 @@ def test_memory_works_while_the_wire_does() -> None:
     for memory_s in (1e-3, 10.0):
         memory = Curve((1 << 10, nbytes), (0.0, memory_s))
         figures = Measured(Network(TWO_HOSTS, FAST, SLOW), memory, memory)
-        choice = found(rank(ways(TWO_HOSTS).values(), nbytes, figures), "shared_memory+ring")
+        choice = found(ranked(ways(TWO_HOSTS).values(), nbytes, figures), "shared_memory+ring")
         assert choice.crossing is not None
         assert choice.crossing.num_times == 10
         crossing_s, piece_s = choice.crossing.cost_s, memory.at(CROSSING_BYTES)
@@ -145,12 +145,13 @@ def auto(
         ran: gets the names of the ways that run.
     """
 
-    def run(flat: Tensor, way: Way) -> None:
-        if ran is not None:
-            ran.append(way.name)
+    class Timed(Links):
+        def all_reduce(self, flat: Tensor, way: Way, *_: Any, **__: Any) -> None:
+            if ran is not None:
+                ran.append(way.name)
 
     wire: Any = Rest(list(by_rank))
-    made = Auto(Links(wire, hosts, ways(hosts)), Settings(**settings), run)
+    made = Auto(Timed(wire, hosts, ways(hosts)), Settings(**settings))
     made._measured = measured(hosts)
     return made
 
@@ -191,7 +192,7 @@ def test_what_takes_long_is_not_timed() -> None:
     assert names(1 << 24, FAR)[0] != "ring"
     assert chooser.choose(1 << 24) == "ring"
     assert not ran
-    ranking = ranked(1 << 10, FAR)
+    ranking = predictions(1 << 10, FAR)
     few = affordable([choice for choice in ranking for _ in range(100)])
     assert 1 < len(few) < 100 * len(ranking)
     assert sum(map(selection.trial_s, few)) <= TRIAL_S
@@ -255,7 +256,7 @@ def test_a_trial_times_canonical_ways_only_if_asked_to() -> None:
 
 
 def test_explain_is_a_table_that_says_how_far_predictions_were_off() -> None:
-    predicted = {choice.way.name: choice.predicted_s for choice in ranked(1 << 22, ONE_HOST)}
+    predicted = {choice.way.name: choice.predicted_s for choice in predictions(1 << 22, ONE_HOST)}
     timed = [{name: seconds * (2.0 if name == "ring" else 1.5) for name, seconds in predicted.items()}]
     title, header, *rows, last = auto(ONE_HOST, by_rank=timed).explain(4_000_000).splitlines()
     assert title == "all-reduce of 4,000,000 bytes; auto takes shared_memory"

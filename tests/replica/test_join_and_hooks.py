@@ -233,6 +233,21 @@ def a_hook_on_buffers(comm: ddp.Communicator) -> None:
     assert replica.module.count.item() == 9
 
 
+def a_hook_on_buffers_that_fails_later(comm: ddp.Communicator) -> None:
+    def fail(state: object, buffers: dict[str, Tensor]) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_exception(ValueError("no such buffer"))
+        return future
+
+    for when in (When.POST_FORWARD, When.PRE_FORWARD):
+        replica = ddp.DistributedDataParallel(Counting())
+        replica.register_buffer_hook(None, fail, when=when)
+        with pytest.raises(
+            HookFailed, match=rf"the hook on buffers failed: .*no such buffer \({when.value} a forward\)"
+        ):
+            replica(torch.zeros(2, 4)).sum().backward()
+
+
 # --- communication hooks ---------------------------------------------------------------------------------------------
 
 
@@ -425,6 +440,9 @@ def what_does_not_go_with_it(comm: ddp.Communicator) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="freezing, unfreezing or converting"):
             replica(torch.randn(3, 4))
+    replica.module[0].requires_grad_(True)
+    replica(torch.randn(3, 4)).sum().backward()  # nothing has changed after all
+    verify_replicas(comm, replica.module.named_parameters())
     for overlap in (False, True):
         replica = ddp.DistributedDataParallel(net(), overlap=overlap, **TINY)
         replica.step_in_backward(make)
@@ -470,6 +488,7 @@ CASES = [
     buffers_of_every_mode,
     two_forwards_before_a_backward_keep_their_graphs,
     a_hook_on_buffers,
+    a_hook_on_buffers_that_fails_later,
     torch_s_own_hooks,
     bf16_hook,
     what_a_hook_sees,

@@ -501,7 +501,7 @@ def frozen_wholly_and_back(comm: ddp.Communicator) -> None:
             replica(leaf).square().sum().backward()
             assert leaf.grad is not None
         assert_same_gradients(comm, *pair)
-    assert len(pair[0]._layouts) == 2
+    assert len(pair[0]._layouts._by_needed) == 2
 
 
 def frozen_between_forward_and_backward(comm: ddp.Communicator) -> None:
@@ -1008,7 +1008,7 @@ def types_changed_after_wrapping(comm: ddp.Communicator) -> None:
                 assert net.weight.grad.dtype == net.weight.dtype
                 assert net.weight.grad.tolist() == [[(comm.world_size - 1) / 2] * 3] * 2
                 late.zero_grad(set_to_none=set_to_none)
-            assert len(late._layouts) == 1
+            assert len(late._layouts._by_needed) == 1
 
 
 def types_changed_on_one_rank(comm: ddp.Communicator) -> None:

@@ -64,14 +64,14 @@ MUTANTS = {
         "control_flow_that_differs_by_rank",
     ),
     "a bucket goes before it is full": Mutant(
-        f"{BACKWARD}.Reduction.look",
+        f"{BACKWARD}.BucketReduction.look",
         "self.is_full = self.awaited <= set(map(id, self.ready[self.num_early :]))",
         "self.is_full = True",
         LIKE_TORCH,
         "a_layer_used_twice_beside_others_in_its_bucket",
     ),
     "what was ready in no_sync counts as ready": Mutant(
-        f"{BACKWARD}.Reduction.await_gradients",
+        f"{BACKWARD}.BucketReduction.await_gradients",
         "self.awaited, self.num_early, self.is_full = awaited, len(self.ready), not awaited",
         "self.awaited, self.num_early, self.is_full = awaited, 0, not awaited",
         LIKE_TORCH,

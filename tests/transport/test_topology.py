@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from ddp.transport import topology
 from ddp.transport.shared_memory import KINDS, Kind, SharedMemory
-from ddp.transport.topology import Gather, Layout, discover, group
+from ddp.transport.topology import Gather, Neighbours, discover, group
 
 Result = TypeVar("Result")
 
@@ -93,7 +93,7 @@ def my_rank() -> int:
     return threading.current_thread().rank  # type: ignore[attr-defined, no-any-return]
 
 
-def layouts(size: int, kinds: tuple[Kind, ...] = KINDS) -> list[Layout]:
+def layouts(size: int, kinds: tuple[Kind, ...] = KINDS) -> list[Neighbours]:
     """What each of the ranks finds out."""
     found = as_threads(size, lambda rank, gather: discover(rank, gather, kinds=kinds))
     assert len({layout.hosts for layout in found}) == len({layout.kinds for layout in found}) == 1
@@ -176,7 +176,7 @@ def over_gloo() -> tuple[int, Gather]:
     return dist.get_rank(), gather
 
 
-def stand(where: str) -> Layout:
+def stand(where: str) -> Neighbours:
     """Rank 1 stands somewhere else than ranks 0 and 2, on the same host."""
     rank, gather = over_gloo()
     if rank == 1 and where == "another user":
@@ -184,7 +184,7 @@ def stand(where: str) -> Layout:
     return discover(rank, gather)
 
 
-def stand_in_a_pid_namespace() -> Layout | None:
+def stand_in_a_pid_namespace() -> Neighbours | None:
     """Rank 1 becomes process 1 of a PID namespace, with the host's /proc: its own PID means nothing to the others."""
     if os.environ["RANK"] != "1":
         return discover(*over_gloo())
