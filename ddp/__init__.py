@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from ddp.data.sampler import TrainSampler as TrainSampler
     from ddp.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.errors import PeerLost as PeerLost
+    from ddp.gradients.totals import Totals as Totals
     from ddp.launcher import launch as launch
     from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
@@ -84,6 +85,7 @@ _HOMES = {
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
     "SyncBatchNorm": "ddp.replica.sync_batchnorm",
+    "Totals": "ddp.gradients.totals",
     "TrainSampler": "ddp.data.sampler",
     "continue_fit": "ddp.train.fit",
     "evaluate": "ddp.train.evaluate",

@@ -112,7 +112,7 @@ class TorchBackward(Backward):
         self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known
         self._sparse_ready: set[int] = set()
 
-    def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt) -> None:
+    def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True) -> None:
         """Starts, and finds out what this backward is going to do.
 
         Raises:
@@ -128,7 +128,7 @@ class TorchBackward(Backward):
         if self._wishes.finds_unused and in_backward:
             self._coming = frozenset(map(id, will_accumulate(layout.parameters)))
         self._wishes.others.begin(layout.slots)
-        super().begin(layout, totals=totals, divide_by=divide_by)
+        super().begin(layout, totals=totals, divide_by=divide_by, has_samples=has_samples)
 
     def _awaited(self, bucket: Bucket) -> tuple[frozenset[int], int]:
         static = self._static
@@ -216,11 +216,11 @@ class TorchBackward(Backward):
         if self._wishes.stepper is not None and self.layout.is_learned:  # before that, buckets are not final
             self._wishes.stepper.step(reduction.bucket)
 
-    def finish(self, *, had_backward: bool = True) -> Totals:
+    def finish(self) -> Totals:
         static = self._static
-        if static is not None and had_backward and static.times is None:
+        if static is not None and self._has_samples and static.times is None:
             static.learn(self.layout.index_of, self._ready_so_far())
-        return super().finish(had_backward=had_backward)
+        return super().finish()
 
     def _settle_totals(self) -> Totals:
         """Hooks have taken means over the ranks; where totals ride along, they become means over the global count."""
@@ -230,9 +230,7 @@ class TorchBackward(Backward):
                 bucket.gradients.mul_(self.comm.world_size / int(self._divide_by))
         return totals
 
-    def _settle(
-        self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts, *, had_backward: bool
-    ) -> None:
+    def _settle(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> None:
         if self._wishes.stepper is None:
             gone = [slot for slot in self.layout.sparse if slot.parameter.grad is None]
             self._wishes.others.check([*undefined, *gone])
@@ -240,7 +238,7 @@ class TorchBackward(Backward):
             for slot in self.layout.slots:
                 if slot.parameter.grad is None and slot.view is not None:
                     slot.parameter.grad = slot.view
-        super()._settle(missing, undefined, verdicts, had_backward=had_backward)
+        super()._settle(missing, undefined, verdicts)
         for slot in self.layout.sparse:
             reduce_sparse(self.comm, slot, divide_by=int(self._divide_by))
 

@@ -230,8 +230,8 @@ class DistributedDataParallel(UnevenInputs):
                 self._backward.widen(self._waiting)
         super()._on_other_gradient(parameter)
 
-    def _average(self, *, had_backward: bool) -> Totals:
-        totals = super()._average(had_backward=had_backward)
+    def _average(self) -> Totals:
+        totals = super()._average()
         self._waiting = self._layouts.current if self._is_in_forward else None  # it may run another backward
         if self._last.is_differentiable:
             layout = self._last.layout

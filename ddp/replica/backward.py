@@ -139,15 +139,17 @@ class Backward:
 
     # --- in the order of time ----------------------------------------------------------------------------------------
 
-    def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt) -> None:
+    def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True) -> None:
         """Starts, because autograd has reached an output, or because this rank takes part without samples.
 
         Args:
             totals: this rank's part of the step's totals, if they ride along.
             divide_by: divisor of the sums over ranks where no totals ride along.
+            has_samples: False on a rank that has nothing to compute; then missing gradients are no error.
         """
         self.state, self.began_s = State.RUNNING, now_s()
         self.layout, self._totals, self._divide_by = layout, totals, divide_by
+        self._has_samples = has_samples
         if layout.is_learned:
             self._set_up()
             for reduction in self.reductions:
@@ -306,25 +308,22 @@ class Backward:
         reduction.done_s = done_s
 
     @torch.no_grad()
-    def finish(self, *, had_backward: bool = True) -> Totals:
+    def finish(self) -> Totals:
         """Ends the step: reduces the remaining buckets, and gives every parameter its mean. Collective.
-
-        Args:
-            had_backward: False on a rank that had nothing to compute; then missing gradients are no error.
 
         Returns:
             What the totals of all ranks add up to; zeros if none rode along.
         """
         self.ended_s = now_s()
         if not self.layout.is_learned:
-            self._learn(had_backward=had_backward)
+            self._learn()
         missing = self._missing()
         for slot in missing:
             self._keep(slot)
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction.bucket)  # all of them first: filling shows which gradients are undefined
         undefined = set(self._undefined).difference(missing)
-        mine = Verdicts(bool(missing), bool(undefined)) if had_backward else Verdicts()
+        mine = Verdicts(bool(missing), bool(undefined)) if self._has_samples else Verdicts()
         mine.write(self.layout.verdicts)
         for reduction in self.reductions[self._num_launched :]:
             self._launch(reduction)
@@ -332,18 +331,18 @@ class Backward:
         if not self.layout.verdicts_ride:
             self._all_reduce(self.layout.verdicts, label=f"step {self.step}, verdicts")
         totals = self._settle_totals()
-        self._settle(missing, undefined, Verdicts.read(self.layout.verdicts), had_backward=had_backward)
+        self._settle(missing, undefined, Verdicts.read(self.layout.verdicts))
         self.state = State.DONE
         self._kept.clear()
         return totals
 
-    def _learn(self, *, had_backward: bool) -> None:
+    def _learn(self) -> None:
         """Changes to a layout in the order in which gradients have become ready. Collective.
 
         All ranks take the order of the first rank that had a backward.
         """
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]
-        seen = all_gather_object(self.comm, names if had_backward else None)
+        seen = all_gather_object(self.comm, names if self._has_samples else None)
         if (order := next((names for names in seen if names is not None), None)) is not None:
             self.layout = self.layout.in_order(order)
         self._set_up()
@@ -367,14 +366,12 @@ class Backward:
             self.layout.buckets[0].gradients.div_(int(self._divide_by))
         return Totals.read(self.layout.totals)
 
-    def _settle(
-        self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts, *, had_backward: bool
-    ) -> None:
+    def _settle(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> None:
         """Restores the old gradients of parameters that no rank has used; records an error if any went unused."""
         if any(verdicts):
             self._give_back(self._used_by_none(missing, undefined, verdicts))
             if verdicts.has_unused:
-                self._complain(missing if had_backward else None)
+                self._complain(missing if self._has_samples else None)
 
     def _used_by_none(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> Iterable[Slot]:
         """Returns the slots that no rank has a gradient of. Collective."""

@@ -151,7 +151,9 @@ class BucketedDataParallel(Replica):
         return True
 
     def _begin_without_backward(self) -> None:
-        self._backward.begin(self._layouts.current, totals=self._take_totals(), divide_by=self._divisor)
+        self._backward.begin(
+            self._layouts.current, totals=self._take_totals(), divide_by=self._divisor, has_samples=False
+        )
 
     @property
     def _divisor(self) -> int:
@@ -183,9 +185,9 @@ class BucketedDataParallel(Replica):
                 "ddp.DistributedDataParallel"
             )
 
-    def _average(self, *, had_backward: bool) -> Totals:
+    def _average(self) -> Totals:
         self._waiting = None
-        totals = self._backward.finish(had_backward=had_backward)
+        totals = self._backward.finish()
         self._last, self._backward = self._backward, self._new_backward(self.num_steps + 1, self._backward)
         self._layouts.drop_succeeded()
         return totals

@@ -65,7 +65,7 @@ class NaiveDataParallel(Replica):
         return True
 
     @torch.no_grad()
-    def _average(self, *, had_backward: bool) -> Totals:
+    def _average(self) -> Totals:
         """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
         mine = self._take_totals()
         named = list(self.module.named_parameters())

@@ -89,9 +89,9 @@ class Replica(nn.Module, ABC):
         return outputs
 
     @uncompiled
-    def _finish(self, *, had_backward: bool = True) -> None:
+    def _finish(self) -> None:
         """Averages the gradients, because backward has ended."""
-        self.totals = self._average(had_backward=had_backward)
+        self.totals = self._average()
         self._buffer_sync.after_backward()
         self.num_steps += 1
         due = self._verification
@@ -128,12 +128,8 @@ class Replica(nn.Module, ABC):
         """Sees to it that `_finish` is called when a backward through these outputs has ended (`sink.py`)."""
 
     @abstractmethod
-    def _average(self, *, had_backward: bool) -> Totals:
-        """Makes every gradient the mean over the ranks, after backward. Returns the step's totals. Collective.
-
-        Args:
-            had_backward: False on a rank without samples.
-        """
+    def _average(self) -> Totals:
+        """Makes every gradient the mean over the ranks, after backward. Returns the step's totals. Collective."""
 
     @property
     def bucket_layout(self) -> list[list[str]]:
@@ -199,7 +195,7 @@ class Replica(nn.Module, ABC):
             self._buffer_sync.after_forward()
         self.require_forward_param_sync = True
         self._begin_without_backward()
-        self._finish(had_backward=False)
+        self._finish()
 
     def _begin_without_backward(self) -> None:
         """Begins a step for which this rank has no samples."""
