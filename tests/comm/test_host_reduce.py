@@ -691,7 +691,8 @@ def test_memory_that_cannot_be_prepared_leaves_nothing(kind: Kind, monkeypatch: 
     before = len(list(Path("/proc/self/fd").iterdir())), named()
     with pytest.raises(OSError, match="no more"):
         links._first(kind, 1 << 16, 2)
-    assert (len(list(Path("/proc/self/fd").iterdir())), named()) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before[0]  # threads of earlier tests may close theirs now
+    assert named() == before[1]
 
 
 def named() -> set[str]:
