@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import SupportsInt
+from operator import index
+from typing import SupportsIndex, SupportsInt
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
         raise ConfigError("divide_by and op='mean' both divide; use op='sum'")
     if not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(f"divide_by on {dtype}: use a floating point tensor")
-    if isinstance(divide_by, int) and not 1 <= divide_by < 1 << 63:
+    if isinstance(divide_by, SupportsIndex) and not 1 <= index(divide_by) < 1 << 63:
         raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 63) - 1}")
 
 
@@ -119,5 +120,5 @@ def subgroup(ranks: Sequence[int], world_size: int) -> None:
 
 def size(nbytes: int) -> None:
     """Refuses a size that no tensor has."""
-    if nbytes < 0:
-        raise ConfigError(f"nbytes={nbytes}: a tensor has 0 bytes or more")
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise ConfigError(f"nbytes={nbytes!r}: a tensor has 0 bytes or more, a whole number")

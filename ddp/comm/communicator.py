@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, SupportsInt
@@ -87,7 +88,6 @@ class Communicator:
     ) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
         self.device, self.generation, self.abort_s = settings.device, settings.generation, settings.abort_s
-        self.settings = settings
         self._channels, self._world_ranks = channels or Channels(), world_ranks or range(self.world_size)
         self._watchdog = watchdog or Watchdog(
             HashStore(), self.rank, 1, generation=self.generation, warn_s=math.inf, abort_s=self.abort_s
@@ -102,7 +102,14 @@ class Communicator:
             self._links = self._turns.run(Call(0, "start-up"), starting)
             if self._links.across is not None:
                 self._turns.end_too(self._links.across.runner)
-        self.auto = Auto(self._links, settings)
+        if world_ranks and not self._links.offer(settings.algorithm):
+            settings = replace(settings, algorithm="auto")  # a group of one rank shares no memory, for example
+        try:
+            self.auto = Auto(self._links, settings)
+        except ConfigError:
+            self._links.close()
+            raise
+        self.settings = settings
         self._groups: list[Communicator] = []
         self._is_closed = False
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
@@ -410,7 +417,8 @@ class Communicator:
                 return self._links.group.allocate(numel, dtype, sequence=sequence)
             except NoSharedMemory as error:  # on all ranks of the host alike
                 log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
-        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):
+            tensor = torch.zeros(numel, dtype=dtype, device=self.device)
         self._unshared.add(tensor.data_ptr())
         return tensor
 
@@ -439,13 +447,19 @@ class Communicator:
         if self.rank not in ranks:
             return None
         watchdog = self._watchdog.among(ranks, channel)
-        group = Communicator(
-            self._links.wire.transport.among(ranks, channel, watchdog.in_vain),
-            self.settings,
-            watchdog=watchdog,
-            world_ranks=[self._world_ranks[rank] for rank in ranks],
-            channels=self._channels,
-        )
+        transport = self._links.wire.transport.among(ranks, channel, watchdog.in_vain)
+        named = [self._world_ranks[rank] for rank in ranks]
+        try:
+            group = Communicator(
+                transport, self.settings, watchdog=watchdog, world_ranks=named, channels=self._channels
+            )
+        except PeerLost as lost:
+            raise PeerLost(
+                ranks[lost.rank], lost.host, lost.generation, lost.sequence, lost.label, lost.reason
+            ) from lost
+        except BaseException:
+            watchdog.leave()
+            raise
         self._groups = [other for other in self._groups if not other._is_closed] + [group]
         return group
 

@@ -182,7 +182,8 @@ class Scratch:
         start, self._used = self._used, self._used + numel
         block = self._blocks.get((dtype, device))
         if block is None or block.numel() < self._used:
-            block = torch.empty(2 * self._used, dtype=dtype, device=device)  # lanes ask one after another: grow ahead
+            with torch.inference_mode(False):  # it outlives the context of this call
+                block = torch.empty(2 * self._used, dtype=dtype, device=device)  # lanes ask in turn: grow ahead
             self._blocks[dtype, device] = block
         return block[start : self._used]
 

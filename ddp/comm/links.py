@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,6 +55,10 @@ class Links:
         """Returns the memory in which all ranks reach such a tensor, if they share any."""
         return self.group if self.across is None and flat.is_cpu else None
 
+    def offer(self, algorithm: str) -> bool:
+        """Returns True for "auto", and for any name that a way here answers to."""
+        return algorithm == "auto" or any(way.answers_to(algorithm) for way in self.ways.values())
+
     def all_reduce(self, flat: Tensor, way: Way, reduction: Reduction = SUM, *, sequence: int = 0) -> None:
         """Combines `flat` over all ranks in the given way, in place."""
         if way.schedule is None:
@@ -77,12 +82,19 @@ class Channels:
     """Numbers the channels of the transport. The groups of one process share one of these."""
 
     def __init__(self) -> None:
-        self._last = 0
+        self._last, self._lock = 0, threading.Lock()
 
     def take(self, gather: Gather) -> int:
-        """Returns a channel that no group with any of these ranks has. Collective over the ranks of `gather`."""
-        self._last = max(int(last) for last in gather(str(self._last).encode())) + 1
-        return self._last
+        """Returns a channel that no group with any of these ranks has. Collective over the ranks of `gather`.
+
+        Another thread may be taking one for other ranks meanwhile. So each rank first reserves the number for itself.
+        """
+        while True:
+            number = max(int(last) for last in gather(str(self._last).encode())) + 1
+            with self._lock:
+                is_free, self._last = number > self._last, max(number, self._last)
+            if all(answer == b"free" for answer in gather(b"free" if is_free else b"taken")):
+                return number
 
 
 def connect(wire: Wire, watchdog: Watchdog, settings: Settings, channels: Channels) -> Links:

@@ -86,7 +86,7 @@ def init(
         return _process.comms[dist.group.WORLD]
     keep_large_blocks()
     _process.generation += 1
-    _process.handled, _process.pid = sys.exception(), os.getpid()
+    _process.handled = sys.exception()
     chosen_device, chosen_backend = choose_device(device, backend, *_place())
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
@@ -166,12 +166,13 @@ def _communicator(
             )
         except RuntimeError as error:
             raise watchdog.find_culprit((rank + 1) % world_size, str(error).splitlines()[0]) from error
-        comm = Communicator(transport, settings, watchdog=watchdog, world_ranks=ranks)
+        others = () if group is dist.group.WORLD else ranks
+        comm = Communicator(transport, settings, watchdog=watchdog, world_ranks=others)
     except BaseException as error:
         watchdog.fail(f"{type(error).__name__}: {error}")
         watchdog.leave()
         raise
-    _process.comms[group] = comm
+    _process.comms[group], _process.pid = comm, os.getpid()
     return comm
 
 
@@ -192,7 +193,7 @@ def _end(comm: Communicator, failed: str = "") -> None:
 
 
 def shutdown(*, failed: str = "") -> None:
-    """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, and after an error.
+    """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, or after an error.
 
     If it is called while an exception is being raised (`finally: ddp.shutdown()`), this rank counts as stopping early.
     The same holds inside an `except` block, because the two cannot be told apart here.
@@ -201,6 +202,8 @@ def shutdown(*, failed: str = "") -> None:
         failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
             flight ends with the process.
     """
+    if os.getpid() != _process.pid:  # a forked child, which is none of the ranks
+        return
     failed = failed or _in_flight()
     if not failed:
         _forget_what_ended()

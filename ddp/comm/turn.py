@@ -122,6 +122,10 @@ class Turns:
         except TransportError as error:
             self.error = lost = self._lost(error)
             raise lost from error
+        except PeerLost as lost:  # out of a subgroup that was being made
+            self.error = lost
+            self._watchdog.fail(f"lost rank {lost.rank}", blames=lost.rank)
+            raise
         except (ConfigError, NoSharedMemory):
             raise  # on every rank alike, before anything was sent
         except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished

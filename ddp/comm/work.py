@@ -39,6 +39,7 @@ class Work:
     def __init__(self, collective: Callable[[], Any], device: torch.device = CPU) -> None:
         self._collective: Callable[[], Any] | None = collective
         self._future: Future[Any] = Future()
+        self._inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
         self._produced = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._finished: torch.cuda.Event | None = None
         self.done_s = 0.0
@@ -54,7 +55,8 @@ class Work:
         try:
             if stream is not None and self._produced is not None:
                 stream.wait_event(self._produced)
-            result = collective()
+            with torch.inference_mode(self._inference):
+                result = collective()
             self.done_s = now_s()
             if stream is not None:
                 self._finished = stream.record_event()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from faulty import Faulty
@@ -19,6 +20,7 @@ from torch import Tensor
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.comm.call import Call
 from ddp.comm.communicator import Communicator
+from ddp.comm.links import Channels
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import Wait, Watchdog
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
@@ -542,6 +544,41 @@ def test_debug_mode_compares_the_sizes_that_are_asked_about() -> None:
         assert "rank 0: #1 explain 1024" in message
 
 
+def test_inference_mode_holds_for_its_own_calls_alone() -> None:
+    def program(comm: Communicator) -> list[float]:
+        with torch.inference_mode():
+            first = comm.all_reduce(torch.ones(3), async_op=True).wait()
+            comm.all_reduce(torch.ones(3), wire_dtype=torch.bfloat16)
+        second = comm.all_reduce(torch.ones(3), wire_dtype=torch.bfloat16)
+        return [first[0].item(), second[0].item()]
+
+    assert each_rank(2, program) == [[2.0, 2.0]] * 2
+
+
+def test_a_group_takes_auto_where_the_way_of_all_is_not_possible() -> None:
+    def program(comm: Communicator) -> tuple[str, str]:
+        group = comm.subgroup([0, 1])
+        assert group is None or group.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+        return comm.auto.algorithm, group.auto.algorithm if group is not None else ""
+
+    asked = "hierarchical"
+    assert each_rank(5, program, algorithm=asked) == [(asked, "auto")] * 2 + [(asked, "")] * 3
+
+
+def test_threads_that_take_a_channel_at_once_get_different_ones() -> None:
+    channels, taken = Channels(), list[int]()
+
+    def alone(mine: bytes) -> list[bytes]:
+        return [mine]
+
+    def interrupted(mine: bytes) -> list[bytes]:
+        if not taken:
+            taken.append(channels.take(alone))  # the other thread's, between question and answer
+        return [mine]
+
+    assert channels.take(interrupted) not in taken
+
+
 def test_wrong_arguments() -> None:
     comm = over(SimulatedNetwork(1).transport(0))
     with pytest.raises(ConfigError, match="algorithm='star' is not possible here; choose one of auto, ring, tree"):
@@ -549,6 +586,10 @@ def test_wrong_arguments() -> None:
     for verb in (comm.all_reduce, comm.reduce_scatter):
         with pytest.raises(ConfigError, match="op='avg' is unknown"):
             verb(torch.zeros(1), "avg")  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"nbytes=25000000\.0: a tensor has 0 bytes or more, a whole number"):
+        comm.explain(25e6)
+    with pytest.raises(ConfigError, match="divide_by=0: must be from 1"):
+        comm.all_reduce(torch.zeros(1), divide_by=np.int64(0))
     with pytest.raises(ConfigError, match=r"op='mean' on torch\.int64"):
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
     with pytest.raises(ConfigError, match="use op='sum'"):
