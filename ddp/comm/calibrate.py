@@ -90,7 +90,7 @@ def calibrate(links: Links, settings: Settings) -> Measured:
         TransportError: a rank did not take part in time.
     """
     wire, hosts, device = links.wire, links.hosts, settings.device
-    here, arrived = (torch.zeros(BULK_BYTES // 4, device=device) for _ in range(2))
+    here, arrived = (torch.zeros(BULK_BYTES // 4, dtype=torch.float32, device=device) for _ in range(2))
     mine = timed({"adding": partial(here.add_, arrived)}, device=device)
     rings = {
         "inside": next(host for host in hosts if wire.rank in host),
@@ -179,7 +179,7 @@ def _in_memory(group: HostGroup, largest_host: int) -> Times:
     """Times all-reduces among the ranks of this host, of an ordinary tensor and of one that they share."""
     sizes = [nbytes for nbytes in MEMORY_BYTES if nbytes * largest_host <= MEMORY_IN_ALL]
     cpu, reduce = torch.device("cpu"), partial(group.all_reduce, op="sum", sequence=0)
-    tensors = {"ordinary": torch.zeros(sizes[-1] // 4, device=cpu)}
+    tensors = {"ordinary": torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=cpu)}
     try:
         tensors["allocated"] = group.allocate(sizes[-1] // 4, torch.float32, sequence=0)
     except NoSharedMemory:  # on all ranks of the host alike

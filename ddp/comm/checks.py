@@ -70,7 +70,15 @@ def divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
         raise ConfigError("divide_by and op='mean' both divide; use op='sum'")
     if not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(f"divide_by on {dtype}: use a floating point tensor")
-    if isinstance(divide_by, SupportsIndex) and not 1 <= index(divide_by) < 1 << 63:
+    if isinstance(divide_by, float):
+        raise ConfigError(f"divide_by={divide_by}: must be a whole number")
+    if isinstance(divide_by, SupportsIndex):
+        divisor_in_range(index(divide_by))
+
+
+def divisor_in_range(divide_by: int) -> None:
+    """Refuses a divisor that is out of range."""
+    if not 1 <= divide_by < 1 << 63:
         raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 63) - 1}")
 
 

@@ -159,6 +159,7 @@ class Communicator:
 
         def reduce(flat: Tensor) -> None:
             divisor, way = int(divide_by), self.auto.way(flat, algorithm)
+            checks.divisor_in_range(divisor)
             narrow = divisor != 1 and sum_overflows(flat.dtype, wire_dtype)
             if narrow:
                 flat.mul_(1 / self._enough)

@@ -207,7 +207,7 @@ class Auto:
         """Times these ways; seconds by name, remembered."""
         if nbytes not in self._trials:
             device, gather = self._settings.device, self._links.wire.gather_bytes
-            flat = torch.zeros(nbytes // 4, device=device)
+            flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
             in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
             runs = {each.way.name: partial(self._links.all_reduce, flat, each.way) for each in candidates}
             self._trials[nbytes] = agreed(timed(runs, in_a_row, device=device), gather)

@@ -213,16 +213,17 @@ def shutdown(*, failed: str = "") -> None:
         _end(comm, failed)
     if world is None:
         return
-    if not failed and not world.is_broken:
-        try:
+    try:
+        if not failed and not world.is_broken:
             world.barrier()  # nobody takes the store away while others still need it
-        except PeerLost as lost:
-            log.warning("at the end: %s", lost)  # this rank has all that it wanted
-    ends_well = not failed and not world.is_broken
-    _end(world, failed)
-    if _process.owns_torch_distributed and ends_well:
-        dist.destroy_process_group()
-        _process.owns_torch_distributed = False
+    except PeerLost as lost:
+        log.warning("at the end: %s", lost)  # this rank has all that it wanted
+    finally:
+        ends_well = not failed and not world.is_broken
+        _end(world, failed)
+        if _process.owns_torch_distributed and ends_well:
+            dist.destroy_process_group()
+            _process.owns_torch_distributed = False
 
 
 @atexit.register

@@ -64,7 +64,11 @@ class Others(NamedTuple):
 
     def certain(self) -> Verdict | None:
         """Returns who is surely to blame for a wait that has failed."""
-        return self.failed() or self.gone() or self.absent(STALE_S)
+        return self.failed() or self.gone() or self.elsewhere() or self.silent(STALE_S)
+
+    def lost(self) -> Verdict | None:
+        """Returns who is surely lost, whichever collectives the ranks are in."""
+        return self.failed() or self.gone() or self.silent(STALE_S)
 
     def missed(self, peer: int) -> Others:
         """Returns only the ranks that have not come to this call, and the rank that this one waits for."""
@@ -76,9 +80,12 @@ class Others(NamedTuple):
         for rank, status in self.statuses.items():
             if status.state == "failed" and status.blames is None:
                 return rank, f"it failed: {status.reason}. Its own log has the traceback"
-        for rank, status in self.statuses.items():
-            if status.blames is not None and status.blames != self.rank:
-                return status.blames, f"as rank {rank} found out first"
+        blamed = [(rank, status.blames) for rank, status in self.statuses.items() if status.blames is not None]
+        for rank, culprit in blamed:
+            if culprit != self.rank:
+                return culprit, f"as rank {rank} found out first"
+        for rank, _ in blamed:
+            return self.rank, f"rank {rank} has given this one up: it was stopped or silent for too long, or is cut off"
         return None
 
     def gone(self) -> Verdict | None:
@@ -90,11 +97,15 @@ class Others(NamedTuple):
                 return rank, "it shows no sign of life: its process has ended"
         return None
 
-    def absent(self, silence_s: float) -> Verdict | None:
-        """Returns a rank that is in another collective, or has been silent for `silence_s`."""
+    def elsewhere(self) -> Verdict | None:
+        """Returns a rank that is in another collective of the same number."""
         for rank, status in self.statuses.items():
             if status.sequence == self.call.sequence and status.label != self.call.label:
                 return rank, f"it is in another collective of that number: [{status.label}]; all must call the same"
+        return None
+
+    def silent(self, silence_s: float) -> Verdict | None:
+        """Returns a rank whose tick has stood still for so long."""
         for rank, status in self.statuses.items():
             if status.state != "left" and (silent_s := self.silent_s[rank]) >= silence_s:
                 return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"

@@ -110,9 +110,9 @@ class Turns:
         self._refuse_if_broken()  # what was in flight may have failed since the call was made
         if not self._turn.acquire(False):
             self._refuse_second_thread(call)
-        self._running = call
-        self._watchdog.begin(call, self._neighbour)
         try:
+            self._running = call
+            self._watchdog.begin(call, self._neighbour)
             if self._gather is not None and (difference := disagreement(self._gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
             if profiler._is_profiler_enabled:  # on any thread
@@ -134,8 +134,10 @@ class Turns:
                 self._watchdog.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._watchdog.end()
-            self._turn.release()
+            try:
+                self._watchdog.end()
+            finally:  # also after Ctrl-C
+                self._turn.release()
 
     def wait_for_rank_zero(self, label: str) -> None:
         """Returns once rank 0 has called it too, however long that takes while rank 0 lives.

@@ -29,7 +29,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -220,7 +220,7 @@ class Watchdog:
         """
         self.begin(call, peer)
         try:
-            _, verdict = self._judge_until(now_s() + STALE_S + 2 * INTERVAL_S)
+            _, verdict = self._judge_until(now_s() + STALE_S + 2 * INTERVAL_S, Others.lost)
         except Exception as error:
             log.debug("watchdog: the store is out of reach: %s", error)
             return None
@@ -231,11 +231,13 @@ class Watchdog:
         self.fail(f"lost rank {verdict[0]}", blames=verdict[0])
         return self._lost(*verdict)
 
-    def _judge_until(self, until_s: float) -> tuple[Others, Verdict | None]:
+    def _judge_until(
+        self, until_s: float, judge: Callable[[Others], Verdict | None] = Others.certain
+    ) -> tuple[Others, Verdict | None]:
         """Reads the statuses until they show for certain who is to blame."""
         while True:
             others = self._observe()
-            verdict = others.certain()
+            verdict = judge(others)
             if verdict or not others.statuses or now_s() > until_s or self._stopped.wait(INTERVAL_S / 2):
                 return others, verdict
 
@@ -339,7 +341,7 @@ class Watchdog:
         missed = others.missed(wait.peer)
         verdict = others.failed() or missed.gone()
         if verdict is None and waited_s >= self._silence_s:
-            verdict = missed.absent(self._silence_s)
+            verdict = missed.elsewhere() or missed.silent(self._silence_s)
         if verdict is not None and wait is self._wait:
             self.give_up(*verdict)
 

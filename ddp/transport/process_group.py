@@ -20,7 +20,9 @@ Read before: `simulated.py`. Read next: `available_memory.py`.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -59,6 +61,7 @@ class GlooConnections:
         name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
         thread = threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True)
         _watching.add(thread)
+        _open.add(self)
         thread.start()
 
     def interrupt(self, reason: str) -> None:
@@ -71,7 +74,17 @@ class GlooConnections:
 
 
 _watching: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_open: weakref.WeakSet[GlooConnections] = weakref.WeakSet()
 _program_ends = threading.Event()
+
+
+def _keep_for_ever() -> None:
+    """Keeps Gloo's objects in a forked child: destroying one would wait for threads that only the parent has."""
+    for connections in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connections.backend))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 
 @atexit.register
