@@ -7,21 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["MKL_CBWR"] = "AUTO"
 sys.path.insert(0, str(Path(__file__).parent))  # for `from ranks import run_ranks`
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:  # tests in the background, or under nohup
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
-
-SLOWEST = (
-    *("test_readme", "test_main_job", "test_same_mathematics", "test_replica_mutants", "test_hosts", "test_failure"),
-    *("test_processes", "test_launcher", "test_communicator", "test_like_torch", "test_data_parallel", "test_resume"),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets the files that take longest go first, so that no process is left with one of them at the end."""
-    items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
