@@ -236,7 +236,7 @@ class Loader:
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """All settings of one run."""
+    """The settings of one run."""
 
     seed: int = 0
     epochs: int | None = 15

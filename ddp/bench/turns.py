@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,16 +30,16 @@ TURN_S, MOST_REPETITIONS = 0.2, 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(ABC):
     """Is one line of a report: what ran (`name`), and where (`place`, the title of its table)."""
 
     caption: ClassVar[str] = ""
     place: str
     name: str
 
+    @abstractmethod
     def columns(self) -> dict[str, str]:
         """Returns the line by titles of columns; "" for what was not measured."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

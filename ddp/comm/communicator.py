@@ -102,7 +102,7 @@ class Communicator:
             self._links = self._turns.run(Call(0, "start-up"), starting)
             if self._links.across is not None:
                 self._turns.end_too(self._links.across.runner)
-        if world_ranks and not self._links.offer(settings.algorithm):
+        if world_ranks and not self._links.offers(settings.algorithm):
             settings = replace(settings, algorithm="auto")  # a group of one rank shares no memory, for example
         try:
             self.auto = Auto(self._links, settings)

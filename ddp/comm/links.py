@@ -55,7 +55,7 @@ class Links:
         """Returns the memory in which all ranks reach such a tensor, if they share any."""
         return self.group if self.across is None and flat.is_cpu else None
 
-    def offer(self, algorithm: str) -> bool:
+    def offers(self, algorithm: str) -> bool:
         """Returns True for "auto", and for any name that a way here answers to."""
         return algorithm == "auto" or any(way.answers_to(algorithm) for way in self.ways.values())
 

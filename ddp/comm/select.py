@@ -162,7 +162,7 @@ class Auto:
         Raises:
             ConfigError: there is no such way here.
         """
-        if not self._links.offer(name):
+        if not self._links.offers(name):
             raise ConfigError(f"algorithm={name!r} is not possible here; choose one of auto, {', '.join(self._ways)}")
 
     def way(self, flat: Tensor, algorithm: str) -> Way:

@@ -46,7 +46,7 @@ class Status:
 
 
 class Others(NamedTuple):
-    """All ranks but this one, as it saw them at one moment.
+    """One rank's view of the others at one moment.
 
     Attributes:
         rank: this one.
@@ -76,7 +76,7 @@ class Others(NamedTuple):
         return self._replace(statuses=late)
 
     def failed(self) -> Verdict | None:
-        """Returns a rank that says it failed, or whom such a rank blames."""
+        """Returns a rank that says it failed, or whom such a rank blames; this rank itself, if it was given up."""
         for rank, status in self.statuses.items():
             if status.state == "failed" and status.blames is None:
                 return rank, f"it failed: {status.reason}. Its own log has the traceback"
@@ -84,8 +84,12 @@ class Others(NamedTuple):
         for rank, culprit in blamed:
             if culprit != self.rank:
                 return culprit, f"as rank {rank} found out first"
-        for rank, _ in blamed:
-            return self.rank, f"rank {rank} has given this one up: it was stopped or silent for too long, or is cut off"
+        if blamed:
+            judge = blamed[0][0]
+            return (
+                self.rank,
+                f"rank {judge} has given this one up: it was stopped or silent for too long, or is cut off",
+            )
         return None
 
     def gone(self) -> Verdict | None:

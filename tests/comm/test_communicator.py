@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -544,16 +545,6 @@ def test_debug_mode_compares_the_sizes_that_are_asked_about() -> None:
         assert "rank 0: #1 explain 1024" in message
 
 
-class LaterDivisor:
-    """A divisor that is read when its turn has come."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __int__(self) -> int:
-        return self.value
-
-
 def test_inference_mode_holds_for_its_own_calls_alone() -> None:
     def program(comm: Communicator) -> list[float]:
         with torch.inference_mode():
@@ -603,7 +594,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match=r"divide_by=2\.5: must be a whole number"):
         comm.all_reduce(torch.zeros(1), divide_by=2.5)
     with pytest.raises(ConfigError, match="divide_by=-4: must be from 1"):
-        comm.all_reduce(torch.zeros(1), divide_by=LaterDivisor(-4))
+        comm.all_reduce(torch.zeros(1), divide_by=Decimal(-4))  # has no index, so it is read when its turn has come
     with pytest.raises(ConfigError, match=r"op='mean' on torch\.int64"):
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
     with pytest.raises(ConfigError, match="use op='sum'"):
