@@ -32,6 +32,7 @@ from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.files import write_whole
+from ddp.garbage import collect_from_now_on
 from ddp.log import log
 from ddp.replica.replica import Replica
 from ddp.tasks import ngram
@@ -142,6 +143,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     if comm.rank == 0:
         print(headline, flush=True)
 
+    collect_from_now_on()
     meter = ThroughputMeter()
     score_metric = f"test_{task.main_metric}"
     start_s = now_s()

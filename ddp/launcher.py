@@ -46,6 +46,7 @@ from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
 from ddp.files import json_object
+from ddp.garbage import skip_at_exit
 from ddp.run_folder import continued, only_writer, prepare, setting_for, unwritable
 from ddp.terminal import keep_writing
 from ddp.worker import USER_ERRORS, Report
@@ -58,6 +59,7 @@ CONF = Path(__file__).parent / "conf"
 def main() -> NoReturn:
     """Trains as the command line says: one run, or with `-m` a sweep of runs one after another. Ends the process."""
     keep_writing()
+    skip_at_exit()
     import hydra
 
     jobs: list[_Job] = []

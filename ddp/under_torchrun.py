@@ -31,6 +31,7 @@ from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.engine import CUBLAS_WORKSPACE
 from ddp.errors import ConfigError, PeerLost
+from ddp.garbage import collect_later
 from ddp.launcher import bad_input_to, composed, exit_with_error, print_error
 from ddp.run_folder import only_writer, prepare
 from ddp.terminal import keep_writing, tolerant
@@ -40,6 +41,7 @@ from ddp.worker import train as train_in_this_process
 
 def main() -> NoReturn:
     """Trains as one of the ranks that torchrun has started; ends the process. `cluster.workers` is the world size."""
+    collect_later()
     keep_writing()
     os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/engine.py
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE

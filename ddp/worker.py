@@ -14,7 +14,7 @@ A worker reads plain YAML and never imports Hydra. It imports nothing from the c
 does, once it has taken over its parent's `sys.path`. Its rank is an argument, not from the environment. The
 launcher has set the variables for threads and MKL's mode before this interpreter, and so torch, started.
 
-Read before: `bootstrap.py`, `terminal.py`. Read next: `components.py`.
+Read before: `bootstrap.py`, `garbage.py`. Read next: `components.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from typing import Any, NoReturn, TextIO
 from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost, ReplicaMismatch
+from ddp.garbage import collect_from_now_on, collect_later
 from ddp.log import add_handler, follow_rank
 from ddp.stack import stack_of
 from ddp.terminal import keep_writing
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run_dir", type=Path, nargs="?")
     options = parser.parse_args(argv)
 
+    collect_later()
     keep_writing()
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
     if options.call is not None:
@@ -95,6 +97,7 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
             function, args, kwargs = pickle.load(stream)
         import cloudpickle
 
+        collect_from_now_on()
         result = function(*args, **kwargs)
         (file.parent / f"result-rank-{rank}.pkl").write_bytes(cloudpickle.dumps(result))
 

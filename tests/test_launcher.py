@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import pickle
@@ -160,6 +161,11 @@ def test_torchrun_s_bad_input_ends_all_ranks_with_one_message(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------------ launch
 
 
+def collector() -> tuple[bool, bool]:
+    """Returns True if Python's collector runs, and True if it leaves out what stood before the function."""
+    return gc.isenabled(), gc.get_freeze_count() > 0
+
+
 def describe_self(word: str, *, times: int) -> tuple[str, str, str | None, str | None, bool]:
     hydra = any(name.split(".")[0] in ("hydra", "omegaconf") for name in sys.modules)
     return word * times, os.environ["RANK"], os.environ.get("OMP_NUM_THREADS"), os.environ.get("MKL_CBWR"), hydra
@@ -169,12 +175,14 @@ def test_launch_returns_results_by_rank_and_two_at_once_do_not_meet() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     other: list[Any] = []
     word = "closure"
-    thread = threading.Thread(target=lambda: other.extend(launch(lambda: (word, os.environ["RANK"]), workers=3)))
+    thread = threading.Thread(
+        target=lambda: other.extend(launch(lambda: (word, os.environ["RANK"], collector()), workers=3))
+    )
     thread.start()
     results = launch(describe_self, "ab", times=2, workers=2, threads_per_worker=3)
     thread.join()
     assert results == [("abab", str(rank), "3", "AUTO", False) for rank in range(2)]
-    assert other == [("closure", str(rank)) for rank in range(3)]
+    assert other == [("closure", str(rank), (True, True)) for rank in range(3)]
     assert {number: signal.getsignal(number) for number in before} == before
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
 

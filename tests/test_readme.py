@@ -27,8 +27,10 @@ def commands() -> list[str]:
 def run(command: str, folder: Path) -> str:
     words = shlex.split(command)
     words[0] = str(Path(sys.executable).parent / words[0])
-    if "recipes/train_torchrun.py" in words:
+    if "recipes/train_torchrun.py" in words or words[-1] == "train":
         words += SHORT
+    if "scripts/bench_step" in words:
+        words += ["--turns", "1"]
     for index, word in enumerate(words):
         if (ROOT / word).is_file():
             words[index] = str(ROOT / word)

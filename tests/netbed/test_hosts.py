@@ -172,8 +172,9 @@ def test_torchrun_on_every_host_with_a_scripted_kill_and_nothing_left_after_sigt
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         assert run.stdout is not None
         seen = ""
-        # torchrun ends the rest of that host only.
-        while not re.search(r"\[h1 .*\] exit 1", seen) or len(set(re.findall(r"worker (\d) 4", seen))) < 4:
+        # torchrun ends the rest of that host only, maybe before worker 2 has said a word.
+        sure = {"0", "1", "3"}
+        while not re.search(r"\[h1 .*\] exit 1", seen) or not sure <= set(re.findall(r"worker (\d) 4", seen)):
             line = run.stdout.readline()
             assert line, seen
             seen += line
