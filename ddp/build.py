@@ -143,7 +143,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     if comm.rank == 0:
         print(headline, flush=True)
 
-    collect_from_now_on()
+    collect_from_now_on()  # the optimizer has imported the last of torch
     meter = ThroughputMeter()
     score_metric = f"test_{task.main_metric}"
     start_s = now_s()

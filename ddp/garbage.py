@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from the half million objects that importing torch leaves for good.
+"""Python's garbage collector, kept from the 450,000 objects that importing torch leaves for good.
 
 The collector would walk them again and again while they come, at every full collection of training, and once more when
 the interpreter ends: together more than a second of each process. So it waits until they are there, and then leaves

@@ -20,8 +20,10 @@ from typing import Any
 
 import cloudpickle
 
-PRELOAD = ["torch", "torch.distributed", "ddp.build", "ddp.drop_in.data_parallel", "ddp.train.fit"]
-PRELOAD = ["torch._dynamo", *PRELOAD]  # a second's import, for which torch's optimizers ask
+PRELOAD = [
+    *("torch", "torch.distributed", "ddp.build", "ddp.drop_in.data_parallel", "ddp.train.fit"),
+    "torch._dynamo",  # a second's import, for which torch's optimizers ask
+]
 
 
 class RankFailed(AssertionError):

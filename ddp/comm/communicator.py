@@ -454,12 +454,11 @@ class Communicator:
             group = Communicator(
                 transport, self.settings, watchdog=watchdog, world_ranks=named, channels=self._channels
             )
-        except PeerLost as lost:
-            raise PeerLost(
-                ranks[lost.rank], lost.host, lost.generation, lost.sequence, lost.label, lost.reason
-            ) from lost
-        except BaseException:
+        except BaseException as error:
             watchdog.leave()
+            if isinstance(error, PeerLost):
+                rank = ranks[error.rank]
+                raise PeerLost(rank, error.host, error.generation, error.sequence, error.label, error.reason) from error
             raise
         self._groups = [other for other in self._groups if not other._is_closed] + [group]
         return group
