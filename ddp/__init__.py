@@ -5,7 +5,7 @@
     comm = ddp.init()                                  # joins the other ranks (torchrun's environment)
     model = ddp.DistributedDataParallel(net)           # replicas stay bitwise equal
     sampler = ddp.DistributedSampler(dataset)          # gives each rank its share
-    ddp.fit(net, task, dataset, optimizer, global_batch=64, epochs=3)
+    ddp.fit(net, dataset, optimizer, loss=F.cross_entropy, global_batch=64, epochs=3)
     ddp.launch(function, workers=2)                    # runs a function on two ranks, from a script or a notebook
 
 Names here are imported when they are first used (PEP 562), so that `import ddp` stays light and `ddp.collectives` needs
@@ -71,23 +71,29 @@ if TYPE_CHECKING:
     from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+    from ddp.tasks.classification import Classification as Classification
+    from ddp.tasks.language_model import LanguageModel as LanguageModel
+    from ddp.tasks.task import Task as Task
+    from ddp.train.callbacks import Callback as Callback
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
-    from ddp.train.fit import continue_fit as continue_fit
     from ddp.train.fit import fit as fit
 
 _HOMES = {
     "BucketedDataParallel": "ddp.replica.bucketed",
+    "Callback": "ddp.train.callbacks",
+    "Classification": "ddp.tasks.classification",
     "Communicator": "ddp.comm.communicator",
     "DistributedDataParallel": "ddp.drop_in.data_parallel",
     "DistributedSampler": "ddp.data.distributed_sampler",
     "EvaluationSampler": "ddp.data.sampler",
+    "LanguageModel": "ddp.tasks.language_model",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
     "SyncBatchNorm": "ddp.replica.sync_batchnorm",
+    "Task": "ddp.tasks.task",
     "Totals": "ddp.gradients.totals",
     "TrainSampler": "ddp.data.sampler",
-    "continue_fit": "ddp.train.fit",
     "evaluate": "ddp.train.evaluate",
     "fit": "ddp.train.fit",
     "init": "ddp.comm.setup",
@@ -100,6 +106,8 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("collectives", "optim"):
+        return importlib.import_module(f"ddp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -22,31 +22,21 @@ from torch import nn
 
 from ddp import components
 from ddp import config as settings
-from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
 from ddp.config import Config
 from ddp.data import standard_library, streams
-from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
-from ddp.errors import CheckpointError, ConfigError
-from ddp.files import write_whole
+from ddp.errors import ConfigError
 from ddp.garbage import collect_from_now_on
-from ddp.log import log
-from ddp.replica.replica import Replica
 from ddp.tasks import ngram
-from ddp.train.callbacks import MetricsFile, ThroughputMeter
-from ddp.train.checkpoint import Checkpointer, check_optimizer, read_checkpoint, restore, software_identity
-from ddp.train.checkpoint_store import CheckpointStore
-from ddp.train.evaluate import evaluate
-from ddp.train.fit import continue_fit, last_step
+from ddp.train.checkpoint import check_optimizer
+from ddp.train.fit import fit
 from ddp.train.initial_weights import check_fits, load_initial_weights
-from ddp.train.progress import ProgressBar
-from ddp.train.report import draw_curves, print_summary
-from ddp.train.state import TrainState
+from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.stopping import StopFlag
-from ddp.train.stored_checkpoint import load, steps
+from ddp.train.stored_checkpoint import checkpoints_of, load, resume_from
 
 # ------------------------------------------------------------------------------------------- the three entry points
 
@@ -61,7 +51,7 @@ def check(config: Config) -> None:
     splits = components.load_data(config, download=True)
     with torch.device("meta"):
         model = components.make_model(config, splits)
-    if (which := resume_from(config, Path(config.run.dir))) is not None:
+    if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_optimizer(checkpoint, components.make_optimizer(config, model))
@@ -100,7 +90,7 @@ def finish(config: Config, run_dir: Path) -> None:
     summary = json.loads(path.read_text())
     if isinstance(config.data, settings.StandardLibrary) and not summary["stopped_by"]:
         summary |= _yardsticks()
-        write_whole(path, json.dumps(summary, indent=2) + "\n")
+        write_summary(run_dir, summary)
     main_metric = f"test_{components.make_task(config).main_metric}"
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
     print_summary(summary, run_dir, next_commands=_next_commands(config, summary))
@@ -114,67 +104,50 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     _check_data(config, splits, comm)
     streams.init_stream(config.seed, device=comm.device)
     module = components.make_model(config, splits).to(comm.device)
-    resumed = on_rank_zero(comm, lambda: resume_from(config, run_dir), label="looking for a checkpoint")
+    resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
     if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = components.make_optimizer(config, module)
-    sampler = TrainSampler(
-        len(splits.train),
+    if (rate := components.learning_rate(config)) != config.optim.lr and comm.rank == 0:
+        print(f"learning rate {rate:g}: {config.optim.lr:g} × {rate / config.optim.lr:g} for this batch", flush=True)
+    collect_from_now_on()  # the optimizer has imported the last of torch
+    fit(
+        model,
+        splits.train,
+        optimizer,
+        loss=task,
         global_batch=config.batch.global_size,
-        rank=comm.rank,
-        world_size=comm.world_size,
         num_shards=config.batch.num_shards,
         micro_size=config.batch.micro_size,
-        seed=config.seed,
-    )
-    state = TrainState(comm, model, optimizer, sampler)
-    run_identity = identity(config, comm, model)
-    store = CheckpointStore(
-        run_dir / "checkpoints",
-        keep_last=config.checkpoint.keep_last,
-        best="max" if task.higher_is_better else "min",
-    )
-    if resumed is not None:
-        restore(read_checkpoint(comm, resumed), state, identity=run_identity)
-    num_steps = last_step(state, epochs=config.epochs, max_steps=config.max_steps)
-    headline = _headline(config, comm, module, sampler, num_steps, state.step)
-    log.info("%s", headline)
-    if comm.rank == 0:
-        print(headline, flush=True)
-
-    collect_from_now_on()  # the optimizer has imported the last of torch
-    meter = ThroughputMeter()
-    score_metric = f"test_{task.main_metric}"
-    start_s = now_s()
-    continue_fit(
-        state,
-        task,
-        splits.train,
         epochs=config.epochs,
         max_steps=config.max_steps,
-        schedule=components.make_schedule(config, num_steps),
-        clip_norm=config.clip_norm,
-        precision=config.precision,
-        loader_workers=config.loader.num_workers,
-        evaluation=lambda state: _evaluation(config, state, task, splits, stop),
+        test_data=splits.test,
         evaluate_every_epochs=config.evaluate.every_epochs,
         evaluate_every_steps=config.evaluate.every_steps,
-        callbacks=[
-            meter,
-            MetricsFile(run_dir / "metrics.jsonl", meter, every=config.log_every),
-            Checkpointer(
-                store,
-                identity=run_identity,
-                every_steps=config.checkpoint.every_steps,
-                score_metric=score_metric,
-            ),
-            ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # shows what is saved already
-        ],
+        evaluation_batch=config.loader.evaluation_batch,
+        loader_workers=config.loader.num_workers,
+        schedule=components.make_schedule(config),
+        clip_norm=config.clip_norm,
+        precision=config.precision,
+        seed=config.seed,
+        checkpoint_dir=run_dir,
+        checkpoint_every_steps=config.checkpoint.every_steps,
+        keep_last=config.checkpoint.keep_last,
+        resume=None if config.resume == "none" else config.resume,
+        log_every=config.log_every,
+        curves=False,  # `finish` draws them, with the yardsticks
         stop=stop,
+        settings=bits_depend_on(config),
+        comm=comm,
     )
-    if comm.rank == 0:
-        _write_summary(run_dir, config, state, meter, seconds=now_s() - start_s)
+
+
+def bits_depend_on(config: Config) -> dict[str, Any]:
+    """Returns the settings that the bits of the result depend on."""
+    plain = asdict(config)
+    keys = ("seed", "batch", "precision", "clip_norm", "deterministic", "data", "model", "optim", "schedule")
+    return {key: plain[key] for key in (*keys, "epochs", "max_steps")}
 
 
 def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
@@ -191,113 +164,17 @@ def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
         )
 
 
-def _evaluation(
-    config: Config, state: TrainState, task: Any, splits: Splits, stop: StopFlag
-) -> dict[str, float] | None:
-    means = evaluate(
-        state.model,
-        task,
-        splits.test,
-        comm=state.comm,
-        batch_size=config.loader.evaluation_batch,
-        num_workers=config.loader.num_workers,
-        precision=config.precision,
-        stop=stop,
-    )
-    if means is None:
-        return None
-    log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
-    return {f"test_{name}": value for name, value in means.items()}
-
-
-def _write_summary(run_dir: Path, config: Config, state: TrainState, meter: ThroughputMeter, *, seconds: float) -> None:
-    whole = meter.whole
-    summary = {
-        **state.evaluation,
-        "world_size": state.comm.world_size,
-        "threads_per_worker": torch.get_num_threads(),
-        "device": str(state.comm.device),
-        "all_reduce": state.comm.auto.describe(),
-        "choices": {str(nbytes): way for nbytes, way in sorted(state.comm.auto.choices.items())},
-        "global_batch": config.batch.global_size,
-        "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-        "steps": state.step,
-        "epochs": round(state.epochs_done, 2),
-        "samples_per_s": round(whole.samples_per_s, 1),
-        "compute_fraction": round(whole.compute_fraction, 4),
-        "wait_fraction": round(whole.wait_fraction, 4),
-        "data_fraction": round(whole.data_fraction, 4),
-        "train_loss": state.train_loss,
-        "seconds": round(seconds, 2),
-        "stopped_by": state.stopped_by or None,
-    }
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def _headline(
-    config: Config, comm: Communicator, module: nn.Module, sampler: TrainSampler, num_steps: int, first: int
-) -> str:
-    """Returns everything that was derived, in three lines."""
-    micros = next(iter(sampler.plans())).micros
-    largest = max((len(micro.indices) for micro in micros), default=0)
-    rate = components.learning_rate(config)
-    scaled = "" if rate == config.optim.lr else f" ({config.optim.lr:g} × {rate / config.optim.lr:g} for this batch)"
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    start = f", continuing after step {first:,}" if first else ""
-    lines = [
-        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name} "
-        f"with {num_parameters:,} parameters, {config.replica.kind} gradients, "
-        f"all-reduce: {comm.auto.describe()}",
-        f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
-        f"to {largest} samples a step; learning rate {rate:g}{scaled}",
-        f"{sampler.length:,} training samples, {sampler.num_steps_per_epoch:,} steps per epoch, "
-        f"{num_steps:,} steps{start}",
-    ]
-    return "\n".join(lines)
-
-
-def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, Any]:
-    """Returns what the bits of the result depend on, apart from the code; every checkpoint has it."""
-    plain = asdict(config)
-    return {
-        **software_identity(),
-        "world_size": comm.world_size,
-        "device": comm.device.type,
-        "all_reduce": comm.auto.describe(),
-        "bucket_layout": model.bucket_layout,
-        **{key: plain[key] for key in ("seed", "batch", "precision", "clip_norm", "deterministic")},
-        **{key: plain[key] for key in ("data", "model", "optim", "schedule", "epochs", "max_steps")},
-    }
-
-
 # ---------------------------------------------------------------------------------------------- where to start from
 
 
-def resume_from(config: Config, run_dir: Path) -> Path | None:
-    """Returns the checkpoint, or folder of checkpoints, to resume from; None for a fresh start.
-
-    Raises:
-        CheckpointError: `resume` names a path without a checkpoint.
-    """
-    if config.resume == "none":
-        return None
-    if config.resume == "auto":
-        folder = run_dir / "checkpoints"
-        return folder if steps(folder) else None
-    path = Path(config.resume)
-    if not path.exists():
-        raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")
-    return _checkpoints_of(path)
-
-
-def _checkpoints_of(path: Path) -> Path:
-    """Returns the checkpoints of a run, if `path` is its folder, or else `path` itself."""
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+def _start_of(config: Config, run_dir: Path) -> Path | None:
+    """Returns the checkpoint, or folder of checkpoints, to resume from; None for a fresh start."""
+    return None if config.resume == "none" else resume_from(config.resume, run_dir)
 
 
 def _load_given_weights(config: Config, module: nn.Module) -> None:
     start = config.init_from
-    path = _checkpoints_of(Path(cast(str, start.path)))
+    path = checkpoints_of(Path(cast(str, start.path)))
     load_initial_weights(path, module, strict=start.strict, rename=start.rename, skip=start.skip)
 
 

@@ -119,16 +119,14 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
     raise AssertionError(config.optim)
 
 
-def make_schedule(config: Config, num_steps: int) -> schedules.RateSchedule:
-    """Returns the learning-rate schedule for a run of `num_steps`."""
+def make_schedule(config: Config) -> schedules.RateSchedule:
+    """Returns the learning-rate schedule."""
     schedule = config.schedule
-    num_warmup = schedule.warmup_steps or round(schedule.warmup_fraction * num_steps)
     match schedule:
         case settings.Cosine(final_factor=final_factor):
-            factor = schedules.cosine(num_steps=num_steps, final_factor=final_factor)
+            factor = schedules.cosine(final_factor=final_factor)
         case settings.Step(milestones=milestones, gamma=gamma):
-            steps = sorted({round(share * num_steps) for share in milestones})
-            factor = schedules.step(milestones=steps, gamma=gamma)
+            factor = schedules.step(milestones=milestones, gamma=gamma)
         case _:
             factor = schedules.constant()
-    return schedules.with_warmup(factor, num_warmup_steps=num_warmup)
+    return schedules.with_warmup(factor, num_warmup_steps=schedule.warmup_steps, fraction=schedule.warmup_fraction)

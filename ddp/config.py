@@ -11,7 +11,7 @@ the command line are the same. `CHOICES` is the table of all of them.
 
 Components never see these classes: `components.py` takes them apart into plain keyword arguments.
 
-Read before: `train/report.py`. Read next: `config_checks.py`.
+Read before: `train/fit.py`. Read next: `config_checks.py`.
 """
 
 from __future__ import annotations

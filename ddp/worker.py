@@ -30,6 +30,7 @@ import pickle
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -201,6 +202,7 @@ class Report:
         step: the step that training was in; None outside of it.
         is_secondary: this rank failed only because another one did.
         is_user_error: the message explains the error, so that no traceback is shown.
+        user_line: the innermost line of the user's own code that the error went through; "" if there is none.
         time_s: seconds since 1970; orders the reports of one host.
     """
 
@@ -211,6 +213,7 @@ class Report:
     step: int | None = None
     is_secondary: bool = False
     is_user_error: bool = False
+    user_line: str = ""
     host: str = field(default_factory=socket.gethostname)
     time_s: float = field(default_factory=time.time)
 
@@ -226,6 +229,7 @@ class Report:
             step=step if isinstance(step, int) else None,
             is_secondary=_is_consequence(error),
             is_user_error=isinstance(error, USER_ERRORS),
+            user_line=user_line(error),
         )
 
     @classmethod
@@ -243,10 +247,23 @@ class Report:
         partial.replace(path)
 
     def block(self) -> str:
-        """Returns rank, host and step, and then the traceback, or the message alone where that explains the error."""
+        """Returns rank, host and step; the traceback, or the message where that explains the error; the user's line."""
         step = "" if self.step is None else f" at step {self.step}"
         body = f"{self.type}: {self.message}" if self.is_user_error else self.traceback.rstrip()
-        return f"rank {self.rank} on host {self.host} failed{step}:\n{body}"
+        return "\n".join(filter(None, [f"rank {self.rank} on host {self.host} failed{step}:", body, self.user_line]))
+
+
+_LIBRARIES = [str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+_NOT_THE_USERS = tuple(f"{place}{os.sep}" for place in (Path(__file__).parent, *_LIBRARIES))
+
+
+def user_line(error: BaseException) -> str:
+    """Returns the innermost line of the traceback that belongs neither to a library nor to this package, in words."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<frozen", *_NOT_THE_USERS)):
+            path = os.path.relpath(frame.filename) if Path(frame.filename).is_file() else frame.filename
+            return f"in your code: {path}, line {frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
+    return ""
 
 
 def _is_consequence(error: BaseException | None) -> bool:

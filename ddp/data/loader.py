@@ -8,27 +8,39 @@ The key of the random numbers travels with the indices. So a transform (torchvis
 generators) gives a sample the same crop in whichever process fetches it, while no two samples of an epoch share one.
 The generators are restored after each batch: loading leaves no trace in the randomness of the rest of the program.
 
-A data set in memory may offer `batch(indices) -> batch`, which must not be random; it is then called once for each
-micro-batch.
+A data set in memory may derive from `WholeBatches`; its `batch` is then called once for each micro-batch, unless the
+samples are to be collated in another way.
 
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
 
-Read before: `sampler.py`. Read next: `splits.py`.
+Read before: `sampler.py`. Read next: `source.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
 from ddp.data.streams import augmentation_stream, preserved
 from ddp.errors import ConfigError
+
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of samples, as the `collate_fn` of torch's DataLoader."""
+
+
+class WholeBatches(ABC):
+    """A data set that can hand out a collated batch at once, faster than sample by sample."""
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Returns the samples at `indices` as `default_collate` would collate them. It must not be random."""
 
 
 class TrainLoader:
@@ -40,18 +52,25 @@ class TrainLoader:
             sampler.commit(plan)
 
     Args:
-        dataset: map-style, as long as the sampler says; its samples are collated by torch's `default_collate`.
+        dataset: map-style, as long as the sampler says.
         sampler: says which samples, in which order and parts; the caller commits its plans.
+        collate: makes a batch of samples; None for torch's `default_collate`.
         num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
         pin_memory: batches in page-locked memory; ignored where there is no accelerator to copy to.
 
     Raises:
-        TypeError: an `IterableDataset`.
         ConfigError: the sampler was made for another length.
     """
 
-    def __init__(self, dataset: Any, sampler: TrainSampler, *, num_workers: int = 0, pin_memory: bool = False) -> None:
-        _check_dataset(dataset)
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: TrainSampler,
+        *,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
         if len(dataset) != sampler.length:
             raise ConfigError(
                 f"the sampler was made for {sampler.length} samples, the data set has {len(dataset)}: "
@@ -60,7 +79,7 @@ class TrainLoader:
         self.sampler = sampler
         self._requests = _Requests()
         self._loader = _data_loader(
-            dataset, self._requests, num_workers=num_workers, pin_memory=pin_memory, persistent=True
+            dataset, self._requests, collate=collate, num_workers=num_workers, pin_memory=pin_memory, persistent=True
         )
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
@@ -89,28 +108,34 @@ class TrainLoader:
 
 
 def evaluation_loader(
-    dataset: Any, *, batch_size: int, rank: int, world_size: int, num_workers: int = 0
+    dataset: Any,
+    *,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    collate: Collate | None = None,
+    num_workers: int = 0,
 ) -> DataLoader[Any]:
     """Returns this rank's batches of an exact evaluation: each sample once over all ranks, in order.
 
     Random transforms, if any are left in an evaluation set, draw the same at every pass (seed 0, epoch 0).
 
     Args:
-        dataset, num_workers: as in `TrainLoader`.
+        dataset, collate, num_workers: as in `TrainLoader`.
         batch_size: samples in a batch; the last one may be smaller.
         rank, world_size: whose share to read.
 
     Raises:
-        TypeError: an `IterableDataset`.
         ConfigError: `batch_size` is below 1.
     """
-    _check_dataset(dataset)
     if batch_size < 1:
         raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
     share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     requests = [_Request(0, 0, tuple(run)) for run in runs]
-    return _data_loader(dataset, requests, num_workers=num_workers, pin_memory=False, persistent=False)
+    return _data_loader(
+        dataset, requests, collate=collate, num_workers=num_workers, pin_memory=False, persistent=False
+    )
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
@@ -160,15 +185,16 @@ def _data_loader(
     dataset: Any,
     requests: Iterable[Any],
     *,
+    collate: Collate | None,
     num_workers: int,
     pin_memory: bool,
     persistent: bool,
 ) -> DataLoader[Any]:
-    at_once = callable(getattr(dataset, "batch", None))
+    at_once = isinstance(dataset, WholeBatches) and collate is None
     return DataLoader(
         _Keyed(dataset, at_once=at_once),
         batch_sampler=requests,
-        collate_fn=_finished if at_once else None,
+        collate_fn=_finished if at_once else collate,
         num_workers=num_workers,
         pin_memory=pin_memory and torch.accelerator.is_available(),
         persistent_workers=persistent and num_workers > 0,
@@ -180,11 +206,3 @@ def _data_loader(
 def _leave_signals_to_the_trainer(_worker: int) -> None:
     """Leaves the trainer's process group, which a launcher signals as a whole; the trainer ends its loaders itself."""
     os.setpgid(0, 0)
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{type(dataset).__name__} is an IterableDataset, which has no samples to share by index: give a data set "
-            "with __len__ and __getitem__ (for one that fits in memory, list(dataset) is one)"
-        )

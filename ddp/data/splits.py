@@ -4,10 +4,10 @@ Each module that follows has functions `load…`, which return `Splits`. Every w
 rank of each host, lets them download. Nothing in them depends on a rank or on the run's seed: train and test are the
 same samples in every run.
 
-A sample is a pair (input, target). A data set may also offer `batch(indices)`, which returns the collated tensors at
-once: for data in memory this is one `index_select` instead of a Python loop over samples.
+A sample is a pair (input, target). A data set may also derive from `WholeBatches` and return collated
+tensors at once: for data in memory this is one `index_select` instead of a Python loop over samples.
 
-Read before: `loader.py`. Read next: `digits.py`.
+Read before: `source.py`. Read next: `digits.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ddp.data.loader import WholeBatches
 
 
 class Samples(Protocol):
@@ -47,7 +49,7 @@ class Splits:
     name: str
 
 
-class TensorSet:
+class TensorSet(WholeBatches):
     """Samples that lie in memory as two tensors, with a fast path for whole batches.
 
     Args:

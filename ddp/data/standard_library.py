@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddp.data.loader import WholeBatches
 from ddp.data.splits import Splits
 from ddp.errors import ConfigError
 
@@ -49,7 +50,7 @@ class Corpus(NamedTuple):
     held_out: bytes
 
 
-class ByteWindows:
+class ByteWindows(WholeBatches):
     """A data set of next-byte samples over a run of bytes, kept as uint8: memory is one byte per byte.
 
     Args:

@@ -1,17 +1,17 @@
-"""Learning-rate schedules: pure functions from the number of steps taken to a factor on the base rate.
+"""Learning-rate schedules: pure functions of (steps taken, steps of the whole run) to a factor on the base rate.
 
     constant()                 1
-    step(gamma, milestones)    gamma ** (milestones passed)
-    cosine(num_steps, final)   final + (1 - final) * (1 + cos(pi t / num_steps)) / 2      arXiv 1608.03983, eq. 5
-    with_warmup(f, N)          f(t) * min(1, (t + 1) / N)                                 arXiv 1706.02677, sec. 2.2
+    step(gamma, milestones)    gamma ** (milestones passed)                      milestones: shares of the run
+    cosine(final)              final + (1 - final) * (1 + cos(pi t / T)) / 2     arXiv 1608.03983, eq. 5
+    with_warmup(f, N)          f(t, T) * min(1, (t + 1) / N)                     arXiv 1706.02677, sec. 2.2
 
 The argument t counts committed optimizer steps from the beginning of the run: 0 for the first update. A schedule
-holds no state, so a resumed run needs to know its step only. Warm-up multiplies: milestones and `num_steps` still count
-from the beginning of the run, as in arXiv 1706.02677, and the rate does not jump where warm-up ends.
+holds no state, so a resumed run needs to know its step only. Warm-up multiplies: milestones and T still count from
+the beginning of the run, as in arXiv 1706.02677, and the rate does not jump where warm-up ends.
 
 The rate's dependence on the batch is not a schedule but a property of the run, which `scaled_rate` computes once.
 
-Read before: `tasks/ngram.py`. Read next: `precision/autocast.py`.
+Read before: `tasks/ngram.py`. Read next: `torch_schedule.py`.
 """
 
 from __future__ import annotations
@@ -26,34 +26,46 @@ from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
 
-RateSchedule = Callable[[int], float]
+RateSchedule = Callable[[int, int], float]
 
 
 def constant() -> RateSchedule:
     """Returns the schedule whose factor is always 1."""
-    return lambda num_steps_taken: 1.0
+    return lambda num_steps_taken, num_steps: 1.0
 
 
-def step(*, gamma: float, milestones: Sequence[int]) -> RateSchedule:
-    """Returns a schedule that multiplies by `gamma` after each of the `milestones` (in steps, ascending)."""
-    return lambda num_steps_taken: float(gamma ** bisect_right(milestones, num_steps_taken))
+def step(*, gamma: float, milestones: Sequence[float]) -> RateSchedule:
+    """Returns a schedule that multiplies by `gamma` after each of the `milestones` (shares of the run, ascending)."""
+
+    def factor(num_steps_taken: int, num_steps: int) -> float:
+        steps = sorted({round(share * num_steps) for share in milestones})
+        return float(gamma ** bisect_right(steps, num_steps_taken))
+
+    return factor
 
 
-def cosine(*, num_steps: int, final_factor: float = 0.0) -> RateSchedule:
-    """Returns a schedule from 1 down to `final_factor` in half a cosine wave of `num_steps` steps; it stays there."""
+def cosine(*, final_factor: float = 0.0) -> RateSchedule:
+    """Returns a schedule from 1 down to `final_factor` in half a cosine wave over the whole run; it stays there."""
 
-    def factor(num_steps_taken: int) -> float:
+    def factor(num_steps_taken: int, num_steps: int) -> float:
         progress = min(1.0, num_steps_taken / num_steps)
         return final_factor + (1.0 - final_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return factor
 
 
-def with_warmup(schedule: RateSchedule, *, num_warmup_steps: int) -> RateSchedule:
-    """Returns `schedule` with its first N = `num_warmup_steps` factors reduced to 1/N, 2/N, ... N/N of themselves."""
-    if num_warmup_steps == 0:
-        return schedule
-    return lambda num_steps_taken: schedule(num_steps_taken) * min(1.0, (num_steps_taken + 1) / num_warmup_steps)
+def with_warmup(schedule: RateSchedule, *, num_warmup_steps: int = 0, fraction: float = 0.0) -> RateSchedule:
+    """Returns `schedule` with its first N factors reduced to 1/N, 2/N, ... N/N of themselves.
+
+    Args:
+        num_warmup_steps, fraction: N, or the share of the run that N is.
+    """
+
+    def factor(num_steps_taken: int, num_steps: int) -> float:
+        num_warmup = num_warmup_steps or round(fraction * num_steps)
+        return schedule(num_steps_taken, num_steps) * min(1.0, (num_steps_taken + 1) / max(1, num_warmup))
+
+    return factor
 
 
 def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -> None:

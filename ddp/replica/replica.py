@@ -46,6 +46,7 @@ class Replica(nn.Module, ABC):
         totals: the last step's totals, summed over all ranks.
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised.
+        num_verified: number of times that a request to `verify_replicas(every=…)` found all replicas equal.
         require_backward_grad_sync: False inside `no_sync`.
         require_forward_param_sync: the next forward synchronises buffers (`buffers.py`).
     """
@@ -53,7 +54,7 @@ class Replica(nn.Module, ABC):
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
         self.module, self.comm = module, comm
-        self.totals, self.waited, self.num_steps = Totals(), Stopwatch(), 0
+        self.totals, self.waited, self.num_steps, self.num_verified = Totals(), Stopwatch(), 0, 0
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffer_sync = buffers
         self._mine: Totals | None = None
@@ -97,6 +98,7 @@ class Replica(nn.Module, ABC):
         due = self._verification
         if due is not None and self.num_steps % due.every == 0 and self._all_make_steps:
             self.verify_replicas(also=due.also)
+            self.num_verified += 1
 
     def _syncs_buffers(self, *, synchronises: bool) -> bool:
         """Returns True if buffers are synchronised around this forward (`buffers.py`)."""

@@ -6,33 +6,37 @@
 Label smoothing ε makes p(class) = 1 − ε + ε/num_classes, and ε/num_classes elsewhere, the target. It belongs to
 training, so the reported loss is without it. Source: Szegedy et al. 2015, section 7.
 
-Read before: `task.py`. Read next: `language_model.py`.
+Read before: `loss_function.py`. Read next: `language_model.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp.errors import ConfigError
-from ddp.tasks.task import Batch, at_least_float32
+from ddp.tasks.task import Batch, Task, at_least_float32
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(Task):
     """Minimises the cross-entropy of the class; reports it with the accuracy.
+
+    Batches are (inputs, classes), the classes [n] whole numbers from 0; the model returns scores [n, num_classes]:
+
+        ddp.fit(model, data, optimizer, loss=ddp.Classification(), global_batch=64, epochs=3, test_data=test)
 
     Raises:
         ConfigError: `label_smoothing` is not within 0 … 1.
     """
 
     label_smoothing: float = 0.0
-    main_metric: str = "accuracy"
-    higher_is_better: bool = True
+    main_metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:
@@ -60,7 +64,3 @@ class Classification:
         """Returns log-probabilities [n, num_classes]; their argmax is the predicted class."""
         inputs, _ = batch
         return F.log_softmax(at_least_float32(model(inputs)), dim=1)
-
-    def finish(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Returns the means as they are."""
-        return dict(means)

@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp.tasks.task import Batch, at_least_float32
+from ddp.tasks.task import Batch, Task, at_least_float32
 
 IGNORE = -100
 
 
-@dataclass(frozen=True)
-class LanguageModel:
-    """Minimises the cross-entropy of the next token; reports it as bits per byte, too."""
+class LanguageModel(Task):
+    """Minimises the cross-entropy of the next token; reports it as bits per byte, too.
 
-    main_metric: str = "bits_per_byte"
-    higher_is_better: bool = False
+    Batches are (tokens, targets), both [n, time], where targets are the tokens one position later, or −100 for none;
+    the model returns logits [n, time, vocabulary]:
+
+        ddp.fit(model, data, optimizer, loss=ddp.LanguageModel(), global_batch=16, max_steps=2000, test_data=test)
+    """
+
+    main_metric: ClassVar[str] = "bits_per_byte"
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Returns (Σ −ln p over the targets, their number)."""

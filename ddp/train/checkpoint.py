@@ -2,6 +2,7 @@
 
     model.pt       the inner module's plain keys: loads into the bare model, with or without this package
     optimizer.pt   torch's optimizer state
+    schedule.pt    the state of torch's learning-rate scheduler, if there is one
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
     meta           the identity of the run (below); readable without loading a tensor
@@ -19,6 +20,7 @@ Read before: `checkpoint_store.py`, `callbacks.py`. Read next: `initial_weights.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import random
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,7 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CheckpointError
 from ddp.files import Hold
 from ddp.log import log
+from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.initial_weights import check_fits
@@ -66,6 +69,8 @@ def save_checkpoint(
             "position": state.position(),
             "slots": {"random": random_states},
         }
+        if state.schedule is not None:
+            parts["schedule"] = state.schedule.state_dict()
         store.save(state.step, parts, meta=meta, score=score)
 
     on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
@@ -98,7 +103,9 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
     state.optimizer.load_state_dict(parts["optimizer"])
     for group, own in zip(state.optimizer.param_groups, settings, strict=True):
-        group.update(own, initial_lr=own["lr"])
+        group.update(own, initial_lr=own.get("initial_lr", own["lr"]))
+    if state.schedule is not None and "schedule" in parts:
+        state.schedule.load_state_dict(parts["schedule"])
     changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result will differ from an uninterrupted run: %s", "; ".join(changed))
@@ -141,17 +148,34 @@ def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns what differs between two identities, in words."""
+    """Returns what differs between two identities: the dotted key of each value that differs, then and now."""
+    before, after = _flat(then), _flat(now)
     return [
-        f"{key} was {_short(then.get(key))}, is {_short(now.get(key))}"
-        for key in sorted({*then, *now})
-        if then.get(key) != now.get(key)
+        f"{key} was {before.get(key, 'not set')}, is {after.get(key, 'not set')}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
     ]
 
 
-def software_identity() -> dict[str, Any]:
-    """Returns what the bits depend on that no setting shows."""
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Returns the values in nested mappings and lists of mappings under dotted keys, such as "optimizer.0.lr"."""
+    if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {key: value}
+    nested = (_flat(each, f"{key}.{name}" if key else str(name)) for name, each in value.items())
+    return {name: each for found in nested for name, each in found.items()}
+
+
+def run_identity(comm: Communicator, model: Replica, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the bits of the result depend on, apart from the code; every checkpoint has it."""
+    layout = model.bucket_layout
     return {
+        **settings,
+        "world_size": comm.world_size,
+        "device": comm.device.type,
+        "all_reduce": comm.auto.describe(),
+        "buckets": f"{len(layout)} ({hashlib.sha256(repr(layout).encode()).hexdigest()[:8]})",
         "torch": str(torch.__version__),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
@@ -244,8 +268,3 @@ def _load_random_states(states: Mapping[str, Any], comm: Communicator) -> None:
     np.random.set_state((kind, state.numpy().astype(np.uint32), position, has_gauss, cached))
     if comm.device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], comm.device)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -3,13 +3,13 @@
 Each rank reads its own contiguous share of the data set (shares differ by at most one sample and may be empty). Ranks
 add up each metric as (sum, count) and divide once: no padding, no mean of means.
 
-Read before: `fit.py`. Read next: `files.py`.
+Read before: `loop.py`. Read next: `files.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current
-from ddp.data.loader import evaluation_loader
+from ddp.data.loader import Collate, evaluation_loader
+from ddp.data.source import Source, source_of
 from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.replica.replica import Replica
-from ddp.tasks.task import Task
+from ddp.tasks.loss_function import Reduction, as_task
+from ddp.tasks.task import Task, outputs_of
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
 
@@ -32,36 +34,38 @@ POLL_EVERY = 16  # batches between two polls of the stop flag
 
 def evaluate(
     model: nn.Module,
-    task: Task,
     data: Any,
     *,
-    comm: Communicator | None = None,
+    loss: Task | Callable[[Any, Any], Tensor],
+    reduction: Reduction | None = None,
+    collate: Collate | None = None,
     batch_size: int = 256,
-    num_workers: int = 0,
+    num_workers: int | None = None,
     precision: Precision = "fp32",
     stop: StopFlag | None = None,
+    comm: Communicator | None = None,
 ) -> dict[str, float] | None:
     """Returns the task's metrics over all of `data`. Collective; the same numbers on every rank.
 
     Args:
-        model: a replica, whose buffers become rank 0's first, or any module.
-        data: map-style data set.
+        model: a replica, whose buffers become rank 0's first, or any module on the rank's device.
+        data, loss, reduction, collate: as in `ddp.fit`.
         batch_size: samples per forward and rank; apart from rounding, the result does not depend on it.
+        num_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
         stop: polled every few batches; if any rank wants to stop, all ranks give up the evaluation.
 
     Returns:
         Metric by name; None if the ranks gave up the evaluation.
 
     Raises:
-        ConfigError: there is nothing to evaluate on.
+        ConfigError: there is nothing to evaluate on, or an argument cannot work.
     """
-    comm = comm or current()
-    if not len(data):
+    comm, task = comm or current(), as_task(loss, reduction)
+    source = source_of(data, what="data", collate=collate, num_workers=num_workers)
+    if not len(source.samples):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
-    loader = evaluation_loader(
-        data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
-    )
-    largest_share = math.ceil(len(data) / comm.world_size)
+    loader = _loader(source, comm, batch_size)
+    largest_share = math.ceil(len(source.samples) / comm.world_size)
     num_batches = math.ceil(largest_share / batch_size)
     sums: dict[str, tuple[float, float]] = {}
     with _evaluating(model), torch.no_grad():
@@ -81,32 +85,52 @@ def evaluate(
 
 def predict(
     model: nn.Module,
-    task: Task,
     data: Any,
     *,
-    comm: Communicator | None = None,
+    task: Task | None = None,
+    collate: Collate | None = None,
     batch_size: int = 256,
-    num_workers: int = 0,
+    num_workers: int | None = None,
     precision: Precision = "fp32",
+    comm: Communicator | None = None,
 ) -> Tensor:
-    """Returns the task's output for every sample, in the data set's order, on every rank. Collective.
+    """Returns the model's output for every sample, in the data set's order, on every rank. Collective.
+
+    Args:
+        model, data, collate, batch_size, num_workers: as in `evaluate`.
+        task: its `outputs` are returned; None: what the model returns for the inputs, the first part of a sample.
 
     Returns:
         [len(data), ...], on the communicator's device.
+
+    Raises:
+        ConfigError: an argument cannot work.
     """
     comm = comm or current()
-    loader = evaluation_loader(
-        data, batch_size=batch_size, rank=comm.rank, world_size=comm.world_size, num_workers=num_workers
-    )
+    compute = outputs_of if task is None else task.outputs
+    source = source_of(data, what="data", collate=collate, num_workers=num_workers)
+    loader = _loader(source, comm, batch_size)
     outputs: list[Tensor] = []
     with _evaluating(model), torch.no_grad():
         for batch in loader:
             with forward_precision(precision, comm.device):
-                outputs.append(task.outputs(model, to_device(batch, comm.device)))
+                outputs.append(compute(model, to_device(batch, comm.device)))
     kinds = all_gather_object(comm, (tuple(outputs[0].shape[1:]), outputs[0].dtype) if outputs else None)
     shape, dtype = next((kind for kind in kinds if kind is not None), ((), torch.float32))
     mine = torch.cat(outputs) if outputs else torch.empty(0, *shape, dtype=dtype, device=comm.device)
     return torch.cat(comm.all_gather(mine))
+
+
+def _loader(source: Source, comm: Communicator, batch_size: int) -> Iterable[Any]:
+    """Returns this rank's batches, in order."""
+    return evaluation_loader(
+        source.samples,
+        batch_size=batch_size,
+        rank=comm.rank,
+        world_size=comm.world_size,
+        collate=source.collate,
+        num_workers=source.num_workers,
+    )
 
 
 @contextmanager

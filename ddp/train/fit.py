@@ -1,72 +1,178 @@
-"""The training loop. The docstring of `continue_fit` is its pseudocode; one step is in `step.py`.
+"""`ddp.fit`: a whole training run from Python, from a model and data to checkpoints, metrics and curves.
 
-Read before: `step.py`, `callbacks.py`. Read next: `evaluate.py`.
+    1  what is given      the task, the samples, the optimizer: each checked, and taken apart where it is a DataLoader
+    2  the state          replica, sampler, scheduler; and the checkpoint that the run goes on from, if there is one
+    3  the loop           `loop.py`, with the callbacks that save, log and show
+    4  the results        RUN_DIR/summary.json and curves.png, written by rank 0
+
+The command line ends here, too: `ddp/build.py` makes the arguments from the settings.
+
+Read before: `loop.py`, `report.py`. Read next: `config.py`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Any
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Never
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object
+from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
-from ddp.data.loader import TrainLoader
+from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
+from ddp.data.source import Source, source_of
 from ddp.drop_in.data_parallel import DistributedDataParallel
-from ddp.drop_in.in_backward import refusal
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
-from ddp.optim.schedules import RateSchedule, constant
+from ddp.log import log
+from ddp.optim.schedules import RateSchedule
+from ddp.optim.torch_schedule import Moment, TorchSchedule
 from ddp.precision.autocast import Precision
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.tasks.loss_function import Reduction, as_task, name_of
 from ddp.tasks.task import Task
-from ddp.train.callbacks import Callback
+from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
+from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
+from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.evaluate import evaluate
+from ddp.train.loop import base_rates, last_step, train_loop
+from ddp.train.progress import ProgressBar
+from ddp.train.report import draw_curves, number_of, summary_of, write_summary
 from ddp.train.state import TrainState
-from ddp.train.step import StepRules, train_step
 from ddp.train.stopping import StopFlag
+from ddp.train.stored_checkpoint import resume_from, steps
 
 
 def fit(
     model: nn.Module,
-    task: Task,
-    train_data: Any,
+    data: Any,
     optimizer: Optimizer,
     *,
+    loss: Task | Callable[[Any, Any], Tensor],
+    reduction: Reduction | None = None,
     global_batch: int,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    test_data: Any = None,
+    evaluate_every_epochs: int | None = 1,
+    evaluate_every_steps: int | None = None,
+    evaluation_batch: int = 256,
+    collate: Collate | None = None,
+    loader_workers: int | None = None,
+    schedule: RateSchedule | LRScheduler | None = None,
+    schedule_every: Moment | None = None,
+    clip_norm: float | None = None,
+    precision: Precision = "fp32",
     num_shards: int | None = None,
     micro_size: int | None = None,
     seed: int = 0,
+    checkpoint_dir: str | Path | None = "runs/DATE_TIME",
+    checkpoint_every_steps: int | None = None,
+    keep_last: int = 3,
+    resume: str | Path | None = None,
+    log_every: int = 10,
+    progress: bool = True,
+    curves: bool = True,
+    callbacks: Sequence[Callback] = (),
+    stop: StopFlag | None = None,
+    settings: Mapping[str, Any] | None = None,
     comm: Communicator | None = None,
-    **how: Any,
+    **mistyped: Never,
 ) -> TrainState:
-    """Trains a model from its beginning. Collective.
+    """Trains a model on all ranks together, and evaluates, saves, logs and shows it meanwhile. Collective.
+
+        def train():
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            state = ddp.fit(
+                model, (inputs, targets), optimizer, loss=torch.nn.functional.cross_entropy, global_batch=64, epochs=3,
+                test_data=(test_inputs, test_targets), checkpoint_dir="runs/mine", resume="auto",
+            )
+            return state.evaluation                         # {"test_loss": …}, over all samples of all ranks
+
+        if __name__ == "__main__":
+            print(ddp.launch(train, workers=2)[0])
+
+    Ctrl-C and SIGTERM end it after a step, in agreement, with a checkpoint; `stopped_by` of the result says so.
 
     Args:
-        model: a `Replica`, or a module, which is wrapped in a `BucketedDataParallel`.
-        optimizer: over the module's parameters.
-        global_batch: samples per step of all ranks together; any number from the world size up.
-        num_shards, micro_size: number of parts of a batch, and largest number of samples per forward (`TrainSampler`).
-        seed: of the samples' order and of all random streams.
-        how: `epochs` or `max_steps`, and the other arguments of `continue_fit`.
+        model: a module, which is moved to the rank's device and wrapped in a `BucketedDataParallel`; or a replica.
+        data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, whose data set,
+            number of workers and collate function are used; order and batches are the sampler's.
+        optimizer: over the model's parameters.
+        loss: a function loss(outputs, targets) → scalar, for data of pairs (inputs, targets); or a `ddp.Task`, such as
+            `ddp.Classification()`, for everything else.
+        reduction: what a function returns for a batch: the "mean" over its samples (the default) or their "sum".
+        global_batch: samples per optimizer step of all ranks together; any number from the world size up.
+        epochs, max_steps: of the whole run, whichever is reached first; one is needed.
+        test_data: held-out samples, as `data`; without them nothing is evaluated and no checkpoint is the best.
+        evaluate_every_epochs, evaluate_every_steps: when to evaluate, besides at the end.
+        evaluation_batch: samples per rank in one forward of an evaluation.
+        collate: makes a batch of a list of samples, in any nested form; None for the DataLoader's, or torch's default.
+        loader_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
+        schedule: of the learning rate: a function (steps taken, steps of the run) → factor, such as
+            `ddp.optim.cosine()`; or a scheduler of torch's.
+        schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
+        clip_norm: largest norm of the global gradient.
+        precision: "fp32", or "bf16" for autocast.
+        num_shards, micro_size: number of parts of a batch, and largest number of samples per forward; larger shares are
+            accumulated (`TrainSampler`).
+        seed: of the samples' order and of dropout.
+        checkpoint_dir: the folder of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json,
+            curves.png. Unless given, a new one below runs/. None: nothing is written.
+        checkpoint_every_steps: None: at the end of every epoch.
+        keep_last: number of checkpoints to keep beside the best.
+        resume: "auto" continues the run in `checkpoint_dir`, or begins it if there is none; a path continues from the
+            run or checkpoint there.
+        log_every: steps between two lines of metrics.jsonl.
+        progress: prints what was derived, and a bar, or off a terminal a line per evaluation.
+        curves: draws curves.png at the end.
+        callbacks: run after those of fit, at the moments of `callbacks.py`.
+        stop: a wish to stop that the caller sets; unless given, signals set it.
+        settings: what else the result depends on, by key, to be compared on a resume; None: the arguments above.
+        comm: the ranks; None: all.
 
     Returns:
-        The state of the run; `continue_fit` goes on from it.
+        The state of the run: `evaluation` (metrics by name), `train_loss`, `step`, `model`, `stopped_by`.
 
     Raises:
-        ConfigError: the batch cannot be shared.
-        The errors of `continue_fit`.
+        ConfigError: an argument cannot work; the message has the remedy.
+        CheckpointError: `resume` names no checkpoint, or one of another model.
+        Diverged: the loss or the gradient is not finite.
+        UnusedParameters: some parameters got no gradient.
+        PeerLost: a rank was lost.
     """
-    comm = comm or current()
+    for name in mistyped:
+        raise TypeError(_unknown_argument(name))
+    comm, stop_on_signals = comm or current(), stop is None
+    stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
+
+    # 1  what is given
+    task = as_task(loss, reduction)
+    source = source_of(data, what="data", collate=collate, num_workers=loader_workers)
+    test = None if test_data is None else _like(source, test_data, collate)
+    replica = _replica(model, optimizer, comm)
+    factor, scheduler = _schedules(schedule, schedule_every, optimizer)
+    if scheduler is not None and scheduler.needs_metric and test is None:
+        raise ConfigError(f"schedule={scheduler.name} reads a metric: give test_data")
+
+    # 2  the state
     sampler = TrainSampler(
-        len(train_data),
+        len(source.samples),
         global_batch=global_batch,
         rank=comm.rank,
         world_size=comm.world_size,
@@ -74,163 +180,212 @@ def fit(
         micro_size=micro_size,
         seed=seed,
     )
-    replica = model if isinstance(model, Replica) else _wrapped(model, comm)
-    return continue_fit(TrainState(comm, replica, optimizer, sampler), task, train_data, **how)
-
-
-def continue_fit(
-    state: TrainState,
-    task: Task,
-    train_data: Any,
-    *,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-    schedule: RateSchedule | None = None,
-    clip_norm: float | None = None,
-    precision: Precision = "fp32",
-    loader_workers: int = 0,
-    evaluation: Callable[[TrainState], dict[str, float] | None] | None = None,
-    evaluate_every_epochs: int | None = 1,
-    evaluate_every_steps: int | None = None,
-    callbacks: Sequence[Callback] = (),
-    stop: StopFlag | None = None,
-) -> TrainState:
-    """Continues training from `state`, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
-
-    If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on.
-
-        for each epoch:
-            for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
-                forward, backward; gradients are summed over all ranks meanwhile
-                divide by the global count, clip, step, commit    (step.py)
-                if any rank wants to stop: leave
-                if it is time: evaluate
-        evaluate, unless that was done after the last step
-
-    Args:
-        state: model, optimizer, sampler and step; the sampler's seed is that of every random stream.
-        task: turns a batch into (loss_sum, count).
-        train_data: map-style data set.
-        epochs, max_steps: of the whole run, whichever is reached first; one is needed.
-        schedule: learning-rate schedule: a factor, by step, on the optimizer's first rates.
-        clip_norm: largest norm of the global gradient.
-        loader_workers: processes that prepare batches, per rank.
-        evaluation: computes metrics; collective, called on all ranks after the same step. It returns None if the ranks
-            gave it up because one of them wants to stop.
-        callbacks: run at the six moments of `callbacks.py`, in this order.
-        stop: this rank's wish to stop. It is the caller's: a flag that is still set stops the next call, too.
-
-    Raises:
-        ConfigError: settings that cannot work.
-        Diverged: loss or gradient is not finite.
-        UnusedParameters: some parameters got no gradient.
-        PeerLost: a rank was lost.
-    """
+    state = TrainState(comm, replica, optimizer, sampler, schedule=scheduler)
+    if settings is None:
+        limits = {"epochs": epochs, "max_steps": max_steps, "precision": precision, "clip_norm": clip_norm}
+        settings = {**_settings(task, optimizer, sampler), **limits}
+    identity = run_identity(comm, replica, settings)
+    run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
+    if start is not None:
+        restore(read_checkpoint(comm, start), state, identity=identity)
     num_steps = last_step(state, epochs=epochs, max_steps=max_steps)
-    seed = state.sampler.state.seed
-    rules = StepRules(task, schedule or constant(), base_rates(state.optimizer), clip_norm, precision, seed)
-    stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
-    on_gpu = state.comm.device.type == "cuda"
-    loader = TrainLoader(train_data, state.sampler, num_workers=loader_workers, pin_memory=on_gpu)
-    _check_replica(state)
-    state.stopped_by = ""
-    state.model.train()
-    running_step = None
-    try:
-        for callback in callbacks:
-            callback.fit_start(state)
-        while state.step < num_steps and not state.stopped_by:
-            for plan, batches in loader.epoch():
-                running_step = state.step + 1
-                for callback in callbacks:
-                    callback.step_start(state)
-                report, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(stop))
-                for callback in callbacks:
-                    callback.step_end(state, report)
-                if someone_stops:
-                    state.stopped_by = _agreed_reason(state, stop)
-                elif evaluation and _is_time(state, evaluate_every_epochs, evaluate_every_steps):
-                    _evaluate(state, evaluation, callbacks, stop)
-                if state.step >= num_steps or state.stopped_by:
-                    break
-        if evaluation and not state.stopped_by and state.evaluated_at != state.step:
-            _evaluate(state, evaluation, callbacks, stop)
-        for callback in callbacks:
-            callback.fit_end(state)
-    except BaseException as error:
-        error.step = running_step  # type: ignore[attr-defined]  # for the report of a worker that fails
-        for callback in callbacks:
-            callback.exception(state, error)
-        raise
-    finally:
-        loader.close()
+    begins_anew, num_left = resume is not None and start is None, num_steps - state.step
+    notes = _headline(state, num_steps)
+    notes += _notes(sampler, source, run_dir, num_left=num_left, begins_anew=begins_anew)
+    if comm.rank == 0 and progress:
+        print("\n".join(notes), flush=True)
+    log.info("%s", "\n".join(notes))
+
+    # 3  the loop
+    meter, score = ThroughputMeter(), f"test_{task.main_metric}"
+    watching: list[Callback] = [meter]
+    if run_dir is not None:
+        best: Literal["max", "min"] = "max" if task.higher_is_better else "min"
+        store = CheckpointStore(run_dir / "checkpoints", keep_last=keep_last, best=best)
+        watching += [
+            MetricsFile(run_dir / "metrics.jsonl", meter, every=log_every),
+            Checkpointer(store, identity=identity, every_steps=checkpoint_every_steps, score_metric=score),
+        ]
+    if progress:  # after the others, so that it shows what is saved already
+        watching.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs))
+    evaluation = None
+    if test is not None:
+        evaluation = partial(_evaluated, test, task=task, batch_size=evaluation_batch, precision=precision, stop=stop)
+    start_s = now_s()
+    with stop.listening() if stop_on_signals else nullcontext():
+        train_loop(
+            state,
+            task,
+            source,
+            epochs=epochs,
+            max_steps=max_steps,
+            schedule=factor,
+            clip_norm=clip_norm,
+            precision=precision,
+            evaluation=evaluation,
+            evaluate_every_epochs=evaluate_every_epochs,
+            evaluate_every_steps=evaluate_every_steps,
+            callbacks=[*watching, *callbacks],
+            stop=stop,
+        )
+
+    # 4  the results
+    if comm.rank == 0 and run_dir is not None and (num_left > 0 or not (run_dir / "summary.json").exists()):
+        summary = summary_of(state, task, meter, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
+        write_summary(run_dir, summary)
+        if curves:
+            draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=score, summary=summary)
     return state
 
 
-def _wrapped(module: nn.Module, comm: Communicator) -> Replica:
-    """Returns a replica of the module; of the drop-in class where gradients are sparse."""
-    is_sparse = any(map(produces_sparse_gradient, module.modules()))
-    return DistributedDataParallel(module, comm=comm) if is_sparse else BucketedDataParallel(module, comm=comm)
+# ------------------------------------------------------------------------------------------------- 1 what is given
 
 
-def _check_replica(state: TrainState) -> None:
-    """Raises ConfigError if a step of the replica cannot be taken back, or if its layers would wait for ever."""
-    model, sampler = state.model, state.sampler
-    if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
-        raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
-    if state.comm.world_size > 1 and any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
-        mine = [len(plan.micros) for plan in islice(sampler.plans(), sampler.num_steps_per_epoch)]
-        if len({tuple(numbers) for numbers in all_gather_object(state.comm, mine)}) > 1:
-            raise ConfigError(
-                "SyncBatchNorm waits in each forward for all ranks, but in some steps of an epoch they have different "
-                "numbers of forwards: choose a global batch that divides the number of samples, or leave out "
-                "micro_size, so that every rank has samples in every step"
-            )
+def _replica(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Replica:
+    """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
+
+    Raises:
+        ConfigError: the model cannot be trained here, or not by this optimizer.
+    """
+    name = type(model).__name__
+    if not isinstance(model, Replica) and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError("the model is in torch's DistributedDataParallel already: give ddp.fit the bare module")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(f"the model {name} is on the meta device and has no weights: model.to_empty(device=…) first")
+    named = dict(model.named_parameters())
+    own = {id(parameter): key for key, parameter in named.items()}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not held <= own.keys():
+        raise ConfigError(
+            f"the optimizer holds {len(held - own.keys())} parameter(s) that are not the model's: make the optimizer "
+            "from the parameters of the model that is trained, after the model was changed or copied"
+        )
+    left_out = [key for key, p in named.items() if p.requires_grad and id(p) not in held]
+    if left_out and comm.rank == 0:
+        log.warning(
+            "the optimizer leaves out %d parameter(s) of the model that have a gradient, such as %s: they stay as they "
+            "are; requires_grad_(False) would save their gradients",
+            len(left_out),
+            left_out[0],
+        )
+    if isinstance(model, Replica):
+        return model
+    model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
+    if any(produces_sparse_gradient(layer) for layer in model.modules()):
+        return DistributedDataParallel(model, comm=comm)
+    return BucketedDataParallel(model, comm=comm)
 
 
-def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -> int:
-    """Returns the steps of the whole run: those that were made, and those that are left at the present batch size."""
-    if epochs is None and max_steps is None:
-        raise ConfigError("neither epochs nor max_steps is given: the run would never end")
-    limits = [] if max_steps is None else [max_steps]
-    if epochs is not None:
-        sampler, (_, epoch, consumed) = state.sampler, state.sampler.state
-        left_in_epoch = math.ceil((sampler.length - consumed) / sampler.global_batch)
-        left = left_in_epoch + (epochs - epoch - 1) * sampler.num_steps_per_epoch if epoch < epochs else 0
-        limits.append(state.step + left)
-    return min(limits)
+def _like(source: Source, test_data: Any, collate: Collate | None) -> Source:
+    """Returns the held-out samples, which are read as the training samples are, unless they say otherwise."""
+    test = source_of(test_data, what="test_data", collate=collate)
+    return test._replace(collate=test.collate or source.collate, num_workers=test.num_workers or source.num_workers)
 
 
-def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """Returns the rates by group before any schedule, which the optimizer keeps, and so its checkpoints."""
-    return tuple(float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups)
+def _schedules(
+    schedule: RateSchedule | LRScheduler | None, every: Moment | None, optimizer: Optimizer
+) -> tuple[RateSchedule | None, TorchSchedule | None]:
+    """Returns the schedule as one of ours, or as one of torch's."""
+    if isinstance(schedule, LRScheduler):
+        return None, TorchSchedule(schedule, every=every, optimizer=optimizer)
+    if every is not None:
+        raise ConfigError(f"schedule_every={every!r}: is for torch's schedulers only; leave it out")
+    return schedule, None
 
 
-def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
-    """Returns True if the last step is one after which to evaluate."""
-    position = state.sampler.state
-    at_epoch_end = position.consumed == 0
-    if every_epochs is not None and at_epoch_end and position.epoch % every_epochs == 0:
-        return True
-    return every_steps is not None and state.step % every_steps == 0
+def _unknown_argument(name: str) -> str:
+    known = [each for each in inspect.signature(fit).parameters if each != "mistyped"]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"fit() has no argument {name!r}. {f'Did you mean {near[0]!r}?' if near else f'It has {known}'}"
 
 
-def _evaluate(
-    state: TrainState,
-    evaluation: Callable[[TrainState], dict[str, float] | None],
-    callbacks: Sequence[Callback],
-    stop: StopFlag,
-) -> None:
-    metrics = evaluation(state)
-    if metrics is None:
-        state.stopped_by = _agreed_reason(state, stop)
-    else:
-        state.evaluation, state.evaluated_at = metrics, state.step
-        for callback in callbacks:
-            callback.evaluated(state)
+# ---------------------------------------------------------------------------------------------------- 2 the state
 
 
-def _agreed_reason(state: TrainState, stop: StopFlag) -> str:
-    """Returns, on every rank, the reason of the lowest rank that has one."""
-    reasons = all_gather_object(state.comm, stop.reason)
-    return next((reason for reason in reasons if reason), "stopped")
+def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple[Path | None, Path | None]:
+    """Returns the folder of the run, which exists then, and the checkpoint to go on from. On rank 0 only.
+
+    Raises:
+        ConfigError: the folder holds another run, or cannot be made.
+        CheckpointError: `resume` names a path without a checkpoint.
+    """
+    unnamed = str(checkpoint_dir) == "runs/DATE_TIME"
+    if resume == "auto" and (checkpoint_dir is None or unnamed):
+        raise ConfigError('resume="auto": which run? Name its folder, such as checkpoint_dir="runs/mine"')
+    if checkpoint_dir is None:
+        return None, None if resume is None else resume_from(str(resume), Path())
+    run_dir = Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}") if unnamed else Path(checkpoint_dir)
+    start = None if resume is None else resume_from(str(resume), run_dir)
+    if resume is None and steps(run_dir / "checkpoints"):
+        raise ConfigError(
+            f'checkpoint_dir={run_dir} holds a run: continue it with resume="auto", or take another folder'
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"checkpoint_dir={run_dir}: {error.strerror}; take another folder") from error
+    return run_dir, start
+
+
+def _settings(task: Task, optimizer: Optimizer, sampler: TrainSampler) -> dict[str, Any]:
+    """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
+    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+    hidden = ("params", "initial_lr")
+    return {
+        "loss": name_of(getattr(task, "function", task)),
+        "optimizer": [{key: repr(value) for key, value in group.items() if key not in hidden} for group in groups],
+        "global_batch": sampler.global_batch,
+        "num_shards": sampler.num_shards,
+        "micro_size": sampler.micro_size,
+        "seed": sampler.state.seed,
+    }
+
+
+def _headline(state: TrainState, num_steps: int) -> list[str]:
+    """Returns everything that was derived, in three lines."""
+    comm, sampler, module = state.comm, state.sampler, state.model.module
+    micros = next(iter(sampler.plans())).micros
+    largest = max((len(micro.indices) for micro in micros), default=0)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    workers = f"{number_of(comm.world_size, 'worker')} × {number_of(torch.get_num_threads(), 'thread')}"
+    start = f", continuing after step {state.step:,}" if state.step else ""
+    return [
+        f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
+        f"{type(state.model).__name__}, all-reduce: {comm.auto.describe()}",
+        f"global batch {sampler.global_batch} in {number_of(sampler.num_shards, 'shard')}; worker 0: "
+        f"{number_of(len(micros), 'forward')} of up to {number_of(largest, 'sample')} a step; learning rate "
+        f"{base_rates(state.optimizer)[0]:g}",
+        f"{number_of(sampler.length, 'training sample')}, {number_of(sampler.num_steps_per_epoch, 'step')} per epoch, "
+        f"{number_of(num_steps, 'step')}{start}",
+    ]
+
+
+def _notes(
+    sampler: TrainSampler, source: Source, run_dir: Path | None, *, num_left: int, begins_anew: bool
+) -> list[str]:
+    """Returns what the user may not expect, a line each."""
+    notes = []
+    if source.ignored:
+        notes.append(f"not used of the DataLoader: {source.ignored}; each epoch is shuffled, in steps of global_batch")
+    if sampler.length < sampler.global_batch:
+        notes.append(f"the data have fewer samples than global_batch={sampler.global_batch}: each step has all of them")
+    if num_left <= 0:
+        notes.append("all of the run's steps are done: raise epochs or max_steps to go on")
+    if begins_anew and run_dir is not None:
+        others = [path.parent.name for path in run_dir.absolute().parent.glob("*/checkpoints")]
+        near = difflib.get_close_matches(run_dir.name, [name for name in others if name != run_dir.name], n=1)
+        hint = f"; did you mean {os.path.relpath(run_dir.parent / near[0])}?" if near else ""
+        notes.append(f"resume=auto: {os.path.relpath(run_dir)} holds no checkpoint, so this run begins anew{hint}")
+    return notes
+
+
+# ------------------------------------------------------------------------------------------------------ 3 the loop
+
+
+def _evaluated(
+    test: Source, state: TrainState, *, task: Task, batch_size: int, precision: Precision, stop: StopFlag
+) -> dict[str, float] | None:
+    """Returns the metrics of the held-out samples, or None if a rank wants to stop."""
+    return evaluate(
+        state.model, test, loss=task, batch_size=batch_size, precision=precision, stop=stop, comm=state.comm
+    )

@@ -1,20 +1,74 @@
-"""The results of a run for people: curves.png, and the table on the terminal.
+"""The results of a run: summary.json, curves.png, and the table on the terminal.
 
-Read before: `progress.py`. Read next: `config.py`.
+Read before: `progress.py`. Read next: `fit.py`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from ddp.files import json_object
+from ddp.files import json_object, write_whole
+from ddp.precision.autocast import Precision
+from ddp.tasks.task import Task
+from ddp.train.callbacks import ThroughputMeter
+from ddp.train.state import TrainState
 
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
+
+
+def summary_of(
+    state: TrainState,
+    task: Task,
+    meter: ThroughputMeter,
+    *,
+    precision: Precision,
+    clip_norm: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    """Returns the figures of a run, as JSON can hold them."""
+    whole, comm, checks = meter.whole, state.comm, state.model.num_verified
+    return {
+        **state.evaluation,
+        "main_metric": f"test_{task.main_metric}",
+        "higher_is_better": task.higher_is_better,
+        "world_size": comm.world_size,
+        "threads_per_worker": torch.get_num_threads(),
+        "device": str(comm.device),
+        "all_reduce": comm.auto.describe(),
+        "choices": {str(nbytes): way for nbytes, way in sorted(comm.auto.choices.items())},
+        "global_batch": state.sampler.global_batch,
+        "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "precision": precision,
+        "clip_norm": clip_norm,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "verified": [checks, checks] if checks else None,  # a check that fails ends the run
+        "steps": state.step,
+        "epochs": round(state.epochs_done, 2),
+        "samples_per_s": round(whole.samples_per_s, 1),
+        "compute_fraction": round(whole.compute_fraction, 4),
+        "wait_fraction": round(whole.wait_fraction, 4),
+        "data_fraction": round(whole.data_fraction, 4),
+        "train_loss": state.train_loss,
+        "seconds": round(seconds, 2),
+        "stopped_by": state.stopped_by or None,
+    }
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Writes summary.json."""
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def number_of(count: int, noun: str) -> str:
+    """Returns a number with its noun: "1 worker", "2,000 workers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -30,16 +84,14 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapping[str, Any]) -> None:
     """Draws training loss, held-out loss and the main metric over steps; yardsticks become level lines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     entries = _read_metrics(metrics)
     steps = [entry for entry in entries if entry["kind"] == "step"]
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure = Figure(figsize=(10, 3.8), layout="constrained")  # no pyplot, which would choose the program's backend
+    left, right = figure.subplots(1, 2)
     left.plot([e["step"] for e in steps], [max(e["train_loss"], LOWEST_LOSS_SHOWN) for e in steps], lw=1, label="train")
     held_out = [(e["step"], e["test_loss"]) for e in evaluations if "test_loss" in e]
     if held_out:
@@ -61,7 +113,6 @@ def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapp
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:

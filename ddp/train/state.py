@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.data.sampler import TrainSampler
+from ddp.optim.torch_schedule import TorchSchedule
 from ddp.replica.replica import Replica
 
 
@@ -25,6 +26,7 @@ class TrainState:
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
+        schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
     """
 
     comm: Communicator
@@ -36,6 +38,7 @@ class TrainState:
     train_loss: float | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
+    schedule: TorchSchedule | None = None
 
     @property
     def epochs_done(self) -> float:

@@ -11,16 +11,16 @@
 The gradients are sums over this rank's items, added over ranks and divided once by the global number of items. So
 shares may differ, a rank may have no samples at all, and accumulation is exact.
 
-Read before: `state.py`, `gradients/totals.py`. Read next: `fit.py`.
+Read before: `state.py`, `gradients/totals.py`. Read next: `first_look.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -29,10 +29,12 @@ from torch import Tensor, nn
 from ddp.clock import Stopwatch, now_s
 from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
-from ddp.errors import Diverged
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.totals import Totals
-from ddp.optim.schedules import RateSchedule, set_rate
+from ddp.optim.schedules import set_rate
+from ddp.optim.torch_schedule import TorchSchedule
 from ddp.precision.autocast import Precision, forward_precision
+from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
 from ddp.train.state import StepReport, TrainState
 
@@ -42,16 +44,19 @@ class StepRules:
     """Settings of a step that are fixed for a run.
 
     Attributes:
+        schedule: a factor on the rates, by step; or a scheduler of torch's, which sets the rates itself.
         base_rates: learning rate per parameter group, before the schedule's factor.
         clip_norm: largest norm of the global mean gradient; None for no clipping.
+        first_look: is given the bare model and each batch, with its number of samples, before the batch is used.
     """
 
     task: Task
-    schedule: RateSchedule
+    schedule: Callable[[int], float] | TorchSchedule
     base_rates: tuple[float, ...]
     clip_norm: float | None
     precision: Precision
     seed: int
+    first_look: Callable[[nn.Module, Any, int], None]
 
 
 def train_step(
@@ -76,10 +81,14 @@ def train_step(
     gradient_norm = _clip(model, rules.clip_norm)
     if not math.isfinite(gradient_norm):
         raise Diverged(_diverged(state.step + 1, "gradient norm", gradient_norm))
-    set_rate(optimizer, rules.base_rates, rules.schedule(state.step))
+    if not isinstance(rules.schedule, TorchSchedule):
+        set_rate(optimizer, rules.base_rates, rules.schedule(state.step))
+    rate = float(optimizer.param_groups[0]["lr"])
     optimizer.step()
     state.sampler.commit(plan)
     state.step, state.train_loss = state.step + 1, loss
+    if isinstance(rules.schedule, TorchSchedule):
+        rules.schedule.stepped(is_epoch_end=state.sampler.state.consumed == 0)
 
     report = StepReport(
         step=state.step,
@@ -88,7 +97,7 @@ def train_step(
         num_items=totals.num_items,
         num_samples=plan.size,
         gradient_norm=gradient_norm,
-        rate=float(optimizer.param_groups[0]["lr"]),
+        rate=rate,
         step_s=now_s() - start_s,
         data_s=fetching.total_s,
         wait_s=model.waited.take_s(),
@@ -127,11 +136,12 @@ def _backward(
     for micro in plan.micros:
         with fetching.running():
             batch = to_device(next(batches), device)
+        rules.first_look(model.module, batch, len(micro.indices))
         is_last = micro is plan.micros[-1]
         with nullcontext() if is_last else model.no_sync():
             dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
             with forward_precision(rules.precision, device):
-                loss_sum, num_items = rules.task.loss(model, batch)
+                loss_sum, num_items = sum_and_count(rules.task, rules.task.loss(model, batch))
             totals = totals._replace(
                 loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items
             )
@@ -140,11 +150,45 @@ def _backward(
             loss_sum.backward()
 
 
+def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, int]:
+    """Returns what `task.loss` returned, once it has the right form.
+
+    Raises:
+        ConfigError: it is not a scalar tensor and a whole number from 0 up.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise ConfigError(
+            f"{name_of(task)}.loss returned {what}: return two, the sum of the losses and the number of terms in it, "
+            "such as (loss_sum, len(targets))"
+        )
+    loss, count = returned
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"{name_of(task)}.loss returned {shape} as its loss: return a scalar, such as losses.sum()")
+    number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+    if not isinstance(number, (int, float)) or not 0 <= number < math.inf or number != int(number):
+        raise ConfigError(f"{name_of(task)}.loss returned the count {number!r}: return the number of terms in the sum")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ConfigError(
+            f"{name_of(task)}.loss returned a loss that depends on no parameter that is trained: compute it from the "
+            "model's outputs, without detach() or item(), and leave some parameters with requires_grad=True"
+        )
+    return loss.squeeze(), int(number)
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A tensor, or a user's batch that knows how to move its own."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns the batch with its tensors on `device`; copies from pinned memory do not wait."""
     if device.type == "cpu":
         return batch
-    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+    return apply_to_collection(batch, Movable, lambda each: each.to(device, non_blocking=True))
 
 
 def _diverged(step: int, what: str, value: float) -> str:

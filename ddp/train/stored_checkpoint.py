@@ -133,6 +133,29 @@ def steps(folder: Path) -> list[int]:
     return sorted(_folders(folder))
 
 
+def checkpoints_of(path: Path) -> Path:
+    """Returns the checkpoints of a run, if `path` is its folder, or else `path` itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def resume_from(resume: str, run_dir: Path) -> Path | None:
+    """Returns the checkpoint, or folder of checkpoints, to resume from; None for a fresh start.
+
+    Args:
+        resume: "auto" for the run in `run_dir`, if it has a checkpoint, or the path of a run or checkpoint.
+
+    Raises:
+        CheckpointError: `resume` names a path that does not exist.
+    """
+    if resume == "auto":
+        folder = run_dir / "checkpoints"
+        return folder if steps(folder) else None
+    path = Path(resume)
+    if not path.exists():
+        raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")
+    return checkpoints_of(path)
+
+
 def _folders(folder: Path) -> dict[int, Path]:
     """Returns step → folder of published checkpoints, and of those that a save was about to replace."""
     found: dict[int, Path] = {}

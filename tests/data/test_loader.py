@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
-from ddp.data.loader import TrainLoader, evaluation_loader
+from ddp.data.loader import TrainLoader, WholeBatches, evaluation_loader
 from ddp.data.sampler import EvaluationSampler, SamplerState, TrainSampler
 from ddp.data.streams import augmentation_stream, preserved
 from ddp.errors import ConfigError
@@ -31,7 +31,7 @@ class Augmented(Dataset):
         return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
-class InMemory(Augmented):
+class InMemory(WholeBatches, Augmented):
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(index)])
 
@@ -120,6 +120,8 @@ def test_data_in_memory_is_read_at_once():
     assert next(next(at_once.epoch())[1])["at_once"]
     evaluation = evaluation_loader(InMemory(13), batch_size=4, rank=0, world_size=1)
     assert [batch["rows"].tolist() for batch in evaluation][-1] == [12]
+    sample_by_sample = TrainLoader(InMemory(13), sampler_of(), collate=list)
+    assert isinstance(next(next(sample_by_sample.epoch())[1]), list)
 
 
 class Threads(InMemory):
@@ -155,16 +157,7 @@ def test_evaluation_with_worker_processes():
     assert [row for batch in loader for row in batch.tolist()] == list(expected(0, 0, 11).values())[5:]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
 def test_bad_input():
-    with pytest.raises(TypeError, match=r"Stream is an IterableDataset.*__getitem__"):
-        TrainLoader(Stream(), sampler_of())
-    with pytest.raises(TypeError, match="Stream is an IterableDataset"):
-        evaluation_loader(Stream(), batch_size=1, rank=0, world_size=1)
     with pytest.raises(ConfigError, match="13 samples, the data set has 12"):
         TrainLoader(InMemory(12), sampler_of())
     with pytest.raises(ValueError, match="should be non-negative"):
@@ -185,7 +178,7 @@ def test_an_error_in_the_data_set_reaches_the_caller():
 ABANDONED = """
 import sys, torch
 from multiprocessing import active_children
-from ddp.data.loader import TrainLoader, evaluation_loader
+from ddp.data.loader import TrainLoader, WholeBatches, evaluation_loader
 from ddp.data.sampler import TrainSampler
 data = [torch.zeros(3)] * 64
 loader = TrainLoader(data, TrainSampler(64, global_batch=4, rank=0, world_size=1), num_workers=2)

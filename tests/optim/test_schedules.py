@@ -22,10 +22,13 @@ def warmed(opt, n, then):
 
 PAIRS = {
     "constant": (constant(), lambda o: lr_scheduler.ConstantLR(o, 1.0)),
-    "milestones": (step(milestones=(3, 5, 20), gamma=0.1), lambda o: lr_scheduler.MultiStepLR(o, [3, 5, 20], 0.1)),
-    "cosine": (cosine(num_steps=41), lambda o: lr_scheduler.CosineAnnealingLR(o, 41)),
+    "milestones": (
+        step(milestones=(3 / 41, 5 / 41, 20 / 41), gamma=0.1),
+        lambda o: lr_scheduler.MultiStepLR(o, [3, 5, 20], 0.1),
+    ),
+    "cosine": (cosine(), lambda o: lr_scheduler.CosineAnnealingLR(o, 41)),
     "cosine with a floor": (
-        cosine(num_steps=41, final_factor=0.2),
+        cosine(final_factor=0.2),
         lambda o: lr_scheduler.CosineAnnealingLR(o, 41, 0.1),
     ),
     "warm-up": (
@@ -33,11 +36,11 @@ PAIRS = {
         lambda o: warmed(o, 6, lambda o: lr_scheduler.ConstantLR(o, 1.0)),
     ),
     "warm-up, milestones": (
-        with_warmup(step(milestones=(10, 30), gamma=0.1), num_warmup_steps=5),
+        with_warmup(step(milestones=(10 / 41, 30 / 41), gamma=0.1), num_warmup_steps=5),
         lambda o: warmed(o, 5, lambda o: lr_scheduler.MultiStepLR(o, [10, 30], 0.1)),
     ),
     "warm-up, cosine": (
-        with_warmup(cosine(num_steps=41), num_warmup_steps=9),
+        with_warmup(cosine(), num_warmup_steps=9),
         lambda o: warmed(o, 9, lambda o: lr_scheduler.CosineAnnealingLR(o, 41)),
     ),
 }
@@ -49,21 +52,18 @@ def test_same_rates_as_torch(name):
     ours, theirs = optimizer(0.5), optimizer(0.5)
     scheduler = make(theirs)
     for num_steps_taken in range(42):
-        set_rate(ours, [0.5], schedule(num_steps_taken))
+        set_rate(ours, [0.5], schedule(num_steps_taken, 41))
         assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-12, abs=1e-15)
         theirs.step()
         scheduler.step()
 
 
 def test_landmarks():
-    assert (
-        cosine(num_steps=10, final_factor=0.1)(10) == cosine(num_steps=10, final_factor=0.1)(1000) == pytest.approx(0.1)
-    )
-    assert cosine(num_steps=10)(5) == pytest.approx(0.5)
-    ramp = with_warmup(constant(), num_warmup_steps=4)
-    assert [ramp(t) for t in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    unchanged = constant()
-    assert with_warmup(unchanged, num_warmup_steps=0) is unchanged
+    assert cosine(final_factor=0.1)(10, 10) == cosine(final_factor=0.1)(1000, 10) == pytest.approx(0.1)
+    assert cosine()(5, 10) == pytest.approx(0.5)
+    for ramp in (with_warmup(constant(), num_warmup_steps=4), with_warmup(constant(), fraction=0.4)):
+        assert [ramp(t, 10) for t in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert with_warmup(cosine())(3, 10) == cosine()(3, 10)
 
 
 def test_each_group_keeps_its_proportion_and_tensors_stay_in_place():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,8 +40,8 @@ def evaluate_and_predict() -> list[tuple[dict[str, float], Tensor]]:
     replica.module[0].eval()
     results = []
     for n in SIZES:
-        means = ddp.evaluate(replica, Classification(), data(n), batch_size=2)
-        results.append((means, ddp.predict(replica, Classification(), data(n), batch_size=2)))
+        means = ddp.evaluate(replica, data(n), loss=Classification(), batch_size=2)
+        results.append((means, ddp.predict(replica, data(n), task=Classification(), batch_size=2)))
         assert replica.training
         assert not replica.module[0].training
     ddp.shutdown()
@@ -67,7 +69,7 @@ def give_up() -> dict[str, float] | None:
     stop = StopFlag()
     if ddp.init().rank == 1:
         stop.request("SIGTERM")
-    means = ddp.evaluate(model(), Classification(), data(100), batch_size=1, stop=stop)
+    means = ddp.evaluate(model(), data(100), loss=Classification(), batch_size=1, stop=stop)
     ddp.shutdown()
     return means
 
@@ -111,19 +113,16 @@ class OneUnused(nn.Module):
         return result
 
 
+def fit(module: nn.Module, samples: TensorSet, **how: Any) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    quiet: Any = {"checkpoint_dir": None, "progress": False}
+    ddp.fit(module, samples, optimizer, loss=Classification(), global_batch=6, **quiet, **how)
+
+
 def fit_in_one_process() -> None:
     ddp.init(abort_s=20)
     net, watch = model(), Watch()
-    ddp.fit(
-        net,
-        Classification(),
-        data(14),
-        torch.optim.SGD(net.parameters(), 0.1),
-        global_batch=6,
-        epochs=2,
-        evaluation=lambda state: ddp.evaluate(state.model, Classification(), data(5)),
-        callbacks=[watch],
-    )
+    fit(net, data(14), epochs=2, test_data=data(5), callbacks=[watch])
     step = ["step_start", "step_end"]
     assert watch.moments == [
         *("fit_start", *step, *step, *step, "evaluated 3", *step, *step, *step, "evaluated 6", "fit_end")
@@ -134,30 +133,23 @@ def fit_in_one_process() -> None:
     before = [parameter.clone() for parameter in net.parameters()]
     watch = Watch()
     with pytest.raises(Diverged, match="the loss of step 1 is nan on every rank; parameters are still those of step 0"):
-        ddp.fit(
-            net, Classification(), broken, torch.optim.SGD(net.parameters(), 0.1), global_batch=6, max_steps=1,
-            callbacks=[watch],
-        )  # fmt: skip
+        fit(net, broken, max_steps=1, callbacks=[watch])
     assert watch.moments == ["fit_start", "step_start", "Diverged"]
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
 
     with pytest.raises(ConfigError, match="neither epochs nor max_steps"):
-        ddp.fit(net, Classification(), data(6), torch.optim.SGD(net.parameters(), 0.1), global_batch=6)
+        fit(net, data(6))
     with pytest.raises(ConfigError, match="has 0 samples"):
-        ddp.evaluate(net, Classification(), data(0))
+        ddp.evaluate(net, data(0), loss=Classification())
     with pytest.raises(UnusedParameters, match=r"rank 0: 0\.unused"):
         partly = nn.Sequential(OneUnused())
-        ddp.fit(
-            partly, Classification(), data(6), torch.optim.SGD(partly.parameters(), 0.1), global_batch=6, max_steps=1
-        )
+        fit(partly, data(6), max_steps=1)
     exploding = data(6)
     exploding.inputs[3] = 1e300  # a finite loss whose gradient is not
     with pytest.raises(Diverged, match="the gradient norm of step 1 is"):
         linear = nn.Sequential(nn.Linear(6, 4)).double()
         nn.init.zeros_(linear[0].weight)
-        ddp.fit(
-            linear, Classification(), exploding, torch.optim.SGD(linear.parameters(), 0.1), global_batch=6, max_steps=1
-        )
+        fit(linear, exploding, max_steps=1)
     ddp.shutdown()
 
 

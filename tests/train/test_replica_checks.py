@@ -14,7 +14,7 @@ import ddp
 from ddp.errors import ConfigError, ReplicaMismatch
 
 
-class Squares:
+class Squares(ddp.Task):
     """Loss: the sum of squares."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -29,7 +29,8 @@ def net() -> nn.Module:
 def fit(replica: nn.Module, num_samples: int, **how: Any) -> None:
     data = TensorDataset(torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(0)))
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
-    ddp.fit(replica, Squares(), data, optimizer, global_batch=4, epochs=1, **how)
+    quiet: Any = {"checkpoint_dir": None, "progress": False}
+    ddp.fit(replica, data, optimizer, loss=Squares(), global_batch=4, epochs=1, **quiet, **how)
 
 
 def refusals() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ddp
 from ddp.data.sampler import TrainSampler
+from ddp.data.source import Source
 from ddp.data.splits import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.verify import tensor_hash
@@ -27,8 +28,8 @@ from ddp.train.checkpoint import (
     save_checkpoint,
 )
 from ddp.train.checkpoint_store import CheckpointStore
-from ddp.train.fit import continue_fit, last_step
 from ddp.train.initial_weights import load_initial_weights
+from ddp.train.loop import last_step, train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import load
@@ -86,10 +87,10 @@ def part_of_a_run(
     callbacks: list[Callback] = [Checkpointer(store, identity={}, every_steps=4)]
     if stop_at is not None:
         callbacks.append(StopAt(stop_at, stop))
-    continue_fit(
+    train_loop(
         state,
         Classification(),
-        data,
+        Source(data),
         max_steps=NUM_STEPS,
         callbacks=callbacks,
         stop=stop,
@@ -208,9 +209,9 @@ def test_a_run_goes_on_after_an_agreed_stop() -> None:
     state, data = in_one_process(40)
     stop = StopFlag()
     stop.request("enough")
-    continue_fit(state, Classification(), data, max_steps=9, stop=stop)
+    train_loop(state, Classification(), Source(data), max_steps=9, stop=stop)
     assert (state.step, state.stopped_by) == (1, "enough")
-    continue_fit(state, Classification(), data, max_steps=9)
+    train_loop(state, Classification(), Source(data), max_steps=9)
     assert (state.step, state.stopped_by) == (9, "")
 
 
@@ -229,7 +230,7 @@ def test_while_a_fit_runs_no_other_process_saves_into_its_folder(tmp_path: Path)
 
     intruder = Intruder()
     callbacks = [Checkpointer(store, identity={}, every_steps=1), intruder]
-    continue_fit(state, Classification(), data, max_steps=1, callbacks=callbacks)
+    train_loop(state, Classification(), Source(data), max_steps=1, callbacks=callbacks)
     assert f"{store.folder} is being written by process {os.getpid()} on host" in intruder.said
     assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000001"]
 
@@ -237,8 +238,8 @@ def test_while_a_fit_runs_no_other_process_saves_into_its_folder(tmp_path: Path)
 def test_a_grown_data_set_is_told_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state, data = in_one_process(40)
     store = CheckpointStore(tmp_path)
-    continue_fit(
-        state, Classification(), data, max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
+    train_loop(
+        state, Classification(), Source(data), max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
     )
     for num_samples, words in [(40, ""), (41, "training_samples was 40, is 41")]:
         caplog.clear()
@@ -268,9 +269,11 @@ def losses(num_shards: int) -> Tensor:
     recorder = Losses()
     ddp.fit(
         module,
-        Classification(),
         data,
         torch.optim.SGD(module.parameters(), 0.1),
+        loss=Classification(),
+        checkpoint_dir=None,
+        progress=False,
         global_batch=10,
         num_shards=num_shards,
         max_steps=NUM_STEPS,

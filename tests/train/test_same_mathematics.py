@@ -60,6 +60,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt": (gpt, "text"),
 }
 
+QUIET = {"checkpoint_dir": None, "progress": False}
+
 
 def fresh(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
@@ -137,9 +139,10 @@ def train(cases: list[str], kind_of_replica: str) -> dict[str, tuple[Tensor, lis
         recorder = Recorder()
         ddp.fit(
             wrap(module),
-            LanguageModel() if kind == "text" else Classification(),
             samples(kind),
             optimizer,
+            loss=LanguageModel() if kind == "text" else Classification(),
+            **QUIET,
             global_batch=GLOBAL_BATCH,
             micro_size=MICRO,
             max_steps=NUM_STEPS,
@@ -190,9 +193,10 @@ def train_sparse() -> tuple[Tensor, list[float]]:
     module, optimizer = sentiment(sparse=True)
     ddp.fit(
         module,
-        Classification(),
         bags(),
         optimizer,
+        loss=Classification(),
+        **QUIET,
         global_batch=GLOBAL_BATCH,
         micro_size=2,
         max_steps=NUM_SPARSE_STEPS,
@@ -257,9 +261,10 @@ def train_alternately() -> list[tuple[bool, Tensor, list[str]]]:
             alternate = Alternate(module, begins_frozen)
             ddp.fit(
                 wrap(module),
-                Classification(),
                 samples("images"),
                 optimizer,
+                loss=Classification(),
+                **QUIET,
                 global_batch=GLOBAL_BATCH,
                 micro_size=2,
                 max_steps=NUM_SPARSE_STEPS,

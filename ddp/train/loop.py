@@ -1,0 +1,200 @@
+"""The training loop: its docstring is its pseudocode, and one step is in `step.py`.
+
+Read before: `step.py`, `callbacks.py`, `first_look.py`. Read next: `evaluate.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from torch.optim import Optimizer
+
+from ddp.comm.objects import all_gather_object
+from ddp.data.loader import TrainLoader
+from ddp.data.source import Source
+from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.drop_in.in_backward import refusal
+from ddp.errors import ConfigError
+from ddp.log import log
+from ddp.optim.schedules import RateSchedule, constant
+from ddp.precision.autocast import Precision
+from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.tasks.task import Task
+from ddp.train.callbacks import Callback
+from ddp.train.first_look import FirstLook
+from ddp.train.state import TrainState
+from ddp.train.step import StepRules, train_step
+from ddp.train.stopping import StopFlag
+
+Evaluation = Callable[[TrainState], dict[str, float] | None]
+
+
+def train_loop(
+    state: TrainState,
+    task: Task,
+    source: Source,
+    *,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    schedule: RateSchedule | None = None,
+    clip_norm: float | None = None,
+    precision: Precision = "fp32",
+    evaluation: Evaluation | None = None,
+    evaluate_every_epochs: int | None = 1,
+    evaluate_every_steps: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    stop: StopFlag | None = None,
+) -> TrainState:
+    """Trains from `state` on, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
+
+    If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on.
+
+        for each epoch:
+            for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
+                forward, backward; gradients are summed over all ranks meanwhile
+                divide by the global count, clip, step, commit    (step.py)
+                if any rank wants to stop: leave
+                if it is time: evaluate
+        evaluate, unless that was done after the last step
+
+    Args:
+        state: model, optimizer, sampler and step; the sampler's seed is that of every random stream.
+        task: turns a batch into (loss_sum, count).
+        source: the training samples.
+        epochs, max_steps: of the whole run, whichever is reached first; one is needed.
+        schedule: a factor, by step, on the optimizer's first rates; not used if `state` has torch's scheduler.
+        clip_norm: largest norm of the global gradient.
+        evaluation: returns the held-out metrics; collective, called on all ranks after the same step. It returns None
+            if the ranks gave it up because one of them wants to stop.
+        callbacks: run at the six moments of `callbacks.py`, in this order.
+        stop: this rank's wish to stop. It is the caller's: a flag that is still set stops the next call, too.
+
+    Raises:
+        ConfigError: settings that cannot work.
+        Diverged: loss or gradient is not finite.
+        UnusedParameters: some parameters got no gradient.
+        PeerLost: a rank was lost.
+    """
+    num_steps = last_step(state, epochs=epochs, max_steps=max_steps)
+    seed = state.sampler.state.seed
+    factor = schedule or constant()
+    rules = StepRules(
+        task=task,
+        schedule=state.schedule or (lambda step: factor(step, num_steps)),
+        base_rates=base_rates(state.optimizer),
+        clip_norm=clip_norm,
+        precision=precision,
+        seed=seed,
+        first_look=FirstLook(task),
+    )
+    stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
+    on_gpu = state.comm.device.type == "cuda"
+    loader = TrainLoader(
+        source.samples,
+        state.sampler,
+        collate=source.collate,
+        num_workers=source.num_workers,
+        pin_memory=on_gpu,
+    )
+    _check_replica(state)
+    state.stopped_by = ""
+    state.model.train()
+    running_step = None
+    try:
+        for callback in callbacks:
+            callback.fit_start(state)
+        while state.step < num_steps and not state.stopped_by:
+            for plan, batches in loader.epoch():
+                running_step = state.step + 1
+                for callback in callbacks:
+                    callback.step_start(state)
+                report, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(stop))
+                for callback in callbacks:
+                    callback.step_end(state, report)
+                if someone_stops:
+                    state.stopped_by = _agreed_reason(state, stop)
+                elif evaluation and _is_time(state, evaluate_every_epochs, evaluate_every_steps):
+                    _evaluate(state, task, evaluation, callbacks, stop)
+                if state.step >= num_steps or state.stopped_by:
+                    break
+        if evaluation and not state.stopped_by and state.evaluated_at != state.step:
+            _evaluate(state, task, evaluation, callbacks, stop)
+        for callback in callbacks:
+            callback.fit_end(state)
+    except BaseException as error:
+        error.step = running_step  # type: ignore[attr-defined]  # for the report of a worker that fails
+        for callback in callbacks:
+            callback.exception(state, error)
+        raise
+    finally:
+        loader.close()
+    return state
+
+
+def _check_replica(state: TrainState) -> None:
+    """Raises ConfigError if a step of the replica cannot be taken back, or if its layers would wait for ever."""
+    model, sampler = state.model, state.sampler
+    if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
+        raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
+    if state.comm.world_size > 1 and any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
+        mine = [len(plan.micros) for plan in islice(sampler.plans(), sampler.num_steps_per_epoch)]
+        if len({tuple(numbers) for numbers in all_gather_object(state.comm, mine)}) > 1:
+            raise ConfigError(
+                "SyncBatchNorm waits in each forward for all ranks, but in some steps of an epoch they have different "
+                "numbers of forwards: choose a global batch that divides the number of samples, or leave out "
+                "micro_size, so that every rank has samples in every step"
+            )
+
+
+def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -> int:
+    """Returns the steps of the whole run: those that were made, and those that are left at the present batch size."""
+    if epochs is None and max_steps is None:
+        raise ConfigError("neither epochs nor max_steps is given: the run would never end")
+    limits = [] if max_steps is None else [max_steps]
+    if epochs is not None:
+        sampler, (_, epoch, consumed) = state.sampler, state.sampler.state
+        left_in_epoch = math.ceil((sampler.length - consumed) / sampler.global_batch)
+        left = left_in_epoch + (epochs - epoch - 1) * sampler.num_steps_per_epoch if epoch < epochs else 0
+        limits.append(state.step + left)
+    return min(limits)
+
+
+def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
+    """Returns the rates by group before any schedule, which the optimizer keeps, and so its checkpoints."""
+    return tuple(float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups)
+
+
+def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
+    """Returns True if the last step is one after which to evaluate."""
+    position = state.sampler.state
+    at_epoch_end = position.consumed == 0
+    if every_epochs is not None and at_epoch_end and position.epoch % every_epochs == 0:
+        return True
+    return every_steps is not None and state.step % every_steps == 0
+
+
+def _evaluate(
+    state: TrainState,
+    task: Task,
+    evaluation: Evaluation,
+    callbacks: Sequence[Callback],
+    stop: StopFlag,
+) -> None:
+    metrics = evaluation(state)
+    if metrics is None:
+        state.stopped_by = _agreed_reason(state, stop)
+    else:
+        state.evaluation, state.evaluated_at = {f"test_{name}": value for name, value in metrics.items()}, state.step
+        log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        if state.schedule is not None:
+            state.schedule.evaluated(metrics[task.main_metric])
+        for callback in callbacks:
+            callback.evaluated(state)
+
+
+def _agreed_reason(state: TrainState, stop: StopFlag) -> str:
+    """Returns, on every rank, the reason of the lowest rank that has one."""
+    reasons = all_gather_object(state.comm, stop.reason)
+    return next((reason for reason in reasons if reason), "stopped")

@@ -1,0 +1,339 @@
+"""`ddp.fit` as a newcomer calls it: what works as it is, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset
+
+import ddp
+from ddp.data.sampler import TrainSampler
+from ddp.errors import CheckpointError, ConfigError
+from ddp.train.state import StepReport, TrainState
+
+RANDOM = torch.Generator().manual_seed(0)
+X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)
+CLASSES = torch.randint(0, 3, (40,), generator=RANDOM)
+VALUES = torch.randn(40, 1, dtype=torch.float64, generator=RANDOM)
+QUIET: dict[str, Any] = {"checkpoint_dir": None, "progress": False}
+
+
+def net(outputs: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, outputs)).double()
+
+
+def fit(loss: Any, data: Any = (X, CLASSES), *, module: nn.Module | None = None, **how: Any) -> TrainState:
+    module = module or net()
+    how = {"optimizer": SGD(module.parameters(), lr=0.1), "global_batch": 10, "epochs": 1, **QUIET, **how}
+    return ddp.fit(module, data, loss=loss, **how)
+
+
+def weights(state: TrainState) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in state.model.parameters()])
+
+
+# --- what works ------------------------------------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples that only their own collate can make a batch of."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": X[index], "words": ["a"] * (index % 3), "class": int(CLASSES[index])}
+
+
+def nested(samples: list[Any]) -> Any:
+    classes = torch.tensor([sample["class"] for sample in samples])
+    return {"inputs": [torch.stack([sample["x"] for sample in samples])], "rest": {"classes": classes}}
+
+
+class Nested(ddp.Task):
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        classes = batch["rest"]["classes"]
+        return F.cross_entropy(model(batch["inputs"][0]), classes, reduction="sum"), len(classes)
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["inputs"][0])
+
+
+class Rates(ddp.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        self.seen.append(report.rate)
+
+
+def scheduled(schedule: Any, **how: Any) -> list[float]:
+    rates, module = Rates(), net()
+    optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
+    fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=schedule(optimizer), callbacks=[rates], **how)
+    return rates.seen
+
+
+def torchs_rates(schedule: Any, num_calls: int) -> list[float]:
+    optimizer = SGD(net().parameters(), lr=0.1, momentum=0.9)
+    scheduler, rates = schedule(optimizer), []
+    for _ in range(num_calls):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
+
+
+def halved(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def what_works(folder: str) -> None:
+    comm = ddp.init(abort_s=20)
+    expected = fit(ddp.Classification(), epochs=2)
+    for loss in (F.cross_entropy, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")):
+        torch.testing.assert_close(weights(fit(loss, epochs=2)), weights(expected), rtol=1e-9, atol=1e-12)
+    summed = fit(lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum"), reduction="sum", epochs=2)
+    assert torch.equal(weights(summed), weights(expected))
+    for data in (DataLoader(Rows(), batch_size=3, collate_fn=nested), Rows()):
+        how = {} if isinstance(data, DataLoader) else {"collate": nested}
+        state = fit(Nested(), data, epochs=2, test_data=Rows(), **how)
+        assert torch.equal(weights(state), weights(expected))
+        means = ddp.evaluate(state.model, Rows(), loss=Nested(), collate=nested, batch_size=7)
+        assert means is not None and means["loss"] == pytest.approx(state.evaluation["test_loss"], rel=1e-12)
+        outputs = ddp.predict(state.model, Rows(), task=Nested(), collate=nested)
+        assert torch.equal(outputs, ddp.predict(state.model, X))
+
+    assert scheduled(one_cycle, schedule_every="step", epochs=3) == pytest.approx(torchs_rates(one_cycle, 12))
+    by_epoch = [rate for rate in torchs_rates(halved, 3) for _ in range(4)]
+    assert scheduled(halved, schedule_every="epoch", epochs=3) == pytest.approx(by_epoch)
+    plateau = scheduled(
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, threshold=1e9, patience=0), epochs=3,
+        test_data=(X, CLASSES),
+    )  # fmt: skip
+    assert plateau == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 4)  # no metric is good enough
+
+    run = Path(folder) / "cycle"
+    first = scheduled(one_cycle, schedule_every="step", epochs=1, checkpoint_dir=run)
+    rest = scheduled(one_cycle, schedule_every="step", epochs=3, checkpoint_dir=run, resume="auto")
+    assert first + rest == pytest.approx(torchs_rates(one_cycle, 12))
+    comm.barrier()
+    written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    assert written == {"checkpoints", "metrics.jsonl", "curves.png", "summary.json"} or comm.rank == 1
+    if comm.rank == 0:
+        assert json.loads((run / "summary.json").read_text())["steps"] == 12
+    ddp.shutdown()
+
+
+def test_what_works(tmp_path: Path) -> None:
+    run_ranks(what_works, 2, str(tmp_path), timeout_s=90)
+
+
+# --- what does not, and says so --------------------------------------------------------------------------------------
+
+
+class Returns(ddp.Task):
+    """Returns something from the sum of the losses, their number, and their mean."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return self.what(losses)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class NoTask:
+    def loss(self, model: nn.Module, batch: Any) -> None: ...
+
+
+def other_optimizer() -> Any:
+    return SGD(net().parameters(), lr=0.1)
+
+
+def scheduler_of(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 30)
+
+
+MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "mean, with the length": (Returns(lambda x: (x.mean(), len(x))), {}, r"a mean, where the sum is expected"),
+    "count of one": (Returns(lambda x: (x.sum(), 1)), {}, r"returned the count 1 for 5 samples, but 1 and 1 for two"),
+    "mean and count of one": (Returns(lambda x: (x.mean(), 1)), {}, r"a mean, where the sum is expected"),
+    "no count": (Returns(lambda x: x.sum()), {}, r"Returns.loss returned a Tensor: return two, the sum"),
+    "three values": (Returns(lambda x: (x.sum(), len(x), x)), {}, r"Returns.loss returned 3 values: return two"),
+    "losses unsummed": (Returns(lambda x: (x, len(x))), {}, r"returned a tensor \[5\] as its loss: return a scalar"),
+    "a number": (Returns(lambda x: (x.sum().item(), len(x))), {}, r"returned a float as its loss: return a scalar"),
+    "half a count": (Returns(lambda x: (x.sum(), 2.5)), {}, r"returned the count 2.5: return the number of terms"),
+    "detached": (Returns(lambda x: (x.sum().detach(), len(x))), {}, "depends on no parameter that is trained"),
+    "a sum taken for a mean": (
+        lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum"),
+        {},
+        r'returns the sum of a batch, but reduction="mean" was taken: say reduction="sum"',
+    ),
+    "a mean taken for a sum": (
+        F.cross_entropy,
+        {"reduction": "sum"},
+        'cross_entropy returns the mean .* say reduction="mean"',
+    ),
+    "reductions that contradict": (
+        nn.CrossEntropyLoss(),
+        {"reduction": "sum"},
+        "CrossEntropyLoss has reduction='mean'",
+    ),
+    "unreduced": (nn.CrossEntropyLoss(reduction="none"), {}, "reduction='none' of CrossEntropyLoss: take"),
+    "shapes that broadcast": (
+        F.mse_loss,
+        {"module": net(1), "data": (X, VALUES[:, 0])},
+        r"mse_loss outputs and targets differ in shape: target size \(torch.Size\(\[\d\]\)\)",
+    ),
+    "a class": (
+        nn.CrossEntropyLoss,
+        {},
+        r"loss=CrossEntropyLoss is a class: give an object of it, CrossEntropyLoss\(\)",
+    ),
+    "no task": (NoTask(), {}, "NoTask has a method `loss` but is no task: derive its class from ddp.Task"),
+    "a string": ("cross_entropy", {}, r"loss='cross_entropy': give a function loss\(outputs, targets\)"),
+    "no pairs": (
+        F.cross_entropy,
+        {"data": X},
+        r"cross_entropy needs batches \(inputs, targets\), but the data give a tensor",
+    ),
+    "a stream": (F.cross_entropy, {"data": Stream()}, "data is Stream, an IterableDataset"),
+    "a test stream": (F.cross_entropy, {"test_data": Stream()}, "test_data is Stream, an IterableDataset"),
+    "no samples": (F.cross_entropy, {"data": (X[:0], CLASSES[:0])}, "the training set has 0 samples"),
+    "meta": (F.cross_entropy, {"module": nn.Linear(6, 3, device="meta")}, "the model Linear is on the meta device"),
+    "another's optimizer": (
+        F.cross_entropy,
+        {"optimizer": other_optimizer()},
+        r"holds 6 parameter\(s\) that are not the model's",
+    ),
+    "epoch": (F.cross_entropy, {"epoch": 3}, r"fit\(\) has no argument 'epoch'. Did you mean 'epochs'\?"),
+    "no end": (F.cross_entropy, {"epochs": None}, "neither epochs nor max_steps is given"),
+    "too small a batch": (F.cross_entropy, {"global_batch": 0}, "a global batch of 0 cannot be shared by 1 workers"),
+    "another's scheduler": (
+        F.cross_entropy,
+        {"schedule": scheduler_of(other_optimizer())},
+        "StepLR was made for another optimizer",
+    ),
+    "resume without a folder": (F.cross_entropy, {"resume": "auto"}, "which run\\? Name its folder"),
+    "resume from nowhere": (F.cross_entropy, {"resume": "/nowhere"}, "resume=/nowhere does not exist"),
+    "torch's class": (
+        F.cross_entropy,
+        {"schedule_every": "step"},
+        "schedule_every='step': is for torch's schedulers only",
+    ),
+}
+
+
+def mistakes() -> list[str]:
+    """Returns the sentence of each mistake, in order; "trained" where there was none."""
+    ddp.init(abort_s=20)
+    said = []
+    for loss, how, _ in MISTAKES.values():
+        try:
+            fit(loss, **{"global_batch": 5, **how})
+            said.append("trained")
+        except (ConfigError, CheckpointError, TypeError) as error:
+            said.append(str(error))
+    module = net()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r'StepLR with schedule_every=None: .* say schedule_every="step" or "epoch"'):
+        fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=scheduler_of(optimizer))
+    ddp.shutdown()
+    return said
+
+
+def test_mistakes_are_told_in_one_sentence() -> None:
+    (said,) = run_ranks(mistakes, 1)
+    for (name, (_, _, sentence)), told in zip(MISTAKES.items(), said, strict=True):
+        with pytest.raises(ConfigError, match=sentence):
+            raise ConfigError(told)
+        assert "\n" not in told, name
+
+
+def warnings_of(folder: str) -> list[list[str]]:
+    """Returns what is warned of in four runs that train all the same."""
+    ddp.init(abort_s=20)
+    found: list[list[str]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found[-1].append(record.getMessage())
+
+    logging.getLogger("ddp").addHandler(Keep(logging.WARNING))
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1], dtype=torch.float64))
+    partly = net()
+    runs: list[tuple[Any, dict[str, Any]]] = [
+        (F.cross_entropy, {}),
+        (weighted, {}),
+        (F.cross_entropy, {"module": partly, "optimizer": SGD(partly[4].parameters(), lr=0.1)}),
+        (F.cross_entropy, {"module": nn.Linear(6, 3), "data": (X.float(), CLASSES)}),
+    ]
+    for loss, how in runs:
+        found.append([])
+        fit(loss, **how)
+    run = Path(folder) / "run"
+    for global_batch in (10, 8):
+        found.append([])
+        fit(F.cross_entropy, checkpoint_dir=run, resume="auto", global_batch=global_batch)
+    with pytest.raises(ConfigError, match=r'run holds a run: continue it with resume="auto", or take another folder'):
+        fit(F.cross_entropy, checkpoint_dir=run)
+    ddp.shutdown()
+    return found
+
+
+def test_what_is_warned_of(tmp_path: Path) -> None:
+    (found,) = run_ranks(warnings_of, 1, str(tmp_path))
+    assert [len(each) for each in found] == [0, 1, 1, 0, 0, 1]
+    assert "is not the sum of its parts' losses" in found[1][0]
+    assert "leaves out 4 parameter(s) of the model that have a gradient, such as 0.weight" in found[2][0]
+    assert "global_batch was 10, is 8" in found[5][0]
+
+
+def test_a_look_at_the_first_batch_changes_nothing() -> None:
+    run_ranks(looked_at, 1)
+
+
+def looked_at() -> None:
+    """A loop by hand, without the look, ends with the same bits, with dropout and BatchNorm."""
+    comm = ddp.init(abort_s=20)
+    from ddp.data.streams import dropout_stream
+
+    state = fit(ddp.Classification(), epochs=2)
+    module = net()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    sampler = TrainSampler(40, global_batch=10, rank=0, world_size=1)
+    for step in range(8):
+        plan = next(sampler.plans())
+        dropout_stream(0, step, 0, 0, comm.device)
+        optimizer.zero_grad()
+        indices = list(plan.micros[0].indices)
+        loss = F.cross_entropy(module(X[indices]), CLASSES[indices], reduction="sum")
+        loss.backward()
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 10
+        optimizer.step()
+        sampler.commit(plan)
+    ddp.shutdown()
+    assert torch.equal(torch.cat([p.detach().flatten() for p in module.parameters()]), weights(state))
+    assert all(torch.equal(a, b) for a, b in zip(module.buffers(), state.model.module.buffers(), strict=True))
