@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
+    from ddp.trained import load as load
 
 _HOMES = {
     "BucketedDataParallel": "ddp.replica.bucketed",
@@ -98,6 +99,7 @@ _HOMES = {
     "fit": "ddp.train.fit",
     "init": "ddp.comm.setup",
     "launch": "ddp.launcher",
+    "load": "ddp.trained",
     "predict": "ddp.train.evaluate",
     "shutdown": "ddp.comm.setup",
 }

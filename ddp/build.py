@@ -5,7 +5,7 @@
     run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
     finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table
 
-Read before: `components.py`. Read next: `under_torchrun.py`.
+Read before: `components.py`. Read next: `trained.py`.
 """
 
 from __future__ import annotations
@@ -138,16 +138,17 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         log_every=config.log_every,
         curves=False,  # `finish` draws them, with the yardsticks
         stop=stop,
-        settings=bits_depend_on(config),
+        settings=bits_depend_on(config, splits),
         comm=comm,
     )
 
 
-def bits_depend_on(config: Config) -> dict[str, Any]:
-    """Returns the settings that the bits of the result depend on."""
+def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
+    """Returns the settings that the bits of the result depend on, and the facts that the model was built from."""
     plain = asdict(config)
     keys = ("seed", "batch", "precision", "clip_norm", "deterministic", "data", "model", "optim", "schedule")
-    return {key: plain[key] for key in (*keys, "epochs", "max_steps")}
+    facts = {"sample_shape": splits.sample_shape and list(splits.sample_shape), "num_classes": splits.num_classes}
+    return {**{key: plain[key] for key in (*keys, "epochs", "max_steps")}, **facts}
 
 
 def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ddp.config import CHOICES, Config, choose
@@ -29,6 +30,13 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
     config: Config = _read(Config, plain, key="")
     validate(config)
     return config
+
+
+def settings_of(path: Path) -> Path | None:
+    """Returns the config.yaml of the run that `path` belongs to: RUN_DIR, its checkpoints/, or one of these."""
+    start = path.resolve()
+    found = (folder / "config.yaml" for folder in (start, *start.parents[:2]))
+    return next((each for each in found if each.is_file()), None)
 
 
 def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigError:

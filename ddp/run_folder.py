@@ -23,9 +23,10 @@ import yaml
 
 from ddp.config import Config
 from ddp.config_checks import resolve
-from ddp.config_reader import from_plain
+from ddp.config_reader import from_plain, settings_of
 from ddp.errors import ConfigError
 from ddp.files import flush_folder, hold, write_whole
+from ddp.log import log
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
@@ -59,15 +60,23 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
 
 
 def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config:
-    """Returns, for resume=auto, the settings of the run in this folder, with this command line's on top.
+    """Returns the settings of the run that is resumed, with this command line's on top.
 
-    Without resume=auto, or without a run in the folder, `config` is returned as it is.
+    Without a run to resume, or if it has no settings because it was made from Python, `config` is returned as it is.
     """
-    path = run_dir / "config.yaml"
+    path = _earlier_settings(config, run_dir)
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    if config.resume != "auto" or not path.exists() or "recipe" in keys:
+    if path is None or "recipe" in keys:
         return config
-    plain, now = _read_settings(path), asdict(config)
+    try:
+        plain, now = _read_settings(path), asdict(config)
+    except ConfigError as error:
+        if config.resume == "auto":
+            raise
+        log.warning("%s", str(error).partition(". The checkpoints")[0] + "; this command line's settings are taken")
+        return config
+    if config.resume != "auto":
+        plain.update({group: now[group] for group in ("run", "init_from")})  # it goes on elsewhere, from a checkpoint
     derived = {"cluster": ["local_workers"], "batch": ["num_shards"]}
     if "cluster.workers" in keys:
         derived["cluster"].append("threads_per_worker")
@@ -146,14 +155,19 @@ def _try_writing(run_dir: Path) -> None:
 
 def _earlier_num_shards(config: Config, run_dir: Path) -> int | None:
     """Returns the number of shards of the run that this one resumes, because random streams depend on it."""
+    if (path := _earlier_settings(config, run_dir)) is not None:
+        with contextlib.suppress(ConfigError):  # its checkpoints do not need it; `restore` says what differs
+            return from_plain(_read_settings(path)).batch.num_shards
+    return None
+
+
+def _earlier_settings(config: Config, run_dir: Path) -> Path | None:
+    """Returns the config.yaml of the run that this one resumes, or None if there is none."""
     if config.resume == "none":
         return None
-    start = run_dir if config.resume == "auto" else Path(config.resume).resolve()
-    for folder in (start, *start.parents[:2]):  # RUN_DIR, RUN_DIR/checkpoints or RUN_DIR/checkpoints/ONE
-        if (folder / "config.yaml").is_file():
-            with contextlib.suppress(ConfigError):  # its checkpoints do not need it; `restore` says what differs
-                return from_plain(_read_settings(folder / "config.yaml")).batch.num_shards
-    return None
+    if config.resume == "auto":
+        return run_dir / "config.yaml" if (run_dir / "config.yaml").is_file() else None
+    return settings_of(Path(config.resume))
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ FLOORS = [
         "bootstrap",
         "worker",
         "build",
+        "trained",
         "components",
         "config",
         "config_checks",

@@ -93,6 +93,25 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)  # tied: the matrix that reads tokens also predicts them
 
 
+@torch.no_grad()
+def generate(model: GPT, prompt: Tensor, *, num_tokens: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
+    """Returns `num_tokens` tokens that continue a prompt, each drawn from the model's prediction after the last ones.
+
+    Args:
+        model: in evaluation mode.
+        prompt: [time], one token or more.
+        temperature: below 1 the likely tokens are drawn more often still.
+        seed: of the draws.
+    """
+    random = torch.Generator(prompt.device).manual_seed(seed)
+    tokens = prompt
+    for _ in range(num_tokens):
+        logits = model(tokens[None, -model.context :])[0, -1]
+        drawn = torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=random)
+        tokens = torch.cat([tokens, drawn])
+    return tokens[len(prompt) :]
+
+
 class Block(nn.Module):
     """One layer: attention, then an MLP, each normalised on the way in and added to the stream on the way out."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddp.data import digits
 from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
-from ddp.models.gpt import GPT, rotary_angles, rotate
+from ddp.models.gpt import GPT, generate, rotary_angles, rotate
 from ddp.models.mlp import MLP
 from ddp.models.resnet import resnet
 from ddp.tasks.classification import Classification
@@ -197,3 +197,14 @@ def test_cnn_learns_digits_in_seconds() -> None:
     model.eval()
     right, count = task.metrics(model, splits.test.batch(range(len(splits.test))))["accuracy"]  # type: ignore[attr-defined]
     assert right / count > 0.95
+
+
+def test_gpt_generates_what_it_predicts() -> None:
+    """Nearly without chance, every token is the likeliest one after those that the context still holds."""
+    model, tokens = tiny_gpt(), TOKENS[0, :5]
+    drawn = generate(model, tokens, num_tokens=20, temperature=1e-4)
+    for token in drawn:
+        assert token == model(tokens[None, -model.context :])[0, -1].argmax()
+        tokens = torch.cat([tokens, token[None]])
+    warm = [generate(model, tokens, num_tokens=30, seed=seed).tolist() for seed in (0, 0, 1)]
+    assert warm[0] == warm[1] != warm[2]

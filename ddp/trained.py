@@ -1,0 +1,88 @@
+"""`ddp.load`: the weights of a trained run, and its model, built again where the run knows how.
+
+    trained = ddp.load("runs/mine")             the best checkpoint; the last one if nothing was evaluated
+    trained = ddp.load("runs/mine", "latest")
+    trained.weights                             a plain state dict, on the CPU
+    model = trained.model()                     in evaluation mode; for runs from the command line
+
+A run from Python has the weights alone, because only its program knows how to build the model:
+`model.load_state_dict(ddp.load("runs/mine").weights)`.
+
+Read before: `build.py`. Read next: `under_torchrun.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from ddp import components
+from ddp.config_reader import from_plain, settings_of
+from ddp.data.splits import Splits
+from ddp.errors import CheckpointError, ConfigError
+from ddp.train.stored_checkpoint import StoredCheckpoint, checkpoints_of
+from ddp.train.stored_checkpoint import load as load_checkpoint
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint of a run.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: optimizer steps until then.
+        score: the main metric on the held-out samples; None if they were not evaluated then.
+        weights: the model's state dict.
+    """
+
+    path: Path
+    step: int
+    score: float | None
+    weights: dict[str, Tensor]
+    _identity: dict[str, Any]
+
+    def model(self) -> nn.Module:
+        """Returns the trained model in evaluation mode, on the CPU.
+
+        Raises:
+            CheckpointError: the run does not know how its model is built.
+        """
+        path = settings_of(self.path)
+        if path is None:
+            raise CheckpointError(
+                f"{self.path} is of a run from Python, which does not know how its model is built: build it, and load "
+                "the weights with model.load_state_dict(ddp.load(…).weights)"
+            )
+        config = from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
+        shape, num_classes = (self._identity.get(fact) for fact in ("sample_shape", "num_classes"))
+        splits = Splits(train=(), test=(), name="", sample_shape=tuple(shape or ()), num_classes=num_classes or 0)
+        with torch.random.fork_rng(devices=[]):
+            model = components.make_model(config, splits)
+        model.load_state_dict(self.weights)
+        return model.eval()
+
+
+def load(path: str | Path, which: Literal["best", "latest"] = "best") -> Trained:
+    """Returns a checkpoint of a run, verified. Every process that needs it calls this; it is no collective.
+
+    Args:
+        path: the folder of a run, or of one of its checkpoints.
+        which: "best" by its main metric, or the last one if nothing was evaluated; or "latest".
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: `which` is neither.
+    """
+    if which not in ("best", "latest"):
+        raise ConfigError(f'which={which!r}: take "best" or "latest"')
+    folder = checkpoints_of(Path(path))
+    pointer = folder / "best"
+    if which == "best" and pointer.is_file():
+        folder = folder / pointer.read_text().strip()
+    found: StoredCheckpoint = load_checkpoint(folder, names=["model"])
+    return Trained(found.path, found.step, found.score, dict(found.parts["model"]), found.meta["identity"])
