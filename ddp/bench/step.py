@@ -10,13 +10,15 @@ repetition is one step: zero_grad, forward, backward, optimizer.
 | naive       | `ddp.NaiveDataParallel`: one all-reduce per parameter, after backward                              |
 | alone       | no communication; all ranks compute at the same time, as in the others                             |
 | in_backward | ours with `step_in_backward`: the optimizer steps a bucket while the next one is in flight         |
+| fit         | `ddp.fit` on samples in memory: from one step's beginning to the next one's                        |
+| by_hand     | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler   |
 
-All replicas have their default: a forward in training mode begins with a broadcast of rank 0's buffers (BatchNorm's
-statistics).
+The last two fetch a new batch for each step; the others have it. All replicas have their default: a forward in training
+mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
 
 | figure            | meaning                                                                                       |
 |-------------------|-----------------------------------------------------------------------------------------------|
-| torch ÷ ours      | above 1, ours is faster                                                                       |
+| torch ÷ ours      | above 1, ours is faster; and the same for by_hand ÷ fit                                       |
 | over alone        | ours ÷ alone − 1: what communication adds to a step                                           |
 | µs per parameter  | (ours − alone) ÷ parameters: with many tiny ones, the time in the interpreter                 |
 | wait              | how long a backward of ours waits for reductions                                              |
@@ -40,11 +42,14 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, pairwise
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp.bench.place import HERE, Place
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
@@ -52,9 +57,15 @@ from ddp.bench.units import three_digits, written
 from ddp.bench.workloads import WORKLOADS, Batch
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import init, shutdown
+from ddp.comm.setup import current, init, shutdown
+from ddp.data.splits import TensorSet
 from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
+from ddp.tasks.language_model import LanguageModel
+from ddp.train.callbacks import Callback
+from ddp.train.fit import fit
+from ddp.train.state import TrainState
 
 VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ours": DistributedDataParallel,
@@ -62,8 +73,11 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "naive": NaiveDataParallel,
     "alone": lambda module: module,
     "in_backward": DistributedDataParallel,
+    "fit": partial(BucketedDataParallel, broadcast_buffers=True),
+    "by_hand": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
 }
 LEAST_STEPS = 10
+PASSES = 16  # batches of each rank in an epoch of `fit` and `by_hand`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +115,7 @@ class StepCell(TimedCell):
             **{variant: written(three_digits, self.median_s(variant), 1e3) for variant in VARIANTS},
             "torch ÷ ours": written(three_digits, self.speedup),
             "over turns": self.spread,
+            "by_hand ÷ fit": written(three_digits, self.ratio("by_hand", "fit")),
             "over alone": written("{:+.1%}".format, self.over_alone),
             "µs per parameter": written(three_digits, self.per_parameter_s, 1e6),
             "wait": written(three_digits, self.wait_s, 1e3),
@@ -134,7 +149,10 @@ class TimeSteps:
     def _measure(self, comm: Communicator) -> StepCell:
         """Has all replicas in local variables, so that they end here (note "replicas first")."""
         module, batch = make(self.model, rank=comm.rank)
-        trainings = {name: Training(name, copy.deepcopy(module), batch) for name in self.variants}
+        kinds: dict[str, type[Training]] = {"fit": Fitting, "by_hand": ByHand}
+        trainings = {
+            name: kinds.get(name, Training)(name, copy.deepcopy(module), batch) for name in self.variants
+        }
         for training in trainings.values():
             training.find_pace()
         ours = trainings.get("ours")
@@ -189,28 +207,90 @@ class Training:
         self._optimizer.step()
         self.loss = loss.detach()
 
+    def steps_s(self, num_steps: int) -> list[float]:
+        """Returns the time of each step."""
+        times_s = []
+        for _ in range(num_steps):
+            start_s = now_s()
+            self.step()
+            times_s.append(now_s() - start_s)
+        return times_s
+
     def find_pace(self) -> None:
         """Warms up, since both classes rebuild their buckets after the first step, and chooses the steps of a turn."""
-        start_s = now_s()
-        for _ in range(LEAST_STEPS // 2):
-            self.step()
-        step_s = (now_s() - start_s) / (LEAST_STEPS // 2)
+        step_s = statistics.fmean(self.steps_s(LEAST_STEPS // 2))
         self.num_steps = num_repetitions(slowest([step_s])[0], least=LEAST_STEPS)
 
     def turn_s(self, comm: Communicator) -> float:
         """Returns the median step of the rank where that is longest: the others wait for it, or would have to."""
-        times_s = []
         comm.barrier()
-        for _ in range(self.num_steps):
-            start_s = now_s()
-            self.step()
-            times_s.append(now_s() - start_s)
-        return slowest([statistics.median(times_s)])[0]
+        return slowest([statistics.median(self.steps_s(self.num_steps))])[0]
 
     def waited_s(self) -> float:
         """Returns how long all backwards of ours have waited for reductions so far."""
         assert isinstance(self.replica, DistributedDataParallel)
         return self.replica.waited.total_s
+
+
+class Fitting(Training):
+    """Trains with `ddp.fit`, which logs as it does unless told otherwise, and saves nothing."""
+
+    def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
+        super().__init__(variant, module, batch)
+        self._comm = current()
+        inputs, targets = (torch.cat([part] * (PASSES * self._comm.world_size)) for part in batch)
+        self._samples = TensorSet(inputs, targets)
+
+    def steps_s(self, num_steps: int) -> list[float]:
+        """Returns the time of each step of a fit, from its beginning to the next one's."""
+        starts = StepStarts()
+        state = fit(
+            self.replica,
+            self._samples,
+            self._optimizer,
+            loss=LanguageModel() if self._samples.targets.dim() > 1 else nn.CrossEntropyLoss(),
+            global_batch=len(self._batch[0]) * self._comm.world_size,
+            max_steps=num_steps + 1,
+            checkpoint_dir=None,
+            progress=False,
+            callbacks=[starts],
+            comm=self._comm,
+        )
+        self.loss = torch.tensor(state.train_loss)
+        return [end - start for start, end in pairwise(starts.seen_s)]
+
+
+class StepStarts(Callback):
+    """Notes when each step begins."""
+
+    def __init__(self) -> None:
+        self.seen_s: list[float] = []
+
+    def step_start(self, state: TrainState) -> None:
+        self.seen_s.append(now_s())
+
+
+class ByHand(Training):
+    """Trains as torch's tutorials do."""
+
+    def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
+        super().__init__(variant, module, batch)
+        samples = TensorDataset(*(torch.cat([part] * (PASSES * dist.get_world_size())) for part in batch))
+        self._sampler: DistributedSampler[Batch] = DistributedSampler(samples)
+        self._loader = DataLoader(samples, batch_size=len(batch[0]), sampler=self._sampler)
+
+    def steps_s(self, num_steps: int) -> list[float]:
+        """Returns the time of each step, from its beginning to the next one's."""
+        starts_s = [now_s()]
+        for epoch in count():
+            self._sampler.set_epoch(epoch)
+            for batch in self._loader:
+                self._batch = batch
+                self.step()
+                starts_s.append(now_s())
+                if len(starts_s) > num_steps:
+                    return [end - start for start, end in pairwise(starts_s)]
+        raise AssertionError("the loop above has no other end")
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

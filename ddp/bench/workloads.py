@@ -2,6 +2,7 @@
 
 | name                | what it is hard on                                                                        |
 |---------------------|-------------------------------------------------------------------------------------------|
+| small-mlp           | README's first program: hardly anything but the loop                                      |
 | digits-cnn          | the default job: a step of a millisecond or two                                           |
 | cnn-b64             | few parameters, much computing: communication should not be seen                          |
 | resnet18-32px       | 11 M parameters; the stem for photographs leaves a pixel of 32, so computing is cheap     |
@@ -71,8 +72,13 @@ def _tokens(n: int) -> Callable[[], Batch]:
     return lambda: (torch.randint(0, 256, (n, 128)), torch.randint(0, 256, (n, 128)))
 
 
+def _small_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
 WORKLOADS = {
     # the share of a worker in a global batch of 64 on two workers
+    "small-mlp": Workload(_small_mlp, lambda: (torch.randn(32, 20), torch.randint(0, 2, (32,)))),
     "digits-cnn": Workload(lambda: CNN(in_channels=1, image_size=8, num_classes=10), _images(32, 1, 8)),
     "cnn-b64": Workload(_small_cnn, _images(64, 1, 28)),
     "resnet18-32px": Workload(lambda: resnet("resnet18", num_classes=10, small_images=False), _images(16, 3, 32)),
