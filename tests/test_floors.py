@@ -27,6 +27,7 @@ FLOORS = [
         "worker",
         "build",
         "components",
+        "address",
         "config",
         "config_checks",
         "config_reader",

@@ -1,6 +1,6 @@
 """The results of a run for people: curves.png, and the table on the terminal.
 
-Read before: `progress.py`. Read next: `config.py`.
+Read before: `progress.py`. Read next: `address.py`.
 """
 
 from __future__ import annotations
