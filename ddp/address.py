@@ -18,7 +18,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +51,7 @@ def from_address(address: str, *, key: str, folder: str | Path) -> Any:
     found: Any = module
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{key}={address}: {_file_of(module)} has no {path}.{_nearest(part, found, name)}")
+            raise ConfigError(f"{key}={address}: {_file_of(module)} has no {path}{_nearest(part, found, name)}")
         found = getattr(found, part)
     return found
 
@@ -85,13 +85,15 @@ def called(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) 
 
 
 def origins() -> list[str]:
-    """Returns a sentence for each package that addresses have imported, because its name may stand for another one."""
-    return [f"{name} comes from {folder}" for name, folder in _origins.items()]
+    """Returns a line for each folder that addresses have imported from, because a name may stand for another module."""
+    names: dict[str, list[str]] = {}
+    for name, folder in _origins.items():
+        names.setdefault(folder, []).append(name)
+    return [f"imported from {folder}: {', '.join(found)}" for folder, found in names.items()]
 
 
 def _imported(name: str, *, setting: str, folder: Path) -> ModuleType:
     top = name.partition(".")[0]
-    is_new = top not in sys.modules
     _search_last(folder)
     try:
         module = importlib.import_module(name)
@@ -103,7 +105,7 @@ def _imported(name: str, *, setting: str, folder: Path) -> ModuleType:
         raise ConfigError(f"{setting}: {_file_of(sys.modules[top])} has no module {error.name}") from error
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may exit
         raise ConfigError(f"{setting}: importing {name} failed: {_told(error)}") from error
-    if is_new:
+    if top != "torch":
         _origins[top] = _home_of(sys.modules[top])
     return module
 
@@ -131,7 +133,7 @@ def _home_of(module: ModuleType) -> str:
 
 def _nearest(part: str, found: Any, module: str) -> str:
     near = get_close_matches(part, [name for name in vars(found) if not name.startswith("__")], n=1)
-    return f" Did you mean {module}:{near[0]}?" if near and isinstance(found, ModuleType) else ""
+    return f". Did you mean {module}:{near[0]}?" if near and isinstance(found, ModuleType) else ""
 
 
 def _told(error: BaseException) -> str:

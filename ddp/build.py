@@ -22,6 +22,7 @@ from torch import nn
 
 from ddp import components
 from ddp import config as settings
+from ddp.address import origins
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
@@ -58,9 +59,10 @@ def check(config: Config) -> None:
         ConfigError: data are missing, or the model cannot be built.
         CheckpointError: the checkpoint to resume, or the weights to start from, do not fit.
     """
+    components.add_own_algorithm(config, check=True)
     splits = components.load_data(config, download=True)
-    with torch.device("meta"):
-        model = components.make_model(config, splits)
+    components.check_loss(config, splits)
+    model = components.make_model_without_memory(config, splits)
     if (which := resume_from(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
@@ -73,6 +75,7 @@ def run(config: Config, run_dir: Path) -> None:
     """Runs as one worker: joins the others, trains, leaves."""
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
+    components.add_own_algorithm(config)
     comm = init(
         device=config.device,
         backend=config.backend,
@@ -237,7 +240,7 @@ def _write_summary(run_dir: Path, config: Config, state: TrainState, meter: Thro
 def _headline(
     config: Config, comm: Communicator, module: nn.Module, sampler: TrainSampler, num_steps: int, first: int
 ) -> str:
-    """Returns everything that was derived, in three lines."""
+    """Returns everything that was derived, in three lines, and where parts of the user's own come from."""
     micros = next(iter(sampler.plans())).micros
     largest = max((len(micro.indices) for micro in micros), default=0)
     rate = components.learning_rate(config)
@@ -252,6 +255,7 @@ def _headline(
         f"to {largest} samples a step; learning rate {rate:g}{scaled}",
         f"{sampler.length:,} training samples, {sampler.num_steps_per_epoch:,} steps per epoch, "
         f"{num_steps:,} steps{start}",
+        *origins(),
     ]
     return "\n".join(lines)
 
@@ -266,7 +270,7 @@ def identity(config: Config, comm: Communicator, model: Replica) -> dict[str, An
         "all_reduce": comm.auto.describe(),
         "bucket_layout": model.bucket_layout,
         **{key: plain[key] for key in ("seed", "batch", "precision", "clip_norm", "deterministic")},
-        **{key: plain[key] for key in ("data", "model", "optim", "schedule", "epochs", "max_steps")},
+        **{key: plain[key] for key in ("data", "model", "loss", "optim", "schedule", "epochs", "max_steps")},
     }
 
 

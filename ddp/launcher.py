@@ -137,7 +137,7 @@ def _accept_addresses() -> None:
             return "address"
 
         def load_config(self, config_path: str) -> ConfigResult:
-            group, _, name = config_path.removesuffix(".yaml").partition("/")
+            name = config_path.removesuffix(".yaml").partition("/")[2]
             content = OmegaConf.create({"name": name, "args": {}})
             return ConfigResult(self.provider, self.full_path(), content, header={"package": None})
 
@@ -316,6 +316,11 @@ def _restore_terminal() -> None:
         sys.stderr.write("\x1b[?25h\n")
 
 
+def _as_typed(override: str) -> str:
+    """Returns a setting without what `_free_keys` and Hydra's sweeper have added to it."""
+    return override.removeprefix("++").replace("\\:", ":")
+
+
 class _Job(NamedTuple):
     """One run of a sweep, and its exit status."""
 
@@ -339,7 +344,7 @@ def _print_sweep(jobs: Sequence[_Job]) -> None:
         results = [f"{key} {value:.4g}" for key, value in summary.items() if key.startswith("test_")]
         rate = summary.get("samples_per_s")
         table.add_row(
-            " ".join(override for override in job.overrides if override not in shared),
+            " ".join(_as_typed(override) for override in job.overrides if override not in shared),
             "" if rate is None else f"{rate:,.0f}",
             ", ".join(results),
             "done" if job.status == 0 else f"status {job.status}",

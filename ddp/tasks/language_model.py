@@ -6,7 +6,7 @@
 A target of −100 (`IGNORE`, torch's own convention) is no target: neither in the sum nor in the count. So padded texts
 of uneven length weigh by what they hold, on every rank.
 
-Read before: `classification.py`. Read next: `ngram.py`.
+Read before: `classification.py`. Read next: `plain_loss.py`.
 """
 
 from __future__ import annotations
