@@ -75,13 +75,25 @@ def called(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) 
         if signature is not None:
             signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"{key}.args={dict(arguments)}: {error}; {address} takes {signature}") from error
+        setting = f"{key}.args={dict(arguments)}" if arguments else f"{key}={address}"
+        raise ConfigError(f"{setting}: {error}; {address} takes {signature}") from error
     try:
         return found(**arguments)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}={address}: calling it failed: {_told(error)}") from error
+        raise ConfigError(f"{key}={address}: calling it failed: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """Returns in a line what an exception from the user's code says, and where in that code it was raised."""
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    not_theirs = ("<", str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(not_theirs)]
+    return f"{theirs[-1].filename}, line {theirs[-1].lineno}: {message}" if theirs else message
 
 
 def origins() -> list[str]:
@@ -99,12 +111,12 @@ def _imported(name: str, *, setting: str, folder: Path) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):  # it is missing inside of the user's module
-            raise ConfigError(f"{setting}: importing {name} failed: {_told(error)}") from error
+            raise ConfigError(f"{setting}: importing {name} failed: {told(error)}") from error
         if error.name == top:
             raise ConfigError(f"{setting}: there is no module {top} in {folder}, and none is installed") from error
         raise ConfigError(f"{setting}: {_file_of(sys.modules[top])} has no module {error.name}") from error
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may exit
-        raise ConfigError(f"{setting}: importing {name} failed: {_told(error)}") from error
+        raise ConfigError(f"{setting}: importing {name} failed: {told(error)}") from error
     if top != "torch":
         _origins[top] = _home_of(sys.modules[top])
     return module
@@ -134,14 +146,3 @@ def _home_of(module: ModuleType) -> str:
 def _nearest(part: str, found: Any, module: str) -> str:
     near = get_close_matches(part, [name for name in vars(found) if not name.startswith("__")], n=1)
     return f". Did you mean {module}:{near[0]}?" if near and isinstance(found, ModuleType) else ""
-
-
-def _told(error: BaseException) -> str:
-    """Returns file, line and message of an error in the user's code."""
-    message = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    not_theirs = ("<", str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(not_theirs)]
-    return f"{theirs[-1].filename}, line {theirs[-1].lineno}: {message}" if theirs else message

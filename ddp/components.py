@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddp import config as settings
-from ddp.address import called, from_address, is_address
+from ddp.address import called, from_address, is_address, told
 from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.config import Config
@@ -71,6 +72,8 @@ def _own_data(config: Config) -> Splits:
             return whole_splits(found, name=address)
         except ConfigError as error:
             raise ConfigError(f"data={address}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"data={address}: taking its first sample failed: {told(error)}") from error
 
 
 def make_task(config: Config) -> Task:
@@ -98,12 +101,7 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     """
     match config.model:
         case settings.OwnModel(name=address, args=arguments):
-            found = from_address(address, key="model", folder=config.run.code)
-            model = called(found, arguments, address=address, key="model")
-            if not isinstance(model, nn.Module):
-                kind = type(model).__name__
-                raise ConfigError(f"model={address}: returned an object of type {kind}; return a torch.nn.Module")
-            return model
+            return _own_model(address, arguments, folder=config.run.code)
         case settings.Mlp(hidden=hidden):
             shape, num_classes = _facts(config, splits)
             return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
@@ -121,6 +119,18 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
             shape, num_classes = _facts(config, splits, of="[channels, height, width]")
             small = shape[1] < SMALL_IMAGE
             return resnet(config.model.name, num_classes=num_classes, small_images=small, in_channels=shape[0])
+
+
+def _own_model(address: str, arguments: dict[str, Any], *, folder: str) -> nn.Module:
+    """Returns the user's own model."""
+    found = from_address(address, key="model", folder=folder)
+    model = called(found, arguments, address=address, key="model")
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"model={address}: returned an object of type {kind}; return a torch.nn.Module")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ConfigError(f"model={address}: {lazy[0]} has no size yet; give it one, because replicas begin equal")
+    return model
 
 
 def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:

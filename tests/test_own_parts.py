@@ -97,6 +97,7 @@ def test_what_is_wrong_with_an_address_is_one_sentence(
 def test_addresses_compose_and_round_trip(folder: Path) -> None:
     overrides = ["model=my_package.models:Net", "model.args.width=64", "data=parts:make", "data.args={n: 9}"]
     config, _ = composed([*overrides, "loss=parts:my_loss", "comm.algorithm=parts:chain"])
+    assert composed([r"model=my_package.models\:Net"])[0].model.name == config.model.name, "a sweep passes on this form"
     assert config.model == OwnModel(name="my_package.models:Net", args={"width": 64})
     assert config.data == OwnData(name="parts:make", args={"n": 9})
     resolve(config)
@@ -171,6 +172,18 @@ def classes():
 def images():
     return torch.utils.data.random_split([(torch.zeros(3, 8, 8), 0)] * 8, [6, 2])
 
+def lazy():
+    return nn.LazyLinear(3)
+
+class Unreadable:
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        raise OSError("no such image")
+
+def unreadable():
+    return Unreadable(), Unreadable()
+
 class HalfATask:
     def loss(self, model, batch): ...
 """
@@ -188,6 +201,8 @@ class HalfATask:
         ({"model": {"name": "bits:PAIR"}}, "bits.py has no PAIR"),
         ({"model": {"name": "bits:__name__"}}, "model=bits:__name__: is 'bits'; give the address of a class or func"),
         ({"data": {"name": "bits:number"}}, "data=bits:number: returned an object of type int; return a pair"),
+        ({"model": {"name": "bits:lazy"}}, "model=bits:lazy: weight has no size yet"),
+        ({"data": {"name": "bits:unreadable"}}, "bits.py, line 29: OSError: no such image"),
         ({"data": {"name": "bits:classes"}}, "model=cnn: reads samples of [channels, height, width], and those of"),
         ({"data": {"name": "bits:images"}}, "model=cnn: needs the num_classes of data=bits:images; return ddp.Spl"),
         ({"data": {"name": "parts:make"}}, "loss=auto: is for classes, and the targets of data=parts:make are float32"),
