@@ -86,7 +86,10 @@ def make_task(config: Config) -> Task:
     if not hasattr(found, "loss"):
         if not callable(found):
             raise ConfigError(f"loss={config.loss}: is {found!r:.60}; give the address of a function or task")
-        return LossFunction(found, reduction="mean")
+        reduction: Any = getattr(found, "reduction", "mean")  # torch's modules have it
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss={config.loss}: has reduction={reduction!r}; take 'mean' or 'sum'")
+        return LossFunction(found, reduction=reduction)
     members = [name for name in vars(Task) if not name.startswith("_")]
     if missing := [name for name in members if not hasattr(found, name)]:
         raise ConfigError(f"loss={config.loss}: has a loss, but no {', '.join(missing)}; see ddp/tasks/task.py")
@@ -157,9 +160,9 @@ def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, 
     model, data = f"model={config.model.name}", f"data={config.data.name}"
     unknown = {"sample_shape": shape, "num_classes": num_classes}
     if missing := [name for name, fact in unknown.items() if fact is None]:
-        told = ", ".join(f"{name}=…" for name in missing)
+        facts = ", ".join(f"{name}=…" for name in missing)
         raise ConfigError(
-            f"{model}: needs the {' and '.join(missing)} of {data}; return ddp.Splits(train=…, test=…, {told}) there"
+            f"{model}: needs the {' and '.join(missing)} of {data}; return ddp.Splits(train=…, test=…, {facts}) there"
         )
     assert shape is not None and num_classes is not None
     if of and len(shape) != len(of.split()):

@@ -36,6 +36,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -122,6 +123,7 @@ def _free_keys(overrides: Sequence[str]) -> list[str]:
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 
+@cache
 def _accept_addresses() -> None:
     """Makes Hydra find model=MODULE:NAME and data=MODULE:NAME: in a source of settings that it searches after conf/."""
     from hydra.core.object_type import ObjectType

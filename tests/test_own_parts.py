@@ -184,6 +184,8 @@ class Unreadable:
 def unreadable():
     return Unreadable(), Unreadable()
 
+each = nn.MSELoss(reduction="none")
+
 class HalfATask:
     def loss(self, model, batch): ...
 """
@@ -206,6 +208,7 @@ class HalfATask:
         ({"data": {"name": "bits:classes"}}, "model=cnn: reads samples of [channels, height, width], and those of"),
         ({"data": {"name": "bits:images"}}, "model=cnn: needs the num_classes of data=bits:images; return ddp.Spl"),
         ({"data": {"name": "parts:make"}}, "loss=auto: is for classes, and the targets of data=parts:make are float32"),
+        ({"loss": "bits:each"}, "loss=bits:each: has reduction='none'; take 'mean' or 'sum'"),
         ({"loss": "bits:HalfATask"}, "loss=bits:HalfATask: has a loss, but no main_metric, higher_is_better, metrics"),
     ],
 )
