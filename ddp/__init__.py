@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from ddp.data.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.sampler import TrainSampler as TrainSampler
+    from ddp.data.splits import Splits as Splits
     from ddp.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.errors import PeerLost as PeerLost
     from ddp.gradients.totals import Totals as Totals
@@ -91,6 +92,7 @@ _HOMES = {
     "LanguageModel": "ddp.tasks.language_model",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
+    "Splits": "ddp.data.splits",
     "SyncBatchNorm": "ddp.replica.sync_batchnorm",
     "Task": "ddp.tasks.task",
     "Totals": "ddp.gradients.totals",

@@ -5,6 +5,7 @@ python -m ddp draw ring 4                        the rounds of a schedule, as te
 python -m ddp draw ring 4 --svg ring.svg         … as a picture
 python -m ddp draw hierarchical 6 --hosts 3,3    … of one that depends on which ranks share a host
 python -m ddp check ring 4                       proves it, and shows what each chunk becomes
+python -m ddp check my_module:chain 4            … a schedule of your own; draw and simulate take one, too
 python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
                                                  how long it would take on such a network, and what it sends
 python -m ddp explain 25MB --workers 2           starts workers here, measures, and says which way "auto" goes
@@ -26,8 +27,17 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ddp.address import from_address, is_address
 from ddp.bench.units import format_bandwidth, format_time, parse_delay, parse_rate, parse_size
-from ddp.collectives.catalog import BETWEEN_HOSTS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
+from ddp.collectives.catalog import (
+    BETWEEN_HOSTS,
+    SCHEDULES,
+    Hosts,
+    Schedule,
+    all_reduce_schedules,
+    own_all_reduce,
+    prove,
+)
 from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.picture import svg
@@ -37,6 +47,7 @@ if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
 
 MOST_RANKS_SHOWN = 64
+MOST_RANKS_PROVEN = 256  # of a schedule of the user's own that is drawn or simulated
 
 
 class Parser(argparse.ArgumentParser):
@@ -193,7 +204,8 @@ def explained(nbytes: int, *, shared_memory: bool) -> str:
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name a schedule."""
-    parser.add_argument("schedule", help=f"one of {', '.join([*SCHEDULES, 'two_dimensional', *BETWEEN_HOSTS])}")
+    names = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS]
+    parser.add_argument("schedule", help=f"one of {', '.join(names)}; or MODULE:NAME, a generator of your own")
     parser.add_argument("num_ranks", type=int, help="from 1 up")
     parser.add_argument(
         "--hosts", metavar="N,N,…", help="how many ranks each host has, e.g. 2,2 (one host unless given)"
@@ -210,6 +222,11 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a schedule needs at least one rank")
     hosts = hosts_of_sizes(options.hosts, num_ranks) if options.hosts else equal_hosts(num_ranks, per_host or num_ranks)
+    if is_address(name):
+        schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
+        if num_ranks <= MOST_RANKS_PROVEN:
+            prove(schedule, num_ranks, what=name)
+        return schedule, hosts
     found = {**SCHEDULES, **all_reduce_schedules(hosts)}
     if name in found:
         return found[name], hosts

@@ -22,6 +22,7 @@ from torch import nn
 
 from ddp import components
 from ddp import config as settings
+from ddp.address import origins
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
@@ -48,9 +49,10 @@ def check(config: Config) -> None:
         ConfigError: data are missing, or the model cannot be built.
         CheckpointError: the checkpoint to resume, or the weights to start from, do not fit.
     """
+    components.add_own_algorithm(config, check=True)
     splits = components.load_data(config, download=True)
-    with torch.device("meta"):
-        model = components.make_model(config, splits)
+    components.check_loss(config, splits)
+    model = components.make_model_without_memory(config, splits)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
@@ -63,6 +65,7 @@ def run(config: Config, run_dir: Path) -> None:
     """Runs as one worker: joins the others, trains, leaves."""
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
+    components.add_own_algorithm(config)
     comm = init(
         device=config.device,
         backend=config.backend,
@@ -109,8 +112,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = components.make_optimizer(config, module)
-    if (rate := components.learning_rate(config)) != config.optim.lr and comm.rank == 0:
-        print(f"learning rate {rate:g}: {config.optim.lr:g} × {rate / config.optim.lr:g} for this batch", flush=True)
+    if comm.rank == 0 and (notes := [*origins(), *_scaled(config)]):
+        print("\n".join(notes), flush=True)
     collect_from_now_on()  # the optimizer has imported the last of torch
     fit(
         model,
@@ -127,6 +130,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         evaluate_every_steps=config.evaluate.every_steps,
         evaluation_batch=config.loader.evaluation_batch,
         loader_workers=config.loader.num_workers,
+        collate=splits.collate,
         schedule=components.make_schedule(config),
         clip_norm=config.clip_norm,
         precision=config.precision,
@@ -143,10 +147,16 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     )
 
 
+def _scaled(config: Config) -> list[str]:
+    """Returns a line about the learning rate, if it was scaled for the global batch."""
+    rate, given = components.learning_rate(config), config.optim.lr
+    return [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
+
+
 def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     """Returns the settings that the bits of the result depend on, and the facts that the model was built from."""
     plain = asdict(config)
-    keys = ("seed", "batch", "precision", "clip_norm", "deterministic", "data", "model", "optim", "schedule")
+    keys = ("seed", "batch", "precision", "clip_norm", "deterministic", "data", "model", "loss", "optim", "schedule")
     facts = {"sample_shape": splits.sample_shape and list(splits.sample_shape), "num_classes": splits.num_classes}
     return {**{key: plain[key] for key in (*keys, "epochs", "max_steps")}, **facts}
 

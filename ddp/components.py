@@ -1,6 +1,7 @@
 """From settings to components: the one place that takes a `Config` apart and passes plain arguments on.
 
-Each function below builds one component of a run. Components know nothing of `Config`.
+Each function below builds one component of a run. Components know nothing of `Config`. A component of the user's own
+is imported from its address here, in the parent before any worker starts, and in every worker.
 
 Read before: `worker.py`, `config.py`. Read next: `build.py`.
 """
@@ -8,16 +9,22 @@ Read before: `worker.py`, `config.py`. Read next: `build.py`.
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddp import config as settings
+from ddp.address import called, from_address, is_address, told
+from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.config import Config
-from ddp.data import digits, image_sets, standard_library, synthetic
+from ddp.data import digits, image_sets, standard_library, streams, synthetic
+from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
+from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
@@ -28,6 +35,8 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel
+from ddp.tasks.loss_function import LossFunction, as_task
+from ddp.tasks.task import Task
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
@@ -35,6 +44,8 @@ SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 def load_data(config: Config, *, download: bool = False) -> Splits:
     """Returns training and held-out samples, after downloading what is missing if `download`."""
     match config.data:
+        case settings.OwnData():
+            return _own_data(config)
         case settings.Data(name="mnist", root=root):
             return image_sets.load_mnist(root, download=download)
         case settings.Data(name="cifar10", root=root):
@@ -51,28 +62,140 @@ def load_data(config: Config, *, download: bool = False) -> Splits:
             return digits.load()
 
 
-def make_task(config: Config) -> Classification | LanguageModel:
+def _own_data(config: Config) -> Splits:
+    """Returns the user's own data, which are the same in every process: a function may draw them at random."""
+    address, arguments = config.data.name, cast(settings.OwnData, config.data).args
+    function = from_address(address, key="data", folder=config.run.code)
+    with streams.preserved():
+        streams.seed_generators(0, device="cpu")
+        found = called(function, arguments, address=address, key="data")
+        try:
+            return whole_splits(found, name=address)
+        except ConfigError as error:
+            raise ConfigError(f"data={address}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"data={address}: taking its first sample failed: {told(error)}") from error
+
+
+def make_task(config: Config) -> Task:
     """Returns the task that the model learns."""
-    return LanguageModel() if isinstance(config.data, settings.StandardLibrary) else Classification()
+    if config.loss == "auto":
+        return LanguageModel() if isinstance(config.data, settings.StandardLibrary) else Classification()
+    found = from_address(config.loss, key="loss", folder=config.run.code)
+    try:
+        return as_task(called(found, {}, address=config.loss, key="loss") if isinstance(found, type) else found)
+    except ConfigError as error:
+        raise error if str(error).startswith("loss=") else ConfigError(f"loss={config.loss}: {error}") from error
 
 
 def make_model(config: Config, splits: Splits) -> nn.Module:
-    """Returns the bare model, initialised from the global generator."""
-    shape = splits.sample_shape
+    """Returns the bare model, initialised from the global generator.
+
+    Raises:
+        ConfigError: it cannot be built, or does not go with the samples.
+    """
     match config.model:
+        case settings.OwnModel(name=address, args=arguments):
+            return _own_model(address, arguments, folder=config.run.code)
         case settings.Mlp(hidden=hidden):
-            return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=splits.num_classes)
+            shape, num_classes = _facts(config, splits)
+            return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
         case settings.Cnn(width=width, dropout=dropout):
+            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
             return CNN(
-                in_channels=shape[0], image_size=shape[1], num_classes=splits.num_classes, width=width, dropout=dropout
+                in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout
             )
         case settings.Gpt(width=width, depth=depth, heads=heads, dropout=dropout):
+            (context,), num_classes = _facts(config, splits, of="[time]")
             return GPT(
-                vocab_size=splits.num_classes, context=shape[0], width=width, depth=depth, heads=heads, dropout=dropout
+                vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout
             )
         case _:
+            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
             small = shape[1] < SMALL_IMAGE
-            return resnet(config.model.name, num_classes=splits.num_classes, small_images=small, in_channels=shape[0])
+            return resnet(config.model.name, num_classes=num_classes, small_images=small, in_channels=shape[0])
+
+
+def _own_model(address: str, arguments: dict[str, Any], *, folder: str) -> nn.Module:
+    """Returns the user's own model."""
+    found = from_address(address, key="model", folder=folder)
+    model = called(found, arguments, address=address, key="model")
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"model={address}: returned an object of type {kind}; return a torch.nn.Module")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ConfigError(f"model={address}: {lazy[0]} has no size yet; give it one, because replicas begin equal")
+    return model
+
+
+def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
+    """Returns the model on the meta device; one of the user's own that cannot be built there is built for real."""
+    try:
+        with torch.device("meta"):
+            return make_model(config, splits)
+    except ConfigError:
+        if isinstance(config.model, settings.OwnModel):
+            return make_model(config, splits)
+        raise
+
+
+def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, ...], int]:
+    """Returns what a shipped model must know about samples: their shape, and the number of classes.
+
+    Args:
+        of: the dimensions that the model reads; "": any.
+
+    Raises:
+        ConfigError: the user's own data do not tell, or have other dimensions.
+    """
+    shape, num_classes = splits.sample_shape, splits.num_classes
+    model, data = f"model={config.model.name}", f"data={config.data.name}"
+    unknown = {"sample_shape": shape, "num_classes": num_classes}
+    if missing := [name for name, fact in unknown.items() if fact is None]:
+        facts = ", ".join(f"{name}=…" for name in missing)
+        raise ConfigError(
+            f"{model}: needs the {' and '.join(missing)} of {data}; return ddp.Splits(train=…, test=…, {facts}) there"
+        )
+    assert shape is not None and num_classes is not None
+    if of and len(shape) != len(of.split()):
+        raise ConfigError(f"{model}: reads samples of {of}, and those of {data} are {list(shape)}; take model=mlp")
+    return shape, num_classes
+
+
+def check_loss(config: Config, splits: Splits) -> None:
+    """Raises ConfigError if the loss cannot be that of the user's own data: without classes, or without pairs."""
+    targets: Any = getattr(splits.train, "targets", None)
+    is_own = isinstance(config.data, settings.OwnData)
+    needs_pairs = isinstance(make_task(config), Classification | LossFunction) and splits.collate is None
+    if is_own and needs_pairs and not (isinstance(first := splits.train[0], tuple | list) and len(first) == 2):
+        raise ConfigError(
+            f"loss={config.loss}: needs samples (input, target), and one of data={config.data.name} is a "
+            f"{type(first).__name__}; return pairs there, or take a ddp.Task of your own"
+        )
+    if is_own and config.loss == "auto" and isinstance(targets, torch.Tensor) and targets.is_floating_point():
+        kind = str(targets.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"loss=auto: is for classes, and the targets of data={config.data.name} are {kind}; "
+            "take loss=torch.nn.functional:mse_loss, or a function of your own"
+        )
+
+
+def add_own_algorithm(config: Config, *, check: bool = False) -> None:
+    """Puts the all-reduce that `comm.algorithm` gives the address of into the catalog, where communicators find it.
+
+    Args:
+        check: prove it first, for this number of workers.
+
+    Raises:
+        ConfigError: there is none, or it is wrong; the message says in which round of which rank.
+    """
+    name = config.comm.algorithm
+    if not is_address(name):
+        return
+    schedule = catalog.own_all_reduce(from_address(name, key="comm.algorithm", folder=config.run.code))
+    if check:
+        catalog.prove(schedule, config.cluster.workers, what=f"comm.algorithm={name}")
+    catalog.add(name, schedule)
 
 
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:

@@ -7,17 +7,20 @@
 
 Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base dataclass with the shared fields; a
 choice that has fields of its own is a subclass. The `name` of a choice, the file conf/GROUP/NAME.yaml and the word on
-the command line are the same. `CHOICES` is the table of all of them.
+the command line are the same. `CHOICES` is the table of all of them. Data and models of the user's own have an address
+as their name: see `address.py`.
 
 Components never see these classes: `components.py` takes them apart into plain keyword arguments.
 
-Read before: `train/fit.py`. Read next: `config_checks.py`.
+Read before: `address.py`. Read next: `config_checks.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from ddp.address import is_address
 
 # ---------------------------------------------------------------------------------------------------- the words
 
@@ -62,6 +65,13 @@ class Synthetic(Data):
 
 
 @dataclass(kw_only=True, slots=True)
+class OwnData(Data):
+    """Data of the user's own; the name is the address of a function that returns them."""
+
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function
+
+
+@dataclass(kw_only=True, slots=True)
 class Model:
     """A model: the ResNets have no other fields."""
 
@@ -88,6 +98,13 @@ class Gpt(Model):
     depth: int = 4
     heads: int = 6
     dropout: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnModel(Model):
+    """A model of the user's own; the name is the address of a class, or of a function that returns a module."""
+
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the class or function
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,10 +175,14 @@ _ALL: dict[str, tuple[Any, ...]] = {
 CHOICES = {group: {choice.name: choice for choice in choices} for group, choices in _ALL.items()}
 """group → name → its default settings: what conf/GROUP/ offers."""
 
+OWN = {"data": OwnData, "model": OwnModel}
+"""The groups in which a name may be an address."""
+
 
 def choose(group: str, name: str, /, **settings: Any) -> Any:
     """Returns a choice of a group: its default settings, some of them replaced."""
-    return replace(CHOICES[group][name], **settings)
+    is_own = group in OWN and is_address(name)
+    return replace(OWN[group](name=name) if is_own else CHOICES[group][name], **settings)
 
 
 # -------------------------------------------------------------------------------------------------- the fixed parts
@@ -181,6 +202,7 @@ class InitFrom:
 class Run:
     name: str = ""  # names the folder below runs/; "" takes date and time
     dir: str = ""  # the run's folder; set by the launcher (hydra.run.dir)
+    code: str = ""  # where addresses are imported from; set by the launcher to the folder that the run was started in
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,7 +221,7 @@ class Batch:
 
 @dataclass(kw_only=True, slots=True)
 class Comm:
-    algorithm: str = "auto"  # auto (least predicted time) | shared_memory | ring, tree, … | hierarchical, …
+    algorithm: str = "auto"  # auto (least predicted time) | shared_memory | ring, tree, … | hierarchical, … | ADDRESS
     order: Order = "any"
     shared_memory: bool = True  # False: also between workers of one host everything goes over the transport
     debug: bool = False  # the workers compare their calls before every collective
@@ -248,6 +270,7 @@ class Config:
     clip_norm: float | None = None
     log_every: int = 10  # steps between two lines of metrics.jsonl
     resume: str = "none"  # none | auto (this run's folder, if it holds a checkpoint) | path of a checkpoint or run
+    loss: str = "auto"  # auto (what the data are for) | ADDRESS of a function of outputs and targets, or of a task
     init_from: InitFrom = field(default_factory=InitFrom)
     run: Run = field(default_factory=Run)
     cluster: Cluster = field(default_factory=Cluster)

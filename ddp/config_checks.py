@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from ddp.address import is_address
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
-from ddp.config import Config, Gpt, ImageFolder, Sgd, StandardLibrary, Step
+from ddp.config import Config, Gpt, ImageFolder, OwnData, OwnModel, Sgd, StandardLibrary, Step
 from ddp.errors import ConfigError
 
 
@@ -43,6 +45,11 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     if config.batch.num_shards is None:
         fits = num_shards is not None and workers <= num_shards <= config.batch.global_size
         config.batch.num_shards = num_shards if fits else workers
+    names = (config.model.name, config.data.name, config.loss, config.comm.algorithm)
+    if not any(map(is_address, names)):
+        config.run.code = ""
+    elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
+        config.run.code = str(Path.cwd())
     validate(config)
 
 
@@ -102,6 +109,8 @@ WAYS = (
 def _algorithm_problems(config: Config) -> Iterator[str]:
     """Yields an algorithm's name that no layout of workers has. The communicator checks it for this layout."""
     name = config.comm.algorithm
+    if is_address(name):
+        return
     if name not in WAYS:
         yield f"comm.algorithm={name}: unknown; choose one of {', '.join(WAYS)}"
     elif name.startswith("shared_memory") and not config.comm.shared_memory:
@@ -111,10 +120,13 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 def _choice_problems(config: Config) -> Iterator[str]:
     """Yields where a group's choice contradicts itself or another group's."""
     is_text = isinstance(config.data, StandardLibrary)
-    if is_text != isinstance(config.model, Gpt):
+    is_own = isinstance(config.data, OwnData) or isinstance(config.model, OwnModel)
+    if not is_own and is_text != isinstance(config.model, Gpt):
         remedy = "model=gpt" if is_text else "data=standard_library, or a model for images such as model=cnn"
         kind = "text" if is_text else "images"
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
+    if config.loss != "auto" and not is_address(config.loss):
+        yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME of a function or task of your own"
     match config.data:
         case ImageFolder(path=None):
             yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ddp.config import CHOICES, Config, choose
+from ddp.address import is_address
+from ddp.config import CHOICES, OWN, Config, choose
 from ddp.config_checks import validate
 from ddp.errors import ConfigError
 
@@ -50,6 +51,14 @@ def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigE
     return ConfigError(f"unknown {what} {key}.{hint} Valid{level}: {', '.join(names) or 'nothing'}")
 
 
+def unknown_choice(group: str, name: str) -> ConfigError:
+    """Returns the error for a choice that a group does not offer, such as model=gtp."""
+    if group in OWN and "." in name:
+        remedy = f"for one of your own write a colon before its name: {group}={':'.join(name.rsplit('.', 1))}"
+        return ConfigError(f"unknown choice {group}={name}; {remedy}")
+    return unknown_key(f"{group}={name}", CHOICES[group], what="choice")
+
+
 def wrong_type(key: str, value: object, expected: object) -> ConfigError:
     """Returns the error for a value of the wrong type."""
     return ConfigError(f"{key}={'null' if value is None else value}: expected {_describe(expected)}")
@@ -63,6 +72,8 @@ def _read(kind: Any, value: Any, *, key: str) -> Any:
             return None
         (kind,) = (option for option in get_args(kind) if option is not type(None))
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:  # arguments of the user's own
+        return value
     if is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise wrong_type(key or "the configuration", value, dict)
@@ -86,10 +97,10 @@ def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
     default = kind
     if key in CHOICES:
         name = str(plain.get("name"))
-        if name not in CHOICES[key]:
-            raise unknown_key(f"{key}={name}", CHOICES[key], what="choice")
+        if name not in CHOICES[key] and not (key in OWN and is_address(name)):
+            raise unknown_choice(key, name)
         default = partial(choose, key, name)
-        kind = type(CHOICES[key][name])
+        kind = type(choose(key, name))
     hints = get_type_hints(kind)
     prefix = f"{key}." if key else ""
     for name in plain:

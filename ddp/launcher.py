@@ -36,12 +36,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ddp.config import CHOICES, Config
+from ddp.address import is_address
+from ddp.config import CHOICES, OWN, Config
 from ddp.config_checks import available_cores
-from ddp.config_reader import from_plain, unknown_key
+from ddp.config_reader import from_plain, unknown_choice, unknown_key
 from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
@@ -62,6 +64,7 @@ def main() -> NoReturn:
     skip_at_exit()
     import hydra
 
+    _accept_addresses()
     jobs: list[_Job] = []
 
     def job(composed: Any) -> None:
@@ -105,6 +108,7 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf, open_dict
 
+    _accept_addresses()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
         tree = compose("train", overrides=_free_keys(overrides), return_hydra_config=True)
         run_dir = Path(str(OmegaConf.select(tree, "hydra.run.dir"))).absolute()
@@ -114,8 +118,45 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
 
 
 def _free_keys(overrides: Sequence[str]) -> list[str]:
-    """Marks the keys of `init_from.rename`, which are the user's, as new to Hydra."""
-    return [f"++{override}" if override.startswith("init_from.rename") else override for override in overrides]
+    """Marks the keys of mappings whose keys are the user's as new to Hydra."""
+    free = ("init_from.rename", "model.args", "data.args")
+    return [f"++{override}" if override.startswith(free) else override for override in overrides]
+
+
+@cache
+def _accept_addresses() -> None:
+    """Makes Hydra find model=MODULE:NAME and data=MODULE:NAME: in a source of settings that it searches after conf/."""
+    from hydra.core.object_type import ObjectType
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
+    from omegaconf import OmegaConf
+
+    class Addresses(ConfigSource):
+        """Answers for every name with a colon, in the groups that take one."""
+
+        @staticmethod
+        def scheme() -> str:
+            return "address"
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            name = config_path.removesuffix(".yaml").partition("/")[2]
+            content = OmegaConf.create({"name": name, "args": {}})
+            return ConfigResult(self.provider, self.full_path(), content, header={"package": None})
+
+        def is_config(self, config_path: str) -> bool:
+            group, _, name = config_path.partition("/")
+            return group in OWN and is_address(name)
+
+        def is_group(self, config_path: str) -> bool:
+            return config_path in OWN
+
+        def available(self) -> bool:
+            return True
+
+        def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+            return []
+
+    Plugins.instance().register(Addresses)
 
 
 def _checked(composed: Any, overrides: Sequence[str]) -> Config:
@@ -153,7 +194,10 @@ def translated(error: BaseException) -> str | None:
     if isinstance(error, USER_ERRORS):
         return str(error)
     if isinstance(error, MissingConfigException):
-        asked = (error.missing_cfg_file or "").replace("/", "=")
+        group, _, name = (error.missing_cfg_file or "").partition("/")
+        if group in CHOICES:
+            return str(unknown_choice(group, name))
+        asked = f"{group}={name}"
         return str(unknown_key(asked, error.options, what="choice")) if error.options else str(error).splitlines()[0]
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: {' '.join(error.message.split('See https')[0].split())}"
@@ -274,6 +318,11 @@ def _restore_terminal() -> None:
         sys.stderr.write("\x1b[?25h\n")
 
 
+def _as_typed(override: str) -> str:
+    """Returns a setting without what `_free_keys` and Hydra's sweeper have added to it."""
+    return override.removeprefix("++").replace("\\:", ":")
+
+
 class _Job(NamedTuple):
     """One run of a sweep, and its exit status."""
 
@@ -297,7 +346,7 @@ def _print_sweep(jobs: Sequence[_Job]) -> None:
         results = [f"{key} {value:.4g}" for key, value in summary.items() if key.startswith("test_")]
         rate = summary.get("samples_per_s")
         table.add_row(
-            " ".join(override for override in job.overrides if override not in shared),
+            " ".join(_as_typed(override) for override in job.overrides if override not in shared),
             "" if rate is None else f"{rate:,.0f}",
             ", ".join(results),
             "done" if job.status == 0 else f"status {job.status}",

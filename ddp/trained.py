@@ -60,7 +60,7 @@ class Trained:
             )
         config = from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
         shape, num_classes = (self._identity.get(fact) for fact in ("sample_shape", "num_classes"))
-        splits = Splits(train=(), test=(), name="", sample_shape=tuple(shape or ()), num_classes=num_classes or 0)
+        splits = Splits(train=(), test=(), sample_shape=shape and tuple(shape), num_classes=num_classes)
         with torch.random.fork_rng(devices=[]):
             model = components.make_model(config, splits)
         model.load_state_dict(self.weights)

@@ -10,9 +10,10 @@ The life of a worker:
     3  work                  ddp.build.run, or the function
     4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
 
-A worker reads plain YAML and never imports Hydra. It imports nothing from the current folder; only a function's worker
-does, once it has taken over its parent's `sys.path`. Its rank is an argument, not from the environment. The
-launcher has set the variables for threads and MKL's mode before this interpreter, and so torch, started.
+A worker reads plain YAML and never imports Hydra. It imports nothing from the current folder, but for two things: parts
+of a run that are named by address (`address.py`), and a function, whose worker takes over its parent's `sys.path`. Its
+rank is an argument, not from the environment. The launcher has set the variables for threads and MKL's mode before this
+interpreter, and so torch, started.
 
 Read before: `bootstrap.py`, `garbage.py`. Read next: `components.py`.
 """

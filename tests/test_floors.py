@@ -28,6 +28,7 @@ FLOORS = [
         "build",
         "trained",
         "components",
+        "address",
         "config",
         "config_checks",
         "config_reader",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES
 from ddp.launcher import main
 
 ROOT = Path(__file__).parent.parent
@@ -45,9 +48,13 @@ def run(command: str, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One folder for all: some commands go on with what an earlier one has left."""
-    return tmp_path_factory.mktemp("readme")
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copy(ROOT / "tests" / "mine.py", folder)
+    yield folder
+    for schedules in (ALL_REDUCE, SCHEDULES):
+        schedules.pop("mine:chain", None)  # a command has added it
 
 
 @pytest.mark.parametrize("command", commands())

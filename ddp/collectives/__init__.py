@@ -3,4 +3,13 @@
 `schedule.py` has the vocabulary and the checker. The algorithms follow, the simplest first. `catalog.py` lists them all
 by name, `draw.py` and `picture.py` show them, `simulate.py` runs them on a logical clock, `cost.py` predicts their
 time, and `ddp/comm/execute.py` runs them on tensors.
+
+    from ddp.collectives import Recv, Send, register        # for an all-reduce of your own
 """
+
+from ddp.collectives.catalog import register as register
+from ddp.collectives.schedule import Goal as Goal
+from ddp.collectives.schedule import Recv as Recv
+from ddp.collectives.schedule import Round as Round
+from ddp.collectives.schedule import Schedule as Schedule
+from ddp.collectives.schedule import Send as Send

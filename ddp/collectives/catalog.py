@@ -17,12 +17,15 @@
 
 (+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
 
+`register` adds an all-reduce of the user's own. It is offered wherever it is proven: by name, and to "auto".
+
 Read before: `grid.py`. Read next: `draw.py`.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 
 from ddp.collectives import (
     all_to_all,
@@ -38,8 +41,9 @@ from ddp.collectives import (
 )
 from ddp.collectives.chunks import one_per_rank, whole
 from ddp.collectives.placed import Hosts as Hosts
-from ddp.collectives.schedule import Goal
+from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send
 from ddp.collectives.schedule import Schedule as Schedule
+from ddp.errors import ConfigError
 
 ALL_REDUCE = {
     "ring": Schedule(ring.all_reduce, Goal.ALL_REDUCE, one_per_rank),
@@ -75,12 +79,16 @@ BETWEEN_HOSTS = {
     "hierarchical+tree": "tree",
 }
 
+SHIPPED = frozenset({"auto", "shared_memory", "two_dimensional", *SCHEDULES, *BETWEEN_HOSTS})
+MOST_ROUNDS = 10_000  # of a schedule of the user's own, and ten more per rank; beyond it counts as one without an end
+
 
 def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
     """Returns every all-reduce for ranks that stand on these hosts, by name.
 
     Those that need a layout are left out where they would be the same as a flat one: `two_dimensional` needs ranks that
-    fill a grid, the hierarchical ones need several hosts, one of them with several ranks.
+    fill a grid, the hierarchical ones need several hosts, one of them with several ranks. The user's own are left out
+    where they are wrong for this number of ranks.
 
     Raises:
         ValueError: the hosts do not hold each rank 0, 1, … exactly once.
@@ -88,7 +96,7 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
     ranks = sorted(rank for host in hosts for rank in host)
     if not ranks or ranks != list(range(len(ranks))) or not all(hosts):
         raise ValueError(f"hosts={hosts}: give every host its ranks, each of 0, 1, 2, … exactly once, none empty")
-    found = dict(ALL_REDUCE)
+    found = {name: each for name, each in ALL_REDUCE.items() if name in SHIPPED or not _mistake(each, len(ranks))}
     rows = grid.rows_of(hosts)
     if len(rows) > 1:
         found["two_dimensional"] = Schedule(partial(grid.all_reduce, rows=rows), Goal.ALL_REDUCE, one_per_rank)
@@ -101,3 +109,89 @@ def _hierarchical(hosts: Hosts, between: Schedule) -> Schedule:
     num_chunks = between.num_chunks(len(hosts))
     algorithm = partial(hierarchical.all_reduce, hosts=hosts, between=between)
     return Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks: num_chunks)
+
+
+# --- all-reduces of the user's own -------------------------------------------------------------------------------
+
+
+def register(name: str, algorithm: Algorithm, *, num_chunks: Callable[[int], int] = one_per_rank) -> None:
+    """Adds an all-reduce to the catalog, under its name, before `ddp.init`.
+
+    All ranks must register alike: ranks that run different schedules wait for each other until the deadline.
+
+    Args:
+        algorithm: `algorithm(rank, num_ranks)` yields that rank's rounds, as `ring.all_reduce` does.
+        num_chunks: the number of chunks into which it cuts the buffer, by number of ranks.
+
+    Raises:
+        ConfigError: the name is taken or no word, or the schedule is wrong for one of 1 to 8 ranks.
+    """
+    if not name.isidentifier():
+        raise ConfigError(f"schedule {name!r}: is no name; take letters, digits and underscores")
+    if name in SHIPPED or name in ALL_REDUCE:
+        raise ConfigError(f"schedule {name!r}: there is one of this name already; take another")
+    schedule = own_all_reduce(Schedule(algorithm, Goal.ALL_REDUCE, num_chunks))
+    for num_ranks in range(1, 9):
+        prove(schedule, num_ranks, what=f"schedule {name!r}")
+    add(name, schedule)
+
+
+def add(name: str, schedule: Schedule) -> None:
+    """Puts an all-reduce of the user's own into the catalog."""
+    ALL_REDUCE[name] = SCHEDULES[name] = schedule
+
+
+def own_all_reduce(found: Schedule | Algorithm) -> Schedule:
+    """Returns a schedule of the user's own whose mistakes are sentences; a generator alone has one chunk per rank."""
+    schedule = found if isinstance(found, Schedule) else Schedule(found, Goal.ALL_REDUCE, one_per_rank)
+    return schedule._replace(algorithm=partial(_guarded, schedule.algorithm))
+
+
+def prove(schedule: Schedule, num_ranks: int, *, what: str) -> None:
+    """Checks a schedule of the user's own.
+
+    Raises:
+        ConfigError: it is no right all-reduce of this number of ranks; begins with `what`, and says where.
+    """
+    if mistake := _mistake(schedule, num_ranks):
+        raise ConfigError(f"{what}: {mistake}")
+
+
+@lru_cache(maxsize=256)
+def _mistake(schedule: Schedule, num_ranks: int) -> str:
+    """Returns what is wrong with a schedule, or an empty text."""
+    if schedule.goal is not Goal.ALL_REDUCE:
+        return f"is no all-reduce, but one where {schedule.goal.value}"
+    try:
+        num_chunks = schedule.num_chunks(num_ranks)
+        if type(num_chunks) is not int or num_chunks < 1:
+            return f"num_chunks({num_ranks}) is {num_chunks!r}, not a whole number from 1 up"
+        schedule.check(num_ranks)
+    except ScheduleError as error:
+        return str(error)
+    except Exception as error:  # whatever num_chunks raises
+        return f"{num_ranks} ranks: {type(error).__name__}: {error}"
+    return ""
+
+
+def _guarded(algorithm: Algorithm, rank: int, num_ranks: int) -> Iterator[Round]:
+    """Yields the rounds of the user's generator, after looking at the type of everything in them."""
+    number = 0
+
+    def wrong(what: str) -> ScheduleError:
+        return ScheduleError(f"{num_ranks} ranks, rank {rank} in round {number}: {what}")
+
+    try:
+        for ops in algorithm(rank, num_ranks):
+            if not isinstance(ops, tuple) or not all(isinstance(op, Send | Recv) for op in ops):
+                raise wrong(f"yields {ops!r:.80}, which is no tuple of Send and Recv")
+            if not all(type(op.peer) is int and isinstance(op.chunks, range) for op in ops):
+                raise wrong(f"yields {ops!r:.80}, where a peer is no whole number, or chunks are no range")
+            if number == MOST_ROUNDS + 10 * num_ranks:
+                raise wrong("goes on and on; a schedule ends")
+            yield ops
+            number += 1
+    except ScheduleError:
+        raise
+    except Exception as error:
+        raise wrong(f"raises {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ samples are to be collated in another way.
 
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
 
-Read before: `sampler.py`. Read next: `source.py`.
+Read before: `sampler.py`. Read next: `splits.py`.
 """
 
 from __future__ import annotations

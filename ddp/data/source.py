@@ -5,11 +5,12 @@
     DataLoader              its data set, its number of workers and its collate function are used; the order and the
                             size of batches are the sampler's
 
-Read before: `loader.py`. Read next: `splits.py`.
+Read before: `splits.py`. Read next: `digits.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from ddp.data.loader import Collate
-from ddp.data.splits import TensorSet
+from ddp.data.splits import Samples, Splits, TensorSet
 from ddp.errors import ConfigError
 
 
@@ -93,3 +94,65 @@ def _ignored(loader: DataLoader[Any], *, what: str) -> str:
         parts.append(type(loader.sampler).__name__)
     parts += [name for name in ("drop_last", "worker_init_fn") if getattr(loader, name)]
     return ", ".join(parts)
+
+
+# ---------------------------------------------------------------------------------- what a user's function returns
+
+
+def whole_splits(found: Any, *, name: str) -> Splits:
+    """Returns what a function of the user's own has returned as `Splits`, with the facts that can be seen in it.
+
+    Args:
+        found: `Splits`, or a pair (train, test), each in any form that `source_of` takes.
+        name: the data in words, unless `found` has some.
+
+    Raises:
+        ConfigError: it is something else; says what to return.
+    """
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        found = Splits(train=found[0], test=found[1])
+    if not isinstance(found, Splits):
+        raise ConfigError(
+            f"returned a {type(found).__name__}; return a pair (train, test), or ddp.Splits(train=…, test=…)"
+        )
+    train, test = source_of(found.train, what="train"), source_of(found.test, what="test")
+    for side, source in (("train", train), ("test", test)):
+        if isinstance(source.samples, Tensor):  # such as the inputs of (inputs, targets)
+            raise ConfigError(f"{side} is a Tensor; give a pair of tensors (inputs, targets), or a data set")
+        if not len(source.samples):
+            raise ConfigError(f"{side} has no samples")
+    return Splits(
+        train=train.samples,
+        test=test.samples,
+        sample_shape=found.sample_shape if found.sample_shape is not None else _shape_of(train.samples),
+        num_classes=found.num_classes if found.num_classes is not None else _num_classes(train.samples, test.samples),
+        name=found.name or f"{name}{_digest(train.samples, test.samples)}",
+        collate=found.collate or train.collate,
+    )
+
+
+def _shape_of(data: Samples) -> tuple[int, ...] | None:
+    """Returns the shape of the first input, if samples are pairs of tensors."""
+    first = data[0]
+    shape = getattr(first[0], "shape", None) if isinstance(first, (tuple, list)) else None
+    return None if shape is None else tuple(shape)
+
+
+def _num_classes(train: Samples, test: Samples) -> int | None:
+    """Returns the number of classes, from tensors of classes in memory, or from a list of names as torchvision's."""
+    if isinstance(train, TensorSet) and isinstance(test, TensorSet):
+        targets = (train.targets, test.targets)
+        is_class = all(not each.is_floating_point() and not each.is_complex() for each in targets)
+        return max(int(each.max()) for each in targets) + 1 if is_class else None
+    classes = getattr(train, "classes", None)
+    return len(classes) if isinstance(classes, tuple | list) else None
+
+
+def _digest(train: Samples, test: Samples) -> str:
+    """Returns a few letters that tell tensors in memory apart, so that ranks can compare what they have."""
+    if not isinstance(train, TensorSet) or not isinstance(test, TensorSet):
+        return ""  # their first samples may be changed at random
+    digest = hashlib.sha256()
+    for each in (train.inputs, train.targets, test.inputs, test.targets):
+        digest.update(each[:64].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return f" {digest.hexdigest()[:8]}"

@@ -4,10 +4,10 @@ Each module that follows has functions `load…`, which return `Splits`. Every w
 rank of each host, lets them download. Nothing in them depends on a rank or on the run's seed: train and test are the
 same samples in every run.
 
-A sample is a pair (input, target). A data set may also derive from `WholeBatches` and return collated
-tensors at once: for data in memory this is one `index_select` instead of a Python loop over samples.
+A sample is a pair (input, target). A data set may also derive from `WholeBatches` and return collated tensors at once:
+for data in memory this is one `index_select` instead of a Python loop over samples.
 
-Read before: `source.py`. Read next: `digits.py`.
+Read before: `loader.py`. Read next: `source.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ddp.data.loader import WholeBatches
+from ddp.data.loader import Collate, WholeBatches
 
 
 class Samples(Protocol):
@@ -37,16 +37,18 @@ class Splits:
     Attributes:
         train, test: the samples; no sample is in both. Images come as (image [channels, height, width] float32, class),
             text as (bytes [context], the same bytes one position later [context]), both int64.
-        sample_shape: shape of one input.
-        num_classes: targets are 0 … num_classes − 1. For text, the size of the vocabulary.
+        sample_shape: shape of one input; None: unknown.
+        num_classes: targets are 0 … num_classes − 1. For text, the size of the vocabulary. None: unknown, or none.
         name: the data in words, with version or digest, so that hosts can compare what they have.
+        collate: makes a batch of samples; None for torch's `default_collate`.
     """
 
     train: Samples
     test: Samples
-    sample_shape: tuple[int, ...]
-    num_classes: int
-    name: str
+    sample_shape: tuple[int, ...] | None = None
+    num_classes: int | None = None
+    name: str = ""
+    collate: Collate | None = None
 
 
 class TensorSet(WholeBatches):

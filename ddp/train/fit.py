@@ -7,7 +7,7 @@
 
 The command line ends here, too: `ddp/build.py` makes the arguments from the settings.
 
-Read before: `loop.py`, `report.py`. Read next: `config.py`.
+Read before: `loop.py`, `report.py`. Read next: `address.py`.
 """
 
 from __future__ import annotations
