@@ -11,11 +11,11 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ddp.config import CHOICES, Config, choose
+from ddp.config import CHOICES, Config, choose, plain_defaults
 from ddp.config_checks import validate
 from ddp.errors import ConfigError
 
@@ -31,15 +31,49 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
     return config
 
 
-def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigError:
-    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker" or "model=gtp"."""
+def unknown_key(
+    key: str, valid: Iterable[str], *, what: str = "key", chosen: Mapping[str, str] | None = None
+) -> ConfigError:
+    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker" or "model=gtp".
+
+    Args:
+        chosen: group → name of the choice in force. A key of another choice is named together with that choice.
+    """
     names = sorted(valid)
     end = max(key.rfind("."), key.rfind("=")) + 1
     above, last = key[:end], key[end:]
-    near = difflib.get_close_matches(last, names, n=1)
-    hint = f" Did you mean {above}{near[0]}?" if near else ""
     level = f" in {above[:-1]}" if above.endswith(".") else ""
+    elsewhere = {} if what == "choice" else _homes(chosen or {})
+    if key in elsewhere:
+        return ConfigError(f"unknown {what} {key}: it belongs to {elsewhere[key]}. Valid{level}: {', '.join(names)}")
+    near = [home for home in elsewhere if home.rpartition(".")[2] == last]
+    near = [home for home in near if not elsewhere[home]] or near
+    near = near or [above + name for name in difflib.get_close_matches(last, names, n=1)]
+    if not near:
+        parts = {home.rpartition(".")[2]: home for home in elsewhere if not elsewhere[home]}
+        near = [parts[part] for part in difflib.get_close_matches(last, parts, n=1, cutoff=0.8)]
+    guesses = [f"{guess} (of {elsewhere[guess]})" if elsewhere.get(guess) else guess for guess in near]
+    hint = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
     return ConfigError(f"unknown {what} {key}.{hint} Valid{level}: {', '.join(names) or 'nothing'}")
+
+
+def chosen_in(plain: Mapping[Any, Any]) -> dict[str, str]:
+    """Returns group → name of the choice in force in a tree of settings, which may be damaged."""
+    groups = {group: plain.get(group) for group in CHOICES}
+    return {group: str(found.get("name")) for group, found in groups.items() if isinstance(found, Mapping)}
+
+
+def _homes(chosen: Mapping[str, str]) -> dict[str, str]:
+    """Returns every key with the choices that have it, as "model=gpt", or "" if the choice in force is one of them."""
+    homes = dict.fromkeys(plain_defaults(), "")
+    for part, inner in {**plain_defaults(), "run": {"name": ""}}.items():
+        homes |= {f"{part}.{name}": "" for name in inner} if isinstance(inner, dict) else {}
+    for group, choices in CHOICES.items():
+        for key in dict.fromkeys(item.name for choice in choices.values() for item in fields(choice)):
+            having = [name for name, choice in choices.items() if hasattr(choice, key)]
+            is_valid = chosen.get(group) in having or len(having) == len(choices)
+            homes[f"{group}.{key}"] = "" if is_valid else " or ".join(f"{group}={name}" for name in having)
+    return {key: home for key, home in homes.items() if key not in {f"{group}.name" for group in CHOICES}}
 
 
 def wrong_type(key: str, value: object, expected: object) -> ConfigError:
@@ -86,7 +120,8 @@ def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
     prefix = f"{key}." if key else ""
     for name in plain:
         if name not in hints:
-            raise unknown_key(f"{prefix}{name}", hints)
+            chosen = {key: str(plain.get("name"))} if key else chosen_in(plain)
+            raise unknown_key(f"{prefix}{name}", hints, chosen=chosen)
     return default(**{name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()})
 
 
