@@ -28,7 +28,7 @@ Trains a model on several workers. Each SETTING=VALUE replaces a default below.
 
   python -m ddp train [SETTING=VALUE …] [OPTION …]
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
-  python -m ddp train -m cluster.workers=1,2            a sweep: a run for each value, one after another
+  python -m ddp train -m cluster.workers=1,2            a sweep: one run for each value
   python -m ddp train run.name=mine resume=auto         continue the run in runs/mine
 
   -m, --multirun    a sweep over the values that commas separate
