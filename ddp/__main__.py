@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True, dest="question", prog=parser.prog)
+    questions = parser.add_subparsers(
+        title="questions", metavar="QUESTION", required=True, dest="question", prog=parser.prog
+    )
     questions.add_parser("train", help="trains a model on this host's workers; its --help lists all settings")
     for add_question in (draw_question, check_question, simulate_question, explain_question):
         add_question(questions)

@@ -38,7 +38,12 @@ LrScaling = Literal["none", "linear", "sqrt"]
 
 
 def setting(default: Any, meaning: str) -> Any:
-    """Returns a field of a settings class, with its meaning in one sentence or phrase, and with the units."""
+    """Returns a field of a settings class.
+
+    Args:
+        default: MISSING where each choice of a group has its own.
+        meaning: one phrase, with the unit and with what null and the choices of a Literal stand for.
+    """
     if isinstance(default, (list, dict)):
         return field(default_factory=partial(copy, default), metadata={"meaning": meaning})
     return field(default=default, metadata={"meaning": meaning})
@@ -113,7 +118,7 @@ class Optim:
     lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
     weight_decay: float = setting(MISSING, "weight decay, of weight matrices only (not of biases and norms)")
     lr_scaling: LrScaling = setting(
-        "none", "how lr grows with k = batch.global_size ÷ optim.base_batch; linear: lr · k; sqrt: lr · √k"
+        "none", "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k"
     )
     base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
 
@@ -248,7 +253,9 @@ class Comm:
     algorithm: str = setting(
         "auto", "how an all-reduce runs: shared_memory, ring, tree, butterfly, …; auto: in the least predicted time"
     )
-    order: Order = setting("any", "order of additions; canonical: the same whatever the algorithm")
+    order: Order = setting(
+        "any", "canonical: use only algorithms that add along the same binary tree over the workers; any: use all"
+    )
     shared_memory: bool = setting(True, "use shared memory inside a host; false: messages only")
     debug: bool = setting(False, "before each collective, compare what the workers call")
     segment_bytes: int = setting(4 << 20, "size of the pieces in which a long message travels, in bytes")

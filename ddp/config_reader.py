@@ -42,19 +42,17 @@ def unknown_key(
     names = sorted(valid)
     end = max(key.rfind("."), key.rfind("=")) + 1
     above, last = key[:end], key[end:]
-    level = f" in {above[:-1]}" if above.endswith(".") else ""
-    elsewhere = {} if what == "choice" else _homes(chosen or {})
-    if key in elsewhere:
-        return ConfigError(f"unknown {what} {key}: it belongs to {elsewhere[key]}. Valid{level}: {', '.join(names)}")
-    near = [home for home in elsewhere if home.rpartition(".")[2] == last]
-    near = [home for home in near if not elsewhere[home]] or near
-    near = near or [above + name for name in difflib.get_close_matches(last, names, n=1)]
-    if not near:
-        parts = {home.rpartition(".")[2]: home for home in elsewhere if not elsewhere[home]}
-        near = [parts[part] for part in difflib.get_close_matches(last, parts, n=1, cutoff=0.8)]
-    guesses = [f"{guess} (of {elsewhere[guess]})" if elsewhere.get(guess) else guess for guess in near]
+    homes = {} if what == "choice" else _homes(chosen or {})
+    level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
+    if home := homes.get(key):
+        return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
+    guesses = _called(last, homes) or [above + name for name in difflib.get_close_matches(last, names, n=1)]
+    if not guesses:
+        parts = [other.rpartition(".")[2] for other in homes]
+        near = difflib.get_close_matches(last, parts, n=1, cutoff=0.8)
+        guesses = _called(near[0], homes) if near else []
     hint = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
-    return ConfigError(f"unknown {what} {key}.{hint} Valid{level}: {', '.join(names) or 'nothing'}")
+    return ConfigError(f"unknown {what} {key}.{hint} {level}")
 
 
 def chosen_in(plain: Mapping[Any, Any]) -> dict[str, str]:
@@ -63,17 +61,23 @@ def chosen_in(plain: Mapping[Any, Any]) -> dict[str, str]:
     return {group: str(found.get("name")) for group, found in groups.items() if isinstance(found, Mapping)}
 
 
+def _called(last: str, homes: Mapping[str, str]) -> list[str]:
+    """Returns the keys whose last part is `last`: those in force, or else each with the choice that it belongs to."""
+    found = [key for key in homes if key.rpartition(".")[2] == last]
+    return [key for key in found if not homes[key]] or [f"{key} (of {homes[key]})" for key in found]
+
+
 def _homes(chosen: Mapping[str, str]) -> dict[str, str]:
     """Returns every key with the choices that have it, as "model=gpt", or "" if the choice in force is one of them."""
-    homes = dict.fromkeys(plain_defaults(), "")
-    for part, inner in {**plain_defaults(), "run": {"name": ""}}.items():
-        homes |= {f"{part}.{name}": "" for name in inner} if isinstance(inner, dict) else {}
+    homes = {"run.name": ""}
+    for part, inner in plain_defaults().items():
+        homes |= dict.fromkeys([part, *(f"{part}.{name}" for name in inner)] if isinstance(inner, dict) else [part], "")
     for group, choices in CHOICES.items():
-        for key in dict.fromkeys(item.name for choice in choices.values() for item in fields(choice)):
+        for key in {item.name: None for choice in choices.values() for item in fields(choice) if item.name != "name"}:
             having = [name for name, choice in choices.items() if hasattr(choice, key)]
             is_valid = chosen.get(group) in having or len(having) == len(choices)
             homes[f"{group}.{key}"] = "" if is_valid else " or ".join(f"{group}={name}" for name in having)
-    return {key: home for key, home in homes.items() if key not in {f"{group}.name" for group in CHOICES}}
+    return homes
 
 
 def wrong_type(key: str, value: object, expected: object) -> ConfigError:

@@ -24,7 +24,8 @@ WIDTH = 100
 TYPE_AT, MEANING_AT = 34, 52
 """Where the columns begin; the first one is what can be typed on the command line."""
 USAGE = """\
-Trains a model on several workers. Each SETTING=VALUE replaces a default below.
+Trains a model on several workers. Each SETTING=VALUE replaces a default below ("…": each choice has
+its own).
 
   python -m ddp train [SETTING=VALUE …] [OPTION …]
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
@@ -86,7 +87,7 @@ def _choice_lines(group: str, usual: str) -> Iterator[str]:
 
 def _recipe_lines() -> Iterator[str]:
     """Yields the line of each recipe: its file's second line says what it is."""
-    yield "recipe=CHOICE: settings that belong together (default: null)"
+    yield "recipe=CHOICE: settings that belong together (default: none)"
     for path in sorted((Path(__file__).parent / "conf" / "recipe").glob("*.yaml")):
         about = path.read_text(encoding="utf-8").splitlines()[1]
         yield _columns(f"recipe={path.stem}", "", about.removeprefix("# ").removesuffix("."), indent=2)
