@@ -1,14 +1,6 @@
 """Training, and questions, from the command line.
 
-python -m ddp train data=digits epochs=2         trains on this host: ddp/launcher.py; `torchrun … -m ddp train` as well
-python -m ddp draw ring 4                        the rounds of a schedule, as text
-python -m ddp draw ring 4 --svg ring.svg         … as a picture
-python -m ddp draw hierarchical 6 --hosts 3,3    … of one that depends on which ranks share a host
-python -m ddp check ring 4                       proves it, and shows what each chunk becomes
-python -m ddp check my_module:chain 4            … a schedule of your own; draw and simulate take one, too
-python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
-                                                 how long it would take on such a network, and what it sends
-python -m ddp explain 25MB --workers 2           starts workers here, measures, and says which way "auto" goes
+`EXAMPLES` has one of each. `torchrun … -m ddp train` trains as well, in the processes that torchrun has started.
 
 Each question is one function below: it adds its subcommand, and defines how to answer it.
 
@@ -48,6 +40,16 @@ if TYPE_CHECKING:
 
 MOST_RANKS_SHOWN = 64
 MOST_RANKS_PROVEN = 256  # of a schedule of the user's own that is drawn or simulated
+EXAMPLES = """\
+examples:
+  python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
+  python -m ddp draw ring 4                                            as text; with --svg ring.svg as a picture
+  python -m ddp check hierarchical 6 --hosts 3,3                       ranks 0 to 2 on one host, 3 to 5 on another
+  python -m ddp check my_module:chain 4                                a schedule of your own
+  python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
+  python -m ddp explain 25MB --workers 2
+
+python -m ddp QUESTION --help lists the options of a question."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,9 +64,17 @@ def main(argv: Sequence[str]) -> int:
     """Trains, or answers one question; returns the exit status."""
     if argv[:1] == ["train"]:
         train(argv[1:])
-    parser = Parser(prog="python -m ddp", description="Training, and questions about collectives.")
-    questions = parser.add_subparsers(metavar="question", required=True, dest="question")
-    questions.add_parser("train", help="trains on this host; SETTING=VALUE … as in ddp/conf, or --help")
+    parser = Parser(
+        prog="python -m ddp",
+        usage="python -m ddp QUESTION …",
+        description="Trains, and answers questions about collectives.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    questions = parser.add_subparsers(
+        title="questions", metavar="QUESTION", required=True, dest="question", prog=parser.prog
+    )
+    questions.add_parser("train", help="trains a model on this host's workers; its --help lists all settings")
     for add_question in (draw_question, check_question, simulate_question, explain_question):
         add_question(questions)
     options = parser.parse_args(argv)
@@ -101,7 +111,7 @@ def draw_question(questions: Questions) -> None:
             raise ValueError(f"cannot write {options.svg}: {error.strerror}; name another file after --svg") from error
         return f"{options.svg}: {title}"
 
-    parser = questions.add_parser("draw", help="the rounds of a schedule, as text or as a picture")
+    parser = questions.add_parser("draw", help="draws the rounds of a schedule, as text or as a picture")
     add_schedule(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of printing text")
     parser.set_defaults(answer=answer)
@@ -160,14 +170,14 @@ def simulate_question(questions: Questions) -> None:
             f"  bus bandwidth {format_bandwidth(busbw)} GB/s"
         )
 
-    parser = questions.add_parser("simulate", help="a schedule on a logical clock: time, messages, bytes")
+    parser = questions.add_parser("simulate", help="predicts time, messages and bytes of a schedule on another network")
     add_schedule(parser)
     parser.add_argument("--per-host", type=int, metavar="N", help="ranks on each host (default: 1)")
     parser.add_argument("--bytes", default="25MB", help="size of the buffer (default: %(default)s)")
     parser.add_argument("--alpha", default="20us", help="latency between hosts (default: %(default)s)")
-    parser.add_argument("--rate", default="10gbit", help="of a host's link (default: %(default)s)")
+    parser.add_argument("--rate", default="10gbit", help="bandwidth between hosts, in bits/s (default: %(default)s)")
     parser.add_argument("--inside-alpha", default="2us", help="latency inside a host (default: %(default)s)")
-    parser.add_argument("--inside-rate", default="100gbit", help="between ranks of a host (default: %(default)s)")
+    parser.add_argument("--inside-rate", default="100gbit", help="bandwidth inside a host (default: %(default)s)")
     parser.add_argument("--add-gb-s", type=float, default=10.0, help="additions per rank, GB/s (default: %(default)s)")
     parser.set_defaults(answer=answer)
 
@@ -185,7 +195,7 @@ def explain_question(questions: Questions) -> None:
         answers = launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
         return str(answers[0])
 
-    parser = questions.add_parser("explain", help='which way "auto" takes here, and why')
+    parser = questions.add_parser("explain", help='measures here, and says which all-reduce "auto" chooses and why')
     parser.add_argument("bytes", help="size of the tensor, e.g. 25MB")
     parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
     parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")

@@ -1,23 +1,29 @@
-"""Every setting of a run, as plain dataclasses: one tree, one place for defaults.
+"""Every setting of a run, as plain dataclasses: one tree, and the one place for defaults and meanings.
 
-    conf/train.yaml + conf/GROUP/CHOICE.yaml + command line        Hydra, in the parent only (ddp.launcher)
+    `Config` with its defaults + conf/train.yaml + command line       Hydra, in the parent only (ddp.launcher)
                  │  config_reader.from_plain
                  ▼
               Config  ── asdict ──▶  RUN_DIR/config.yaml  ── from_plain ──▶  Config, in every worker (PyYAML only)
 
+A new setting is one line, `name: type = setting(default, "meaning")`. The command line, its errors, --help and
+docs/settings.md take it from here.
+
 Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base dataclass with the shared fields; a
-choice that has fields of its own is a subclass. The `name` of a choice, the file conf/GROUP/NAME.yaml and the word on
-the command line are the same. `CHOICES` is the table of all of them. Data and models of the user's own have an address
-as their name: see `address.py`.
+choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line. `CHOICES` is
+the table of all of them. Data and models of the user's own have an address as their name: see `address.py`.
 
 Components never see these classes: `components.py` takes them apart into plain keyword arguments.
 
-Read before: `address.py`. Read next: `config_checks.py`.
+Read before: `address.py`. Read next: `config_checks.py`, `settings_page.py`.
 """
+
+# ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import MISSING, asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from ddp.address import is_address
@@ -25,55 +31,68 @@ from ddp.address import is_address
 # ---------------------------------------------------------------------------------------------------- the words
 
 
-Device = Literal["auto", "cpu", "cuda"]  # auto: CUDA where there is any, else the CPU
-Backend = Literal["auto", "gloo", "nccl"]  # nccl: one worker per GPU, and chosen by auto where each worker has its own
-Order = Literal["any", "canonical"]  # canonical: only ways that add along the canonical binary tree over the ranks
-ReplicaKind = Literal["bucketed", "naive"]  # naive: one all-reduce per parameter after backward
-Precision = Literal["fp32", "bf16"]  # bf16: autocast; parameters, gradients and their sum stay fp32
-LrScaling = Literal["none", "linear", "sqrt"]  # lr × k or lr × √k, k = global batch / base_batch
+Device = Literal["auto", "cpu", "cuda"]
+Backend = Literal["auto", "gloo", "nccl"]
+Order = Literal["any", "canonical"]
+ReplicaKind = Literal["bucketed", "naive"]
+Precision = Literal["fp32", "bf16"]
+LrScaling = Literal["none", "linear", "sqrt"]
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """Returns a field of a settings class.
+
+    Args:
+        default: MISSING where each choice of a group has its own.
+        meaning: one phrase, with the unit and with what null and the choices of a Literal stand for.
+    """
+    if isinstance(default, (list, dict)):
+        return field(default_factory=partial(copy, default), metadata={"meaning": meaning})
+    return field(default=default, metadata={"meaning": meaning})
+
 
 # ------------------------------------------------------------------------------------------------ the four groups
 
 
 @dataclass(kw_only=True, slots=True)
 class Data:
-    """A data set: the fields of all of them. Digits, MNIST and CIFAR-10 have no others."""
+    """The data set to train on and to evaluate on."""
 
     name: str
-    root: str = "data"  # the folder of downloads
+    root: str = setting("data", "folder that MNIST and CIFAR-10 are downloaded into")
 
 
 @dataclass(kw_only=True, slots=True)
 class ImageFolder(Data):
     name: str = "image_folder"
-    path: str | None = None  # holds train/CLASS/*.jpg and val/CLASS/*.jpg, ImageNet's layout; needed
-    image_size: int = 224  # pixels
+    path: str | None = setting(None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given")
+    image_size: int = setting(224, "height and width that images are brought to, in pixels")
 
 
 @dataclass(kw_only=True, slots=True)
 class StandardLibrary(Data):
     name: str = "standard_library"
-    context: int = 256  # bytes per sample
+    context: int = setting(256, "length of a sample, in bytes")
 
 
 @dataclass(kw_only=True, slots=True)
 class Synthetic(Data):
     name: str = "synthetic"
-    num_samples: int = 4096
-    image_size: int = 32  # pixels
-    num_classes: int = 10
+    num_samples: int = setting(4096, "training images; there are an eighth as many test images")
+    image_size: int = setting(32, "height and width of the images, in pixels")
+    num_classes: int = setting(10, "number of classes")
 
 
 @dataclass(kw_only=True, slots=True)
 class OwnData(Data):
-    """Data of the user's own; the name is the address of a function that returns them."""
+    """Data of your own: a function that returns a pair (train, test), or ddp.Splits."""
 
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function
+    args: dict[str, Any] = setting({}, "keyword arguments, such as data.args.n=100")
 
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    """A model: the ResNets have no other fields."""
+    """The model to train."""
 
     name: str
 
@@ -81,41 +100,43 @@ class Model:
 @dataclass(kw_only=True, slots=True)
 class Mlp(Model):
     name: str = "mlp"
-    hidden: int = 256
+    hidden: int = setting(256, "units of each of the two hidden layers")
 
 
 @dataclass(kw_only=True, slots=True)
 class Cnn(Model):
     name: str = "cnn"
-    width: int = 32
-    dropout: float = 0.3
+    width: int = setting(32, "channels of the first convolution")
+    dropout: float = setting(0.3, "probability that an input of the last two layers is dropped")
 
 
 @dataclass(kw_only=True, slots=True)
 class Gpt(Model):
     name: str = "gpt"
-    width: int = 192
-    depth: int = 4
-    heads: int = 6
-    dropout: float = 0.0
+    width: int = setting(192, "length of the vector of a position; a multiple of 2 · heads")
+    depth: int = setting(4, "number of blocks")
+    heads: int = setting(6, "attention heads of a block")
+    dropout: float = setting(0.0, "probability that an activation is dropped")
 
 
 @dataclass(kw_only=True, slots=True)
 class OwnModel(Model):
-    """A model of the user's own; the name is the address of a class, or of a function that returns a module."""
+    """A model of your own: a class, or a function that returns a torch.nn.Module."""
 
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the class or function
+    args: dict[str, Any] = setting({}, "keyword arguments, such as model.args.width=64")
 
 
 @dataclass(kw_only=True, slots=True)
 class Optim:
-    """An optimizer: the fields of all of them."""
+    """The optimizer."""
 
     name: str
-    lr: float  # for `base_batch` samples a step
-    weight_decay: float
-    lr_scaling: LrScaling = "none"
-    base_batch: int = 64  # the global batch that `lr` was found for
+    lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
+    weight_decay: float = setting(MISSING, "weight decay, of weight matrices only (not of biases and norms)")
+    lr_scaling: LrScaling = setting(
+        "none", "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k"
+    )
+    base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,57 +144,74 @@ class Sgd(Optim):
     name: str = "sgd"
     lr: float = 0.05
     weight_decay: float = 5e-4
-    momentum: float = 0.9
-    nesterov: bool = True
+    momentum: float = setting(0.9, "share of the last update that is carried on")
+    nesterov: bool = setting(True, "take the gradient's step from where momentum leads to (Nesterov)")
 
 
 @dataclass(kw_only=True, slots=True)
 class Adam(Optim):
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    beta1: float = setting(0.9, "decay of the running mean of gradients, per step")
+    beta2: float = setting(0.999, "decay of the running mean of squared gradients, per step")
+    eps: float = setting(1e-8, "added to the root of the mean squared gradient before the division by it")
 
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
-    """A learning-rate schedule: the fields of all of them. The constant one has no others."""
+    """The learning-rate schedule, a factor on lr by step."""
 
     name: str
-    warmup_steps: int = 0  # linear, from lr / warmup_steps up to lr
-    warmup_fraction: float = 0.0  # the same, as a share of the whole run; set one of the two
+    warmup_steps: int = setting(0, "steps in which lr rises linearly at the start; set this or warmup_fraction")
+    warmup_fraction: float = setting(0.0, "the same as a share of the run, below 1; set this or warmup_steps")
 
 
 @dataclass(kw_only=True, slots=True)
 class Cosine(Schedule):
     name: str = "cosine"
     warmup_fraction: float = 0.05
-    final_factor: float = 0.0  # of lr, reached at the last step
+    final_factor: float = setting(0.0, "factor on lr at the last step")
 
 
 @dataclass(kw_only=True, slots=True)
 class Step(Schedule):
     name: str = "step"
-    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # shares of the whole run
-    gamma: float = 0.1  # lr is multiplied by it at each milestone
+    milestones: list[float] = setting([0.5, 0.75], "when lr drops, as rising shares of the run between 0 and 1")
+    gamma: float = setting(0.1, "factor on lr at each milestone")
 
 
-_ALL: dict[str, tuple[Any, ...]] = {
-    "data": (
-        *(Data(name=name) for name in ("digits", "mnist", "cifar10")),
-        ImageFolder(),
-        StandardLibrary(),
-        Synthetic(),
-    ),
-    "model": (Mlp(), Cnn(), *(Model(name=f"resnet{depth}") for depth in (18, 34, 50)), Gpt()),
-    "optim": (
-        Sgd(),
-        Adam(name="adam", lr=1e-3, weight_decay=0.0),
-        Adam(name="adamw", lr=4e-3, weight_decay=0.01),
-    ),
-    "schedule": (Schedule(name="constant"), Cosine(), Step()),
+_ALL: dict[str, list[tuple[Any, str]]] = {
+    "data": [
+        (Data(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
+        (Data(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
+        (Data(name="cifar10"), "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)"),
+        (ImageFolder(), "your own images, in ImageNet's layout"),
+        (StandardLibrary(), "source text of Python's standard library, byte by byte, for model=gpt"),
+        (Synthetic(), "made-up colour images of classes that can be learnt: to measure speed"),
+    ],
+    "model": [
+        (Mlp(), "fully connected layers, for images"),
+        (Cnn(), "small convolutional network, for small images"),
+        (Model(name="resnet18"), "torchvision's ResNet-18, for images"),
+        (Model(name="resnet34"), "torchvision's ResNet-34, for images"),
+        (Model(name="resnet50"), "torchvision's ResNet-50, for images"),
+        (Gpt(), "small GPT, for text: data=standard_library model=gpt"),
+    ],
+    "optim": [
+        (Sgd(), "stochastic gradient descent with momentum"),
+        (Adam(name="adam", lr=1e-3, weight_decay=0.0), "Adam; weight decay is added to the gradient"),
+        (Adam(name="adamw", lr=4e-3, weight_decay=0.01), "Adam with weight decay apart from the gradient"),
+    ],
+    "schedule": [
+        (Schedule(name="constant"), "the same rate all the time, after the warm-up if there is one"),
+        (Cosine(), "half a cosine from lr down to lr · final_factor, after the warm-up"),
+        (Step(), "lr is multiplied by gamma at each milestone"),
+    ],
 }
-CHOICES = {group: {choice.name: choice for choice in choices} for group, choices in _ALL.items()}
-"""group → name → its default settings: what conf/GROUP/ offers."""
+CHOICES: dict[str, dict[str, Any]] = {
+    group: {choice.name: choice for choice, _ in choices} for group, choices in _ALL.items()
+}
+"""group → name → its default settings."""
+MEANINGS = {group: {choice.name: meaning for choice, meaning in choices} for group, choices in _ALL.items()}
+"""group → name → what the choice is."""
 
 OWN = {"data": OwnData, "model": OwnModel}
 """The groups in which a name may be an address."""
@@ -190,87 +228,121 @@ def choose(group: str, name: str, /, **settings: Any) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class InitFrom:
-    """Starts from given weights, at step 0 with a fresh optimizer, unlike `resume`."""
+    """Starts from given weights, at step 0 with a fresh optimizer, unlike resume."""
 
-    path: str | None = None
-    strict: bool = True  # every parameter must be found, and every key used
-    rename: dict[str, str] = field(default_factory=dict)  # key prefix in the file → prefix in the model
-    skip: list[str] = field(default_factory=list)  # key prefixes that keep their fresh values: a new head
+    path: str | None = setting(None, "run, checkpoint or file of weights to start from; null: fresh weights")
+    strict: bool = setting(True, "refuse the file unless every parameter is found and every key is used")
+    rename: dict[str, str] = setting({}, "prefix of keys in the file → prefix in the model, as {backbone: features}")
+    skip: list[str] = setting([], "prefixes of keys that keep their fresh values, such as a new head")
 
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    name: str = ""  # names the folder below runs/; "" takes date and time
+    """The run's folder."""
+
+    name: str = setting("", "name of the folder below runs/; date and time unless given")
     dir: str = ""  # the run's folder; set by the launcher (hydra.run.dir)
     code: str = ""  # where addresses are imported from; set by the launcher to the folder that the run was started in
 
 
 @dataclass(kw_only=True, slots=True)
 class Cluster:
-    workers: int = 2  # the world size
+    """The processes that train."""
+
+    workers: int = setting(2, "number of workers, the world size")
     local_workers: int | None = None  # of these, on this host; set by the launcher
-    threads_per_worker: int | None = None  # None: cores ÷ local workers, at least 1
+    threads_per_worker: int | None = setting(None, "CPU threads of a worker; null: cores ÷ workers of the host")
 
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
-    global_size: int = 64  # samples per optimizer step, over all workers
-    num_shards: int | None = None  # parts of a batch, which random streams depend on; None: one per worker
-    micro_size: int | None = None  # most samples in one forward; larger shares take several forwards. None: no limit
+    """The samples of a step."""
+
+    global_size: int = setting(64, "samples of an optimizer step, over all workers")
+    num_shards: int | None = setting(
+        None, "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed"
+    )
+    micro_size: int | None = setting(
+        None, "most samples of one forward; a larger share is accumulated over several; null: no limit"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class Comm:
-    algorithm: str = "auto"  # auto (least predicted time) | shared_memory | ring, tree, … | hierarchical, … | ADDRESS
-    order: Order = "any"
-    shared_memory: bool = True  # False: also between workers of one host everything goes over the transport
-    debug: bool = False  # the workers compare their calls before every collective
-    segment_bytes: int = 4 << 20  # a chunk travels in pieces of this size
-    warn_s: float = 10.0  # after this long a waiting rank says which rank it waits for
-    abort_s: float = 600.0  # after this long it ends the run
+    """Communication between workers."""
+
+    algorithm: str = setting(
+        "auto", "how an all-reduce runs: shared_memory, ring, tree, …, MODULE:NAME; auto: in the least predicted time"
+    )
+    order: Order = setting(
+        "any", "canonical: use only algorithms that add along the same binary tree over the workers; any: use all"
+    )
+    shared_memory: bool = setting(True, "use shared memory inside a host; false: messages only")
+    debug: bool = setting(False, "before each collective, compare what the workers call")
+    segment_bytes: int = setting(4 << 20, "size of the pieces in which a long message travels, in bytes")
+    warn_s: float = setting(10.0, "seconds after which a waiting worker says whom it waits for")
+    abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run")
 
 
 @dataclass(kw_only=True, slots=True)
 class Replica:
-    kind: ReplicaKind = "bucketed"
-    bucket_cap_mb: float = 25.0
-    first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
-    verify_every: int = 0  # after so many steps the parameters of all workers are compared bit by bit; 0: never
+    """The copies of the model, and how their gradients are averaged."""
+
+    kind: ReplicaKind = setting(
+        "bucketed", "bucketed: buckets are reduced while backward runs; naive: one all-reduce per parameter, afterwards"
+    )
+    bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB")
+    first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early")
+    verify_every: int = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    every_steps: int | None = None  # None: at the end of every epoch
-    keep_last: int = 3  # beside the best
+    """The checkpoints of the run."""
+
+    every_steps: int | None = setting(None, "steps between two checkpoints; null: one at the end of every epoch")
+    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best one")
 
 
 @dataclass(kw_only=True, slots=True)
 class Evaluate:
-    every_epochs: int | None = 1
-    every_steps: int | None = None
+    """The evaluations on the held-out samples; the last one follows the last step."""
+
+    every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs")
+    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps")
 
 
 @dataclass(kw_only=True, slots=True)
 class Loader:
-    num_workers: int = 0  # loader processes per worker; 0: in the worker itself
-    evaluation_batch: int = 256  # samples per worker in one forward of `evaluate`
+    """Loading of samples."""
+
+    num_workers: int = setting(0, "loader processes of each worker; 0: the worker loads by itself")
+    evaluation_batch: int = setting(256, "samples per worker in one forward of an evaluation")
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
     """The settings of one run."""
 
-    seed: int = 0
-    epochs: int | None = 15
-    max_steps: int | None = None  # with `epochs` too: whichever comes first
-    deterministic: bool = False
-    device: Device = "auto"
-    backend: Backend = "auto"
-    precision: Precision = "fp32"
-    clip_norm: float | None = None
-    log_every: int = 10  # steps between two lines of metrics.jsonl
-    resume: str = "none"  # none | auto (this run's folder, if it holds a checkpoint) | path of a checkpoint or run
-    loss: str = "auto"  # auto (what the data are for) | ADDRESS of a function of outputs and targets, or of a task
+    seed: int = setting(0, "seed of all random numbers: first weights, order of samples, augmentation, dropout")
+    epochs: int | None = setting(15, "passes over the training samples; null: until max_steps")
+    max_steps: int | None = setting(None, "most optimizer steps; epochs may end the run earlier; null: no limit")
+    deterministic: bool = setting(False, "use deterministic kernels only, which can be slower")
+    device: Device = setting("auto", "where tensors live; auto: on CUDA where there is any, else on the CPU")
+    backend: Backend = setting(
+        "auto", "torch's transport; nccl needs a GPU per worker; auto: nccl where each worker has its own, else gloo"
+    )
+    precision: Precision = setting(
+        "fp32", "number format of forward and backward; bf16: autocast, while parameters and gradients stay fp32"
+    )
+    clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl")
+    resume: str = setting(
+        "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
+    )
+    loss: str = setting(
+        "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
+    )
     init_from: InitFrom = field(default_factory=InitFrom)
     run: Run = field(default_factory=Run)
     cluster: Cluster = field(default_factory=Cluster)
@@ -284,3 +356,10 @@ class Config:
     model: Model = field(default_factory=Cnn)
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
     schedule: Schedule = field(default_factory=Cosine)
+
+
+def plain_defaults() -> dict[str, Any]:
+    """Returns the tree of defaults that the command line starts from: plain values, without the groups of choices."""
+    plain = {key: value for key, value in asdict(Config()).items() if key not in CHOICES}
+    del plain["run"], plain["cluster"]["local_workers"]  # conf/train.yaml names the run; the launcher counts workers
+    return plain

@@ -11,13 +11,13 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ddp.address import is_address
-from ddp.config import CHOICES, OWN, Config, choose
+from ddp.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.config_checks import validate
 from ddp.errors import ConfigError
 
@@ -40,15 +40,53 @@ def settings_of(path: Path) -> Path | None:
     return next((each for each in found if each.is_file()), None)
 
 
-def unknown_key(key: str, valid: Iterable[str], *, what: str = "key") -> ConfigError:
-    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker" or "model=gtp"."""
+def unknown_key(
+    key: str, valid: Iterable[str], *, what: str = "key", chosen: Mapping[str, str] | None = None
+) -> ConfigError:
+    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker" or "model=gtp".
+
+    Args:
+        chosen: group → name of the choice in force. A key of another choice is named together with that choice.
+    """
     names = sorted(valid)
     end = max(key.rfind("."), key.rfind("=")) + 1
     above, last = key[:end], key[end:]
-    near = difflib.get_close_matches(last, names, n=1)
-    hint = f" Did you mean {above}{near[0]}?" if near else ""
-    level = f" in {above[:-1]}" if above.endswith(".") else ""
-    return ConfigError(f"unknown {what} {key}.{hint} Valid{level}: {', '.join(names) or 'nothing'}")
+    homes = {} if what == "choice" else _homes(chosen or {})
+    level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
+    if home := homes.get(key):
+        return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
+    guesses = _called(last, homes) or [above + name for name in difflib.get_close_matches(last, names, n=1)]
+    if not guesses:
+        parts = [other.rpartition(".")[2] for other in homes]
+        near = difflib.get_close_matches(last, parts, n=1, cutoff=0.8)
+        guesses = _called(near[0], homes) if near else []
+    hint = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
+    return ConfigError(f"unknown {what} {key}.{hint} {level}")
+
+
+def chosen_in(plain: Mapping[Any, Any]) -> dict[str, str]:
+    """Returns group → name of the choice in force in a tree of settings, which may be damaged."""
+    groups = {group: plain.get(group) for group in CHOICES}
+    return {group: str(found.get("name")) for group, found in groups.items() if isinstance(found, Mapping)}
+
+
+def _called(last: str, homes: Mapping[str, str]) -> list[str]:
+    """Returns the keys whose last part is `last`: those in force, or else each with the choice that it belongs to."""
+    found = [key for key in homes if key.rpartition(".")[2] == last]
+    return [key for key in found if not homes[key]] or [f"{key} (of {homes[key]})" for key in found]
+
+
+def _homes(chosen: Mapping[str, str]) -> dict[str, str]:
+    """Returns every key with the choices that have it, as "model=gpt", or "" if the choice in force is one of them."""
+    homes = {"run.name": ""}
+    for part, inner in plain_defaults().items():
+        homes |= dict.fromkeys([part, *(f"{part}.{name}" for name in inner)] if isinstance(inner, dict) else [part], "")
+    for group, choices in CHOICES.items():
+        for key in {item.name: None for choice in choices.values() for item in fields(choice) if item.name != "name"}:
+            having = [name for name, choice in choices.items() if hasattr(choice, key)]
+            is_valid = chosen.get(group) in having or len(having) == len(choices)
+            homes[f"{group}.{key}"] = "" if is_valid else " or ".join(f"{group}={name}" for name in having)
+    return homes
 
 
 def unknown_choice(group: str, name: str) -> ConfigError:
@@ -105,7 +143,8 @@ def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
     prefix = f"{key}." if key else ""
     for name in plain:
         if name not in hints:
-            raise unknown_key(f"{prefix}{name}", hints)
+            chosen = {key: str(plain.get("name"))} if key else chosen_in(plain)
+            raise unknown_key(f"{prefix}{name}", hints, chosen=chosen)
     return default(**{name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()})
 
 

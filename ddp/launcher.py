@@ -36,20 +36,22 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ddp.address import is_address
-from ddp.config import CHOICES, OWN, Config
+from ddp.config import CHOICES, OWN, Config, plain_defaults
 from ddp.config_checks import available_cores
-from ddp.config_reader import from_plain, unknown_choice, unknown_key
+from ddp.config_reader import chosen_in, from_plain, unknown_choice, unknown_key
 from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
 from ddp.files import json_object
 from ddp.garbage import skip_at_exit
 from ddp.run_folder import continued, only_writer, prepare, setting_for, unwritable
+from ddp.settings_page import page
 from ddp.terminal import keep_writing
 from ddp.worker import USER_ERRORS, Report
 
@@ -61,10 +63,12 @@ CONF = Path(__file__).parent / "conf"
 def main() -> NoReturn:
     """Trains as the command line says: one run, or with `-m` a sweep of runs one after another. Ends the process."""
     keep_writing()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(page())
+        sys.exit(0)
     skip_at_exit()
     import hydra
 
-    _accept_addresses()
     jobs: list[_Job] = []
 
     def job(composed: Any) -> None:
@@ -81,6 +85,7 @@ def main() -> NoReturn:
         if jobs[-1].status >= 128:
             sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
 
+    _offer_settings()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
     sys.argv[1:] = _free_keys(sys.argv[1:])
     try:
@@ -108,7 +113,7 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf, open_dict
 
-    _accept_addresses()
+    _offer_settings()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
         tree = compose("train", overrides=_free_keys(overrides), return_hydra_config=True)
         run_dir = Path(str(OmegaConf.select(tree, "hydra.run.dir"))).absolute()
@@ -117,19 +122,20 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
         return continued(_checked(tree, overrides), overrides, run_dir), run_dir
 
 
-def _free_keys(overrides: Sequence[str]) -> list[str]:
-    """Marks the keys of mappings whose keys are the user's as new to Hydra."""
-    free = ("init_from.rename", "model.args", "data.args")
-    return [f"++{override}" if override.startswith(free) else override for override in overrides]
-
-
 @cache
-def _accept_addresses() -> None:
-    """Makes Hydra find model=MODULE:NAME and data=MODULE:NAME: in a source of settings that it searches after conf/."""
+def _offer_settings() -> None:
+    """Gives Hydra the defaults of ddp/config.py, the choices of each group, and those that an address names."""
+    from hydra.core.config_store import ConfigStore
     from hydra.core.object_type import ObjectType
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult, ConfigSource
     from omegaconf import OmegaConf
+
+    store = ConfigStore.instance()
+    store.store("settings", plain_defaults())
+    for group, choices in CHOICES.items():
+        for name, settings in choices.items():
+            store.store(name, asdict(settings), group=group)
 
     class Addresses(ConfigSource):
         """Answers for every name with a colon, in the groups that take one."""
@@ -157,6 +163,12 @@ def _accept_addresses() -> None:
             return []
 
     Plugins.instance().register(Addresses)
+
+
+def _free_keys(overrides: Sequence[str]) -> list[str]:
+    """Marks the keys of mappings whose keys are the user's as new to Hydra."""
+    free = ("init_from.rename", "model.args", "data.args")
+    return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 
 def _checked(composed: Any, overrides: Sequence[str]) -> Config:
@@ -189,6 +201,7 @@ def bad_input_to(tell: Callable[[str], object]) -> Iterator[None]:
 def translated(error: BaseException) -> str | None:
     """Returns the sentence for a user's error, whichever library raised it, or None for any other error."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf import Node
     from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
     if isinstance(error, USER_ERRORS):
@@ -206,8 +219,11 @@ def translated(error: BaseException) -> str | None:
     if isinstance(error, InterpolationResolutionError):
         return f"{error.full_key}: {str(error).splitlines()[0]}"
     if isinstance(error, OmegaConfBaseException):
+        if not error.full_key:
+            return str(error).splitlines()[0]
         known = [str(key) for key in error.parent_node or () if key != "hydra"]
-        return str(unknown_key(error.full_key, known)) if error.full_key else str(error).splitlines()[0]
+        root: Any = error.parent_node._get_root() if isinstance(error.parent_node, Node) else {}
+        return str(unknown_key(error.full_key, known, chosen=chosen_in(root)))
     return None
 
 

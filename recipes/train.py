@@ -4,8 +4,8 @@
     python recipes/train.py -m cluster.workers=1,2,4              three runs, one after another
     python recipes/train.py run.name=mine resume=auto             continue runs/mine
 
-`python -m ddp train` does the same from any folder. The settings: ddp/conf/train.yaml and the files beside it. What
-happens: ddp/launcher.py.
+`python -m ddp train` does the same from any folder. The settings: --help, or docs/settings.md. What happens:
+ddp/launcher.py.
 """
 
 from ddp.launcher import main

@@ -1,8 +1,8 @@
-"""The configuration: what round-trips, what is refused and in which words, and ddp/conf/ against the dataclasses."""
+"""The configuration: what round-trips, what is refused and in which words, and Hydra against the dataclasses."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ddp.config import CHOICES, Config, Sgd, choose
 from ddp.config_checks import available_cores, resolve, validate
 from ddp.config_reader import from_plain
 from ddp.errors import ConfigError
-from ddp.launcher import CONF, composed
+from ddp.launcher import CONF, composed, translated
 
 EVERY_CHOICE = [(group, name) for group, choices in CHOICES.items() for name in choices]
 BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"], "image_folder": ["data.path=x"]}
@@ -24,17 +24,12 @@ def compose(tmp_path: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
-def test_every_file_of_conf_composes_to_its_dataclass(group: str, name: str, tmp_path: Path) -> None:
+def test_every_choice_composes_to_its_dataclass(group: str, name: str, tmp_path: Path) -> None:
     config = compose(tmp_path, f"{group}={name}", *BESIDE.get(name, []))
     chosen = getattr(config, group)
     expected = choose(group, name, path="x") if name == "image_folder" else choose(group, name)
     assert type(chosen) is type(expected)
-    assert chosen == expected, "the file and the dataclass disagree on a default"
-
-
-def test_conf_holds_exactly_the_choices() -> None:
-    files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
-    assert {(group, name) for group, name in files if group != "recipe"} == set(EVERY_CHOICE)
+    assert chosen == expected
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (CONF / "recipe").glob("*.yaml")])
@@ -44,18 +39,34 @@ def test_every_recipe_composes_and_the_command_line_wins_over_it(name: str, tmp_
     assert config != compose(tmp_path, "optim.lr=0.125", "seed=3")
 
 
-def test_root_file_lists_every_key_with_its_default() -> None:
-    root = yaml.safe_load((CONF / "train.yaml").read_text())
-    default = asdict(Config())
-    for item in fields(Config):
-        if item.name in CHOICES:
-            assert {item.name: default[item.name]["name"]} in root["defaults"]
-        elif item.name == "run":  # its folder is named by the clock
-            assert set(root["run"]) == {"name"}
-        elif item.name == "cluster":  # the launcher knows how many are local
-            assert root["cluster"] == {key: default["cluster"][key] for key in ("workers", "threads_per_worker")}
-        else:
-            assert root[item.name] == default[item.name], item.name
+def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> None:
+    config = compose(tmp_path, "run.name=x")
+    config.run = Config().run  # named by the clock or by the user
+    assert config == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("lr=0.1", "unknown key lr. Did you mean optim.lr? Valid: "),
+        ("+lr=0.1", "unknown key lr. Did you mean optim.lr? Valid: "),
+        ("workers=4", "Did you mean cluster.workers?"),
+        ("name=mine", "Did you mean run.name?"),
+        ("width=8", "Did you mean model.width?"),
+        ("every_steps=9", "Did you mean checkpoint.every_steps or evaluate.every_steps?"),
+        ("optim.warmup_steps=9", "Did you mean schedule.warmup_steps? Valid in optim: base_batch, "),
+        ("heads=3", "Did you mean model.heads (of model=gpt)?"),
+        ("momentum=0", "Did you mean optim.momentum (of optim=sgd)?"),
+        ("model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
+        ("+model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
+        ("optim.beta3=1", "Did you mean optim.beta2?"),
+        ("num_worker=1", "Did you mean loader.num_workers?"),
+    ],
+)
+def test_an_unknown_key_is_looked_for_everywhere(override: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception) as error:
+        compose(tmp_path, override)
+    assert words in str(translated(error.value))
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)

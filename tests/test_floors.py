@@ -32,6 +32,7 @@ FLOORS = [
         "config",
         "config_checks",
         "config_reader",
+        "settings_page",
         "__main__",
         "__init__",
     ],

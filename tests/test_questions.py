@@ -51,3 +51,13 @@ def test_explain_needs_company(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["explain", "25MB", "--workers", "1"])
     assert "one worker alone has nothing to reduce; take 2 or more" in capsys.readouterr().err
+
+
+def test_help_has_a_line_and_an_example_for_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    listed, _, examples = text.partition("examples:")
+    for question in ("train", "draw", "check", "simulate", "explain"):
+        assert f"\n    {question} " in listed and f"\n  python -m ddp {question} " in examples

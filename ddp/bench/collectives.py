@@ -21,11 +21,7 @@ same bits on every rank.
 | transport      | an all-reduce of any tensor with shared memory off                          |
 | ring, tree, …  | an all-reduce by that algorithm, in the memory that the algorithm is for    |
 
-| figure         | meaning                                                                     |
-|----------------|-----------------------------------------------------------------------------|
-| GB/s           | bus bandwidth as nccl-tests has it: bytes × 2(n−1)/n ÷ time, for n ranks    |
-| of wire        | the least time that the links of a bed allow ÷ time                         |
-| delays         | time ÷ one-way delay: how many messages cross the links one after another   |
+`LEGEND` in ddp/bench/report.py says what the figures mean.
 
 `scripts/bench_collectives` is the command.
 
@@ -101,7 +97,6 @@ class CollectiveCell(TimedCell):
     """
 
     rival: ClassVar[str] = "Gloo"
-    caption: ClassVar[str] = "GB/s: bus bandwidth; Gloo ÷ ours: above 1, ours is faster"
     case: str
     algorithm: str
     nbytes: int

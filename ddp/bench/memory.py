@@ -20,7 +20,6 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch._dynamo
@@ -40,7 +39,6 @@ NUM_STEPS = 6
 class MemoryCell(Cell):
     """Holds the figure of one variant of one model: bytes above "before", of the worker where that is highest."""
 
-    caption: ClassVar[str] = "MiB above what the worker had before, of the worker where that is highest"
     variant: str
     peak: int
 

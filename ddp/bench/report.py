@@ -1,6 +1,7 @@
 """Shows what the benchmarks have measured: tables for people, JSON for programs, and a picture.
 
-There is a table for each place, and below it in which cells ours was slower than its rival.
+There is a table for each place, and below it in which cells ours was slower than its rival. The report ends with what
+its columns mean.
 
 Read before: `collectives.py`, `step.py`, `memory.py`. Read next: `strangers.py`.
 """
@@ -31,13 +32,47 @@ NEAR = 0.3
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
+_STEP = "ms per step, median over turns, on the slowest rank"
+LEGEND = {
+    "case": "what was timed (--help lists the cases)",
+    "algorithm": "how it ran",
+    "size": "of the tensor; 1 KB is 1024 bytes",
+    "time": "of one call, median over turns, on the slowest rank",
+    "GB/s": "bus bandwidth, busbw of nccl-tests: algbw × 2(n−1)/n for n ranks, algbw = size ÷ time; 1 GB is 10⁹ bytes",
+    "of wire": "least time that the hosts' links allow ÷ time",
+    "delays": "time ÷ one-way delay between hosts: how many messages cross the links one after another",
+    "predicted": "time by the cost model, which chooses the way of an all-reduce",
+    "Gloo": "time of torch.distributed on Gloo, which takes turns with ours",
+    "Gloo ÷ ours": "median over turns; above 1, ours is faster",
+    "model": "what is trained",
+    "variant": "how it is trained (--help lists the variants)",
+    "ours": f"ddp.DistributedDataParallel: {_STEP}",
+    "torch": "the same of torch's DistributedDataParallel on Gloo",
+    "naive": "the same with one all-reduce per parameter, after backward",
+    "alone": "the same without communication",
+    "in_backward": "ours, with the optimizer inside backward",
+    "fit": "ms of a step of ddp.fit, from its beginning to the next one's: fetching, logging and checks included",
+    "by_hand": "the same of torch's DistributedDataParallel in a loop by hand, with DataLoader and DistributedSampler",
+    "by_hand ÷ fit": "median over turns; above 1, ddp.fit is faster",
+    "torch ÷ ours": "median over turns; above 1, ours is faster",
+    "over turns": "least and greatest such ratio of a turn",
+    "over alone": "ours ÷ alone − 1: what communication adds to a step",
+    "µs per parameter": "(ours − alone) ÷ number of parameter tensors",
+    "wait": "ms per step that backward of ours waits for reductions, on the rank where that is longest",
+    "wire": "least ms in which the hosts' links carry the gradients of a step",
+    "peak": "MiB above what the worker had before it built its model, of the worker where that is highest",
+}
+"""Title of a column → what it shows, for both benchmarks."""
+
 
 def print_report(cells: Sequence[Cell], console: Console) -> None:
-    """Prints a table for each place, without empty columns, and what its cells say together."""
+    """Prints a table for each place, without empty columns, and what its cells say together; then the legend."""
+    shown: dict[str, str] = {}
     for place, group in _by_place(cells).items():
         rows = [cell.columns() for cell in group]
-        table = Table(title=place, caption=group[0].caption)
+        table = Table(title=place)
         titles = [title for title in rows[0] if any(row[title] for row in rows)]
+        shown |= {title: LEGEND[title] for title in titles}
         for title in titles:
             justify: Literal["left", "right"] = "left" if title in WORDS else "right"
             table.add_column(title, justify=justify, no_wrap=True)
@@ -46,6 +81,10 @@ def print_report(cells: Sequence[Cell], console: Console) -> None:
         console.print(table)
         for line in summary(group):
             console.print(line)
+    legend = Table.grid(padding=(0, 2))
+    for title, meaning in shown.items():
+        legend.add_row(title, meaning)
+    console.print("", legend)
 
 
 def summary(cells: Sequence[Cell]) -> list[str]:

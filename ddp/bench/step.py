@@ -16,13 +16,7 @@ repetition is one step: zero_grad, forward, backward, optimizer.
 The last two fetch a new batch for each step; the others have it. All replicas have their default: a forward in training
 mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
 
-| figure            | meaning                                                                                       |
-|-------------------|-----------------------------------------------------------------------------------------------|
-| torch ÷ ours      | above 1, ours is faster; and the same for by_hand ÷ fit                                       |
-| over alone        | ours ÷ alone − 1: what communication adds to a step                                           |
-| µs per parameter  | (ours − alone) ÷ parameters: with many tiny ones, the time in the interpreter                 |
-| wait              | how long a backward of ours waits for reductions                                              |
-| wire              | the least time in which the links of a bed carry the gradients                                |
+`LEGEND` in ddp/bench/report.py says what the figures mean.
 
 Note "replicas first". torch's replica holds the process group. If the replica is the last to hold it, the replica's
 destructor ends the group with the interpreter lock held, and waits there for Gloo's thread; that thread may be waiting
@@ -91,7 +85,6 @@ class StepCell(TimedCell):
     """
 
     rival: ClassVar[str] = "torch"
-    caption: ClassVar[str] = "ms per step; torch ÷ ours: above 1, ours is faster; over alone: what communication adds"
     num_parameters: int
     wait_s: float | None
     wire_s: float | None

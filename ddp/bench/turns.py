@@ -33,7 +33,6 @@ TURN_S, MOST_REPETITIONS = 0.2, 200
 class Cell(ABC):
     """Is one line of a report: what ran (`name`), and where (`place`, the title of its table)."""
 
-    caption: ClassVar[str] = ""
     place: str
     name: str
 

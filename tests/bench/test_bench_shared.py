@@ -24,7 +24,7 @@ from ddp.bench.barrier import open_barrier
 from ddp.bench.collectives import CollectiveCell
 from ddp.bench.memory import MemoryCell
 from ddp.bench.place import PAYLOAD, Bed, Place, available_cores
-from ddp.bench.report import draw_plot, from_json, print_report, summary, to_json
+from ddp.bench.report import LEGEND, draw_plot, from_json, print_report, summary, to_json
 from ddp.bench.step import StepCell
 from ddp.bench.strangers import strangers
 from ddp.bench.turns import Cell, take_turns
@@ -251,9 +251,12 @@ def test_tables_show_what_there_is() -> None:
         "37.0",
         "4 ranks of step",
         "5.0",
+        "bus bandwidth, busbw of nccl-tests: algbw × 2(n−1)/n",
+        "MiB above what the worker had",
     ):
         assert expected in text
     assert "in_backward" not in text
+    assert {title for cell in cells for title in cell.columns()} == LEGEND.keys()
 
 
 def test_a_plot_is_drawn_with_a_panel_for_every_place(tmp_path: Path) -> None:
@@ -299,7 +302,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         ("bench_collectives --plot /no/such/folder/a.png", "there is no folder /no/such/folder"),
         ("bench_collectives --turns many", "invalid int value"),
         ("bench_collectives --beside -1", "--beside -1"),
-        ("bench_step --models digits", "model 'digits' is unknown; choose among digits-cnn"),
+        ("bench_step --models digits", "model 'digits' is unknown; choose among small-mlp"),
         ("bench_step --models ,", "--models ,: want at least one"),
         ("bench_step --variants ours,theirs", "variant 'theirs' is unknown; choose among ours"),
         ("bench_step --variants ,", "--variants ,: want at least one"),
