@@ -32,6 +32,7 @@ from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
+from ddp.wording import program
 
 if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains, or answers one question; returns the exit status."""
     if argv[:1] == ["train"]:
         train(argv[1:])
-    parser = Parser(prog="python -m ddp", description="Training, and questions about collectives.")
+    parser = Parser(prog=program(), description="Training, and questions about collectives.")
     questions = parser.add_subparsers(metavar="question", required=True, dest="question")
     questions.add_parser("train", help="trains on this host; SETTING=VALUE … as in ddp/conf, or --help")
     for add_question in (draw_question, check_question, simulate_question, explain_question):
@@ -70,7 +71,7 @@ def train(settings: Sequence[str]) -> NoReturn:
     """Trains with these settings, which Hydra reads; ends the process."""
     from ddp import launcher, under_torchrun
 
-    sys.argv = ["python -m ddp train", *settings]
+    sys.argv = [f"{program()} train", *settings]
     if launcher.started_by_torchrun():
         under_torchrun.main()
     launcher.main()

@@ -27,6 +27,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
 from ddp.config import Config
+from ddp.config_checks import available_cores
 from ddp.data import standard_library, streams
 from ddp.data.sampler import TrainSampler
 from ddp.data.splits import Splits
@@ -47,6 +48,7 @@ from ddp.train.report import draw_curves, print_summary
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import load, steps
+from ddp.wording import counted, setting_for, train_command
 
 # ------------------------------------------------------------------------------------------- the three entry points
 
@@ -103,7 +105,7 @@ def finish(config: Config, run_dir: Path) -> None:
         write_whole(path, json.dumps(summary, indent=2) + "\n")
     main_metric = f"test_{components.make_task(config).main_metric}"
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
-    print_summary(summary, run_dir, next_commands=_next_commands(config, summary))
+    print_summary(summary, run_dir, next_commands=_next_commands(config, summary, run_dir))
 
 
 # --------------------------------------------------------------------------------------------------- a worker's life
@@ -169,7 +171,9 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
                 every_steps=config.checkpoint.every_steps,
                 score_metric=score_metric,
             ),
-            ProgressBar(meter, num_steps=num_steps, num_epochs=config.epochs),  # shows what is saved already
+            ProgressBar(  # last: it shows what is saved already
+                meter, num_steps=num_steps, num_epochs=config.epochs, if_long=_if_long(config, run_dir)
+            ),
         ],
         stop=stop,
     )
@@ -245,13 +249,14 @@ def _headline(
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     start = f", continuing after step {first:,}" if first else ""
     lines = [
-        f"{comm.world_size} workers × {torch.get_num_threads()} threads on {comm.device}, {config.model.name} "
-        f"with {num_parameters:,} parameters, {config.replica.kind} gradients, "
+        f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')} on {comm.device}, "
+        f"{config.model.name} with {num_parameters:,} parameters, {config.replica.kind} gradients, "
         f"all-reduce: {comm.auto.describe()}",
-        f"global batch {sampler.global_batch} in {sampler.num_shards} shards; worker 0: {len(micros)} forward(s) of up "
-        f"to {largest} samples a step; learning rate {rate:g}{scaled}",
-        f"{sampler.length:,} training samples, {sampler.num_steps_per_epoch:,} steps per epoch, "
-        f"{num_steps:,} steps{start}",
+        f"global batch {sampler.global_batch} in {counted(sampler.num_shards, 'shard')}; worker 0: "
+        f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; "
+        f"learning rate {rate:g}{scaled}",
+        f"{counted(sampler.length, 'training sample')}, {counted(sampler.num_steps_per_epoch, 'step')} per epoch, "
+        f"{counted(num_steps, 'step')}{start}",
     ]
     return "\n".join(lines)
 
@@ -315,10 +320,26 @@ def _yardsticks() -> Mapping[str, float]:
     return {**found, "yardstick_xz": ngram.xz_bits_per_byte(text.train, text.held_out)}
 
 
-def _next_commands(config: Config, summary: Mapping[str, Any]) -> list[str]:
+def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Returns commands that continue a run that was stopped, or that work here after a first run."""
+    this_run = setting_for(run_dir, config.run.name)
     if summary["stopped_by"]:
-        return [f"python -m ddp train run.name={config.run.name} resume=auto"]
-    return [
-        "python -m ddp train -m cluster.workers=1,2,4",
-        "python -m ddp train recipe=gpt",
-    ]
+        return [train_command(this_run, "resume=auto")]
+    if not this_run.startswith("run.name="):  # a sweep's job
+        return []
+    on_gpu = str(summary["device"]).startswith("cuda")
+    most = min(8, torch.cuda.device_count() if on_gpu else max(2, available_cores()))
+    counts = [count for count in (1, 2, 4, 8) if count <= most]
+    sweep = [train_command("-m", f"cluster.workers={','.join(map(str, counts))}")] if len(counts) > 1 else []
+    is_text = isinstance(config.data, settings.StandardLibrary)
+    return [*sweep, *([] if is_text else [train_command("recipe=gpt")])]
+
+
+def _if_long(config: Config, run_dir: Path) -> str:
+    """Returns what to tell a user whose run will take long."""
+    shorter = " or ".join(f"{key}={value:,}" for key in ("epochs", "max_steps") if (value := getattr(config, key)))
+    workers, threads = config.cluster.local_workers or config.cluster.workers, config.cluster.threads_per_worker or 1
+    could_be = available_cores() // threads
+    more = f"; cluster.workers={could_be} would use all cores" if workers < could_be else ""
+    go_on = f"{setting_for(run_dir, config.run.name)} resume=auto"
+    return f"A lower {shorter} shortens it{more}. Ctrl-C saves it, and {go_on} continues it."

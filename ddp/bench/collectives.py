@@ -27,7 +27,7 @@ same bits on every rank.
 | of wire        | the least time that the links of a bed allow ÷ time                         |
 | delays         | time ÷ one-way delay: how many messages cross the links one after another   |
 
-`scripts/bench_collectives` is the command.
+`scripts/ddp bench_collectives` is the command.
 
 Read before: `turns.py`, `barrier.py`, `comm/communicator.py`. Read next: `workloads.py`.
 """
