@@ -99,7 +99,7 @@ def main() -> NoReturn:
             sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
-    sys.argv[1:] = _free_keys(sys.argv[1:])
+    sys.argv[1:] = _quoted_paths(_free_keys(sys.argv[1:]))
     varied: list[str] = []
 
     def job_folder(overrides: Sequence[str], number: int) -> str:
@@ -134,7 +134,7 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
     from omegaconf import OmegaConf, open_dict
 
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
-        tree = compose("train", overrides=_free_keys(overrides), return_hydra_config=True)
+        tree = compose("train", overrides=_quoted_paths(_free_keys(overrides)), return_hydra_config=True)
         run_dir = Path(str(OmegaConf.select(tree, "hydra.run.dir"))).absolute()
         with open_dict(tree):
             del tree["hydra"]
@@ -144,6 +144,16 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
 def _free_keys(overrides: Sequence[str]) -> list[str]:
     """Marks the keys of `init_from.rename`, which are the user's, as new to Hydra."""
     return [f"++{override}" if override.startswith("init_from.rename") else override for override in overrides]
+
+
+def _quoted_paths(overrides: Sequence[str]) -> list[str]:
+    """Puts a path that Hydra could not read into quotes, such as the folder `cluster.workers=2` of a sweep."""
+
+    def readable(override: str) -> str:
+        key, _, value = override.partition("=")
+        return f'{key}="{value}"' if "=" in value and Path(value).exists() else override
+
+    return [readable(override) for override in overrides]
 
 
 def _varied_keys(arguments: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
+from rich.table import Column
 from rich.text import Text
 
 from ddp.clock import now_s
@@ -52,10 +53,9 @@ class ProgressBar(Callback):
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank != 0 or not self._console.is_terminal:
             return
-        facts = _Facts(self._console)
         self._bar = Progress(
-            BarColumn(bar_width=None),
-            facts,
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what is left of the line
+            _Facts(self._console),
             console=self._console,
             refresh_per_second=1 / REFRESH_EVERY_S,
             expand=True,
@@ -116,7 +116,7 @@ class _Facts(ProgressColumn):
     """Steps and time left; and then the loss, metrics, speed and epoch, as far as one line has room beside the bar."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__()
+        super().__init__(table_column=Column(no_wrap=True))
         self._console = console
 
     def render(self, task: Task) -> Text:
