@@ -34,6 +34,7 @@ from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
+from ddp.wording import program
 
 if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
@@ -65,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["train"]:
         train(argv[1:])
     parser = Parser(
-        prog="python -m ddp",
-        usage="python -m ddp QUESTION …",
+        prog=program(),
+        usage=f"{program()} QUESTION …",
         description="Trains, and answers questions about collectives.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES.replace("python -m ddp", program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     questions = parser.add_subparsers(
@@ -91,7 +92,7 @@ def train(settings: Sequence[str]) -> NoReturn:
     """Trains with these settings, which Hydra reads; ends the process."""
     from ddp import launcher, under_torchrun
 
-    sys.argv = ["python -m ddp train", *settings]
+    sys.argv = [f"{program()} train", *settings]
     if launcher.started_by_torchrun():
         under_torchrun.main()
     launcher.main()

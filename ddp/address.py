@@ -1,6 +1,6 @@
 """Parts of your own, by address: `my_package.models:Net` is the object `Net` of the module `my_package.models`.
 
-    python -m ddp train model=my_package.models:Net data=mine:make loss=mine:my_loss comm.algorithm=mine:chain
+    scripts/ddp train model=my_package.models:Net data=mine:make loss=mine:my_loss comm.algorithm=mine:chain
 
 The folder that the command was given in is searched last. So a file `random.py` there replaces no module of Python, and
 a run without an address imports nothing from there. `RUN_DIR/config.yaml` keeps the folder as `run.code`, for the

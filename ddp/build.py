@@ -27,6 +27,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import init, shutdown
 from ddp.config import Config
+from ddp.config_checks import available_cores
 from ddp.data import standard_library, streams
 from ddp.data.splits import Splits
 from ddp.errors import ConfigError
@@ -38,6 +39,7 @@ from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import checkpoints_of, load, resume_from
+from ddp.wording import setting_for, train_command
 
 # ------------------------------------------------------------------------------------------- the three entry points
 
@@ -96,7 +98,7 @@ def finish(config: Config, run_dir: Path) -> None:
         write_summary(run_dir, summary)
     main_metric = f"test_{components.make_task(config).main_metric}"
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
-    print_summary(summary, run_dir, next_commands=_next_commands(config, summary))
+    print_summary(summary, run_dir, next_commands=_next_commands(config, summary, run_dir))
 
 
 # --------------------------------------------------------------------------------------------------- a worker's life
@@ -203,10 +205,16 @@ def _yardsticks() -> Mapping[str, float]:
     return {**found, "yardstick_xz": ngram.xz_bits_per_byte(text.train, text.held_out)}
 
 
-def _next_commands(config: Config, summary: Mapping[str, Any]) -> list[str]:
+def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Returns commands that continue a run that was stopped, or that work here after a first run."""
+    this_run = setting_for(run_dir, config.run.name)
     if summary["stopped_by"]:
-        return [f"python -m ddp train run.name={config.run.name} resume=auto"]
-    return [
-        "python -m ddp train -m cluster.workers=1,2,4",
-        "python -m ddp train recipe=gpt",
-    ]
+        return [train_command(this_run, "resume=auto")]
+    if not this_run.startswith("run.name="):  # a sweep's job
+        return []
+    on_gpu = str(summary["device"]).startswith("cuda")
+    most = min(8, torch.cuda.device_count() if on_gpu else max(2, available_cores()))
+    counts = [count for count in (1, 2, 4, 8) if count <= most]
+    sweep = [train_command("-m", f"cluster.workers={','.join(map(str, counts))}")] if len(counts) > 1 else []
+    is_text = isinstance(config.data, settings.StandardLibrary)
+    return [*sweep, *([] if is_text else [train_command("recipe=gpt")])]

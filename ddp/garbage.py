@@ -9,6 +9,8 @@ Read before: `terminal.py`. Read next: `worker.py`.
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def collect_later() -> None:
@@ -21,6 +23,16 @@ def collect_from_now_on() -> None:
     """Starts the collector; it never looks at what stands already."""
     gc.freeze()
     gc.enable()
+
+
+@contextmanager
+def leave_out() -> Iterator[None]:
+    """Stops the collector for a block of imports, and leaves out what they make."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        collect_from_now_on()
 
 
 def skip_at_exit() -> None:

@@ -24,12 +24,13 @@ cause last.
 This module alone imports Hydra and OmegaConf, and inside functions, so that importing it stays light and workers stay
 free of them.
 
-Read before: `config_reader.py`. Read next: `run_folder.py`.
+Read before: `config_reader.py`. Read next: `sweep.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import signal
@@ -39,8 +40,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+from ddp import sweep
 from ddp.address import is_address
 from ddp.config import CHOICES, OWN, Config, plain_defaults
 from ddp.config_checks import available_cores
@@ -49,10 +51,11 @@ from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import describe_failures
 from ddp.files import json_object
-from ddp.garbage import skip_at_exit
-from ddp.run_folder import continued, only_writer, prepare, setting_for, unwritable
+from ddp.garbage import leave_out, skip_at_exit
+from ddp.run_folder import continued, only_writer, prepare, unwritable
 from ddp.settings_page import page
 from ddp.terminal import keep_writing
+from ddp.wording import counted, program, setting_for, shown, train_command
 from ddp.worker import USER_ERRORS, Report
 
 CONF = Path(__file__).parent / "conf"
@@ -64,30 +67,55 @@ def main() -> NoReturn:
     """Trains as the command line says: one run, or with `-m` a sweep of runs one after another. Ends the process."""
     keep_writing()
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(page())
+        print(page(program()))
         sys.exit(0)
     skip_at_exit()
     import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
-    jobs: list[_Job] = []
+    jobs: list[sweep.Job] = []
+    sweep_dir: Path | None = None
 
     def job(composed: Any) -> None:
         """Makes one run. Hydra has made its folder and set its interpolations."""
-        from hydra.core.hydra_config import HydraConfig
-
+        nonlocal sweep_dir
         settings = HydraConfig.get()
         run_dir, overrides = Path(settings.runtime.output_dir), list(settings.overrides.task)
-        jobs.append(_Job(overrides, run_dir, status=2))
-        with bad_input_to(print_error), only_writer(run_dir):
-            config = continued(_checked(composed, overrides), overrides, run_dir)
-            prepare(config, run_dir)
-            jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
+        jobs.append(sweep.Job(overrides, run_dir, status=2))
+        try:
+            with bad_input_to(print_error), only_writer(run_dir):
+                config = continued(_checked(composed, overrides), overrides, run_dir)
+                print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
+                with leave_out():
+                    importlib.import_module("ddp.build")  # torch, which takes a second
+                prepare(config, run_dir)
+                jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
+        except KeyboardInterrupt:
+            jobs[-1] = jobs[-1]._replace(status=128 + signal.SIGINT)
+            raise
+        finally:
+            if settings.mode is RunMode.MULTIRUN:
+                sweep_dir = Path(settings.runtime.cwd, settings.sweep.dir)
+                try:
+                    sweep.write(sweep.gather(jobs, varied), sweep_dir)
+                except OSError as error:
+                    raise unwritable(sweep_dir, error) from error
         if jobs[-1].status >= 128:
             sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
 
     _offer_settings()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
-    sys.argv[1:] = _free_keys(sys.argv[1:])
+    sys.argv[1:] = _quoted_paths(_free_keys(sys.argv[1:]))
+    varied: list[str] = []
+
+    def job_folder(overrides: Sequence[str], number: int) -> str:
+        """Names a job's folder; `hydra.sweep.subdir` in ddp/conf/train.yaml asks for it."""
+        varied[:] = varied or _varied_keys(sys.argv[1:])
+        return sweep.job_folder(overrides, varied, number=number)
+
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
     try:
         with bad_input_to(exit_with_error):
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(job)()
@@ -98,8 +126,8 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
-        if len(jobs) > 1:
-            _print_sweep(jobs)
+        if sweep_dir is not None:
+            sweep.show(sweep.gather(jobs, varied), sweep_dir)
     sys.exit(next((job.status for job in jobs if job.status), 0))
 
 
@@ -115,7 +143,7 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
 
     _offer_settings()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
-        tree = compose("train", overrides=_free_keys(overrides), return_hydra_config=True)
+        tree = compose("train", overrides=_quoted_paths(_free_keys(overrides)), return_hydra_config=True)
         run_dir = Path(str(OmegaConf.select(tree, "hydra.run.dir"))).absolute()
         with open_dict(tree):
             del tree["hydra"]
@@ -169,6 +197,25 @@ def _free_keys(overrides: Sequence[str]) -> list[str]:
     """Marks the keys of mappings whose keys are the user's as new to Hydra."""
     free = ("init_from.rename", "model.args", "data.args")
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
+
+
+def _quoted_paths(overrides: Sequence[str]) -> list[str]:
+    """Puts a path that Hydra could not read into quotes, such as the folder `cluster.workers=2` of a sweep."""
+
+    def readable(override: str) -> str:
+        key, _, value = override.partition("=")
+        return f'{key}="{value}"' if "=" in value and Path(value).exists() else override
+
+    return [readable(override) for override in overrides]
+
+
+def _varied_keys(arguments: Sequence[str]) -> list[str]:
+    """Returns the keys to which a sweep's command line gives several values."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    settings = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    overrides = OverridesParser.create().parse_overrides(settings)
+    return [override.key_or_group for override in overrides if override.is_sweep_override()]
 
 
 def _checked(composed: Any, overrides: Sequence[str]) -> Config:
@@ -309,7 +356,7 @@ def train(config: Config, run_dir: Path) -> int:
     if stopped_by is None:
         return 0
     if _agreed_stop(run_dir) is not None:
-        outcome = f"continue with {setting_for(run_dir, config)} resume=auto"
+        outcome = f"continue with {train_command(setting_for(run_dir, config.run.name), 'resume=auto')}"
     else:
         outcome = "nothing was saved at the stop"
         reports = [Report.read(run_dir / "logs", rank=rank) for rank in range(config.cluster.workers)]
@@ -332,40 +379,3 @@ def _restore_terminal() -> None:
     """Shows the cursor, which the progress bar of a killed rank 0 may have hidden."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\n")
-
-
-def _as_typed(override: str) -> str:
-    """Returns a setting without what `_free_keys` and Hydra's sweeper have added to it."""
-    return override.removeprefix("++").replace("\\:", ":")
-
-
-class _Job(NamedTuple):
-    """One run of a sweep, and its exit status."""
-
-    overrides: list[str]
-    run_dir: Path
-    status: int
-
-
-def _print_sweep(jobs: Sequence[_Job]) -> None:
-    """Prints the jobs of a sweep side by side: what differed, how fast, how good, how it ended."""
-    from rich.console import Console
-    from rich.table import Table
-
-    shared = set.intersection(*(set(job.overrides) for job in jobs))
-    table = Table("job", "samples/s", "result", "ended", "folder")
-    table.title = f"sweep in {os.path.relpath(jobs[0].run_dir.parent)}"
-    for job in jobs:
-        summary: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            summary = json_object((job.run_dir / "summary.json").read_text())
-        results = [f"{key} {value:.4g}" for key, value in summary.items() if key.startswith("test_")]
-        rate = summary.get("samples_per_s")
-        table.add_row(
-            " ".join(_as_typed(override) for override in job.overrides if override not in shared),
-            "" if rate is None else f"{rate:,.0f}",
-            ", ".join(results),
-            "done" if job.status == 0 else f"status {job.status}",
-            job.run_dir.name,
-        )
-    Console().print(table)

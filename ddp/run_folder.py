@@ -7,7 +7,7 @@
 `prepare` refuses what cannot work: a folder that another run holds, a full disk, settings that contradict, missing
 data, a checkpoint of another model. So a run that starts has passed every check that one process can make.
 
-Read before: `launcher.py`. Read next: `engine.py`.
+Read before: `sweep.py`. Read next: `engine.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ddp.config_reader import from_plain, settings_of
 from ddp.errors import ConfigError
 from ddp.files import flush_folder, hold, write_whole
 from ddp.log import log
+from ddp.wording import setting_for
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
@@ -115,12 +116,6 @@ def only_writer(run_dir: Path) -> Iterator[None]:
         raise
 
 
-def setting_for(run_dir: Path, config: Config) -> str:
-    """Returns the setting that names this folder on the command line."""
-    named = run_dir.resolve() == Path("runs", config.run.name).resolve()
-    return f"run.name={config.run.name}" if named else f"hydra.run.dir={run_dir}"
-
-
 def unwritable(folder: Path | str, error: OSError) -> ConfigError:
     """Returns the error for a folder in which nothing can be written."""
     reason = error.strerror or str(error)
@@ -134,7 +129,7 @@ def _refuse_reuse(config: Config, run_dir: Path) -> None:
     if config.resume != "none" and Path(config.resume).resolve().is_relative_to(run_dir.resolve()):
         return
     raise ConfigError(
-        f"{setting_for(run_dir, config)}: {run_dir} holds a run; continue it with resume=auto, or take another"
+        f"{setting_for(run_dir, config.run.name)}: {run_dir} holds a run; continue it with resume=auto, or take another"
     )
 
 

@@ -1,7 +1,7 @@
 """Writes out every setting with its default, its type and its meaning: `--help`, and docs/settings.md.
 
-    python -m ddp train --help                        prints the page
-    python -m ddp.settings_page > docs/settings.md    writes it for the web
+    scripts/ddp train --help                                    prints the page
+    .venv/bin/python -m ddp.settings_page > docs/settings.md    writes it for the web
 
 All of it is taken from ddp/config.py, without Hydra, so that it is there at once.
 
@@ -27,10 +27,10 @@ USAGE = """\
 Trains a model on several workers. Each SETTING=VALUE replaces a default below ("…": each choice has
 its own).
 
-  python -m ddp train [SETTING=VALUE …] [OPTION …]
-  python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
-  python -m ddp train -m cluster.workers=1,2            a sweep: one run for each value
-  python -m ddp train run.name=mine resume=auto         continue the run in runs/mine
+  ddp train [SETTING=VALUE …] [OPTION …]
+  ddp train data=cifar10 model=resnet18 cluster.workers=4
+  ddp train -m cluster.workers=1,2              a sweep: one run for each value
+  ddp train run.name=mine resume=auto           continue the run in runs/mine
 
   -m, --multirun    a sweep over the values that commas separate
   --cfg job         print the settings that the run would have, and end
@@ -38,10 +38,11 @@ its own).
   -h, --help        this page"""
 
 
-def page() -> str:
-    """Returns the page that `--help` prints."""
+def page(command: str = "scripts/ddp") -> str:
+    """Returns the page that `--help` prints. `command`: what the user types before `train`."""
     default = Config()
-    blocks = [USAGE, "\n".join(["The run as a whole", *_lines(default, "")])]
+    usage = USAGE.replace("  ddp train", f"  {command} train")
+    blocks = [usage, "\n".join(["The run as a whole", *_lines(default, "")])]
     for part in fields(Config):
         inner = getattr(default, part.name)
         if part.name in CHOICES:
@@ -54,8 +55,8 @@ def page() -> str:
 def markdown() -> str:
     """Returns docs/settings.md."""
     return (
-        "# Settings\n\n`python -m ddp train --help` prints this page. Its source is `ddp/config.py`; "
-        "`python -m ddp.settings_page > docs/settings.md` writes it anew.\n\n"
+        "# Settings\n\n`scripts/ddp train --help` prints this page. Its source is `ddp/config.py`; "
+        "`.venv/bin/python -m ddp.settings_page > docs/settings.md` writes it anew.\n\n"
         f"```text\n{page()}\n```\n"
     )
 

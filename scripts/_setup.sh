@@ -34,7 +34,7 @@ make_venv() {
 
 # What the installation depends on: the pins, the package's own metadata, the interpreter, and where the package lies.
 wanted_stamp() {
-    "$base" - constraints.txt pyproject.toml <<'PYTHON'
+    "$python" -I -S - constraints.txt pyproject.toml <<'PYTHON'
 import hashlib, os, pathlib, sys
 content = b"".join(pathlib.Path(name).read_bytes() for name in sys.argv[1:])
 print(hashlib.sha256(content + f"{sys.version_info[:2]} {os.getcwd()}".encode()).hexdigest())
@@ -60,17 +60,16 @@ install_torch() {
 }
 
 install() {
-    local stamp=.venv/installed-from wanted base
+    local stamp=.venv/installed-from base
+    [[ -f $stamp && $(<"$stamp") == "$(wanted_stamp 2>/dev/null)" ]] && return
     find_python
     make_venv
-    wanted=$(wanted_stamp)
-    [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
     rm -f "$stamp"
     install_torch
     say "installing the rest"
     pip_install setuptools wheel
     pip_install --no-build-isolation --editable '.[test]'
-    printf '%s\n' "$wanted" >"$stamp"
+    wanted_stamp >"$stamp"
 }
 
 install

@@ -1,6 +1,6 @@
 """Parts of a user's own, in a file that lies in the folder where a command is given.
 
-    python -m ddp train model=mine:Net data=mine:make loss=mine:my_loss comm.algorithm=mine:chain
+    scripts/ddp train model=mine:Net data=mine:make loss=mine:my_loss comm.algorithm=mine:chain
 
 Everything else is as with what `ddp` ships: settings, checks, sweeps, checkpoints, resume.
 """

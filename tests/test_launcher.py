@@ -80,10 +80,12 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> No
     status, out, err = finish(start([*TRAIN, "-m", "cluster.workers=1,2", "cluster.threads_per_worker=1"], tmp_path))
     assert (status, err) == (0, "")
     assert "this is rank 0" in out and "this is rank 1" not in out
-    assert "cluster.workers=2" in out and "cluster.threads" not in out, "the table shows what differs"
+    assert "starting 1 worker for runs/sweep-" in out
+    assert "cluster.workers" in (table := out.partition("\nsweep in runs/")[2])
+    assert "cluster.threads" not in table, "it shows what differs"
     assert out.count("finished 0.5") == 2
     (sweep,) = (tmp_path / "runs").glob("sweep-*")
-    for job, workers in [("0-workers-1", 1), ("1-workers-2", 2)]:
+    for job, workers in [("cluster.workers=1", 1), ("cluster.workers=2", 2)]:
         run_dir = sweep / job
         config = from_plain(yaml.safe_load((run_dir / "config.yaml").read_text()))
         assert (config.cluster.workers, config.run.dir) == (workers, str(run_dir))
@@ -91,7 +93,7 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> No
             about = seen(run_dir, rank)
             assert not about["hydra"], "a worker imported Hydra"
             assert (about["workers"], about["threads"], about["omp"], about["mkl"]) == (workers, 1, "1", "AUTO")
-    assert "this is rank 1" in (sweep / "1-workers-2" / "logs" / "rank-1.log").read_text()
+    assert "this is rank 1" in (sweep / "cluster.workers=2" / "logs" / "rank-1.log").read_text()
     assert not list(tmp_path.rglob(".hydra"))
 
 
@@ -106,7 +108,7 @@ def test_signal_to_the_parent_or_to_one_worker_ends_in_the_documented_status(tmp
     for name, expected, word in [("parent", 143, "SIGTERM"), ("worker", 130, "SIGINT"), ("slurm", 138, "SIGUSR1")]:
         status, _, err = finish(started[name])
         assert status == expected
-        assert err == f"stopped by {word}; continue with run.name={name} resume=auto\n"
+        assert err == f"stopped by {word}; continue with {' '.join(TRAIN)} run.name={name} resume=auto\n"
         assert json.loads((runs[name] / "summary.json").read_text())["stopped_by"] == word
 
 
@@ -127,16 +129,18 @@ def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwrit
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "said", "words"),
     [
-        (["cluster.worker=3"], "Did you mean cluster.workers?"),
-        (["hydra.run.dir=/dev/null/x"], "run directory /dev/null/x: Not a directory"),
-        (["seed=404"], "data.root=data: no such data"),
+        (["cluster.worker=3"], "", "Did you mean cluster.workers?"),
+        (["hydra.run.dir=/dev/null/x"], "", "run directory /dev/null/x: Not a directory"),
+        (["seed=404", "run.name=a"], "starting 2 workers for runs/a/ …\n", "data.root=data: no such data"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(
+    arguments: list[str], said: str, words: str, tmp_path: Path
+) -> None:
     status, out, err = finish(start([*TRAIN, *arguments], tmp_path))
-    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert (status, out, err.count("\n")) == (2, said, 1)
     assert err.startswith("error: ") and words in err
     assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -52,8 +53,37 @@ def test_an_installed_package_trains_from_any_folder(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert json.loads((elsewhere / "runs" / "a" / "summary.json").read_text())["steps"] == 2
-    assert "python -m ddp train -m cluster.workers=1,2,4" in done.stdout
+    assert f"{python} -m ddp train -m cluster.workers=1,2" in done.stdout, "as it was started"
     assert {path.name for path in elsewhere.iterdir()} == {"runs"}
+
+
+def test_the_command_works_from_any_folder_without_activating_anything(tmp_path: Path) -> None:
+    clone, elsewhere = tmp_path / "the clone", tmp_path / "elsewhere"
+    (clone / "scripts").mkdir(parents=True)
+    elsewhere.mkdir()
+    for name in ("scripts/ddp", "scripts/_setup.sh", "scripts/bench_step", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, clone / name)
+    venv.create(clone / ".venv", symlinks=True)
+    (packages,) = (clone / ".venv").glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(f"{ROOT}\n{Path(torch.__file__).parent.parent}\n")
+    content = b"".join((clone / name).read_bytes() for name in ("constraints.txt", "pyproject.toml"))
+    stamp = hashlib.sha256(content + f"{sys.version_info[:2]} {clone}".encode())
+    (clone / ".venv" / "installed-from").write_text(stamp.hexdigest())  # so it installs nothing
+    for stranger in ("ddp/__init__.py", "random.py"):
+        (elsewhere / stranger).parent.mkdir(exist_ok=True)
+        (elsewhere / stranger).write_text("raise AssertionError('imported from the current folder')")
+    (tmp_path / "link").symlink_to(clone / "scripts" / "ddp")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
+
+    done = run("../the clone/scripts/ddp", "draw", "ring", "3", "--svg", "ring.svg")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert (elsewhere / "ring.svg").is_file()
+    refused = run("../the clone/scripts/ddp", "draw", "rong", "3")
+    assert refused.returncode == 2 and refused.stderr.startswith("'../the clone/scripts/ddp' draw: there is no")
+    assert run("../link", "bench_step", "--models", "x").stderr.startswith("bench_step: model 'x' is unknown")
 
 
 INTERPRETER = """#!/bin/bash

@@ -59,7 +59,7 @@ finally:
     assert not {{"hydra", "omegaconf", "torch"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", page() + "\n")
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", page("python -m ddp") + "\n")
 
 
 def test_hydra_s_own_help_is_still_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Measures collectives and training steps beside torch's own, in the same run, for `scripts/bench_*`.
+"""Measures collectives and training steps beside torch's own, in the same run, for `scripts/ddp bench_…`.
 
 Read next: `units.py`.
 """

@@ -23,7 +23,7 @@ same bits on every rank.
 
 `LEGEND` in ddp/bench/report.py says what the figures mean.
 
-`scripts/bench_collectives` is the command.
+`scripts/ddp bench_collectives` is the command.
 
 Read before: `turns.py`, `barrier.py`, `comm/communicator.py`. Read next: `workloads.py`.
 """

@@ -9,7 +9,7 @@ ddp/bench/pss.py says what counts as memory. The communicator is made after "bef
 not everyone's. For scale, "alone" is the same training without communication: parameters, gradients, momentum and
 activations.
 
-`scripts/bench_step --memory` is the command.
+`scripts/ddp bench_step --memory` is the command.
 
 Read before: `step.py`. Read next: `pss.py`, which samples.
 """

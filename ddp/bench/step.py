@@ -23,7 +23,7 @@ destructor ends the group with the interpreter lock held, and waits there for Gl
 for the lock, to free a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest).
 So replicas end before the group does.
 
-`scripts/bench_step` is the command.
+`scripts/ddp bench_step` is the command.
 
 Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `memory.py`.
 """

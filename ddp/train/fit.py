@@ -51,10 +51,14 @@ from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
 from ddp.train.loop import base_rates, last_step, train_loop
 from ddp.train.progress import ProgressBar
-from ddp.train.report import draw_curves, number_of, summary_of, write_summary
+from ddp.train.report import draw_curves, summary_of, write_summary
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import resume_from, steps
+from ddp.wording import counted
+
+SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
+GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
 
 
 def fit(
@@ -207,7 +211,8 @@ def fit(
             Checkpointer(store, identity=identity, every_steps=checkpoint_every_steps, score_metric=score),
         ]
     if progress:  # after the others, so that it shows what is saved already
-        watching.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs))
+        if_long = SHORTEN if run_dir is None else f"{SHORTEN} {GO_ON}"
+        watching.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs, if_long=if_long))
     evaluation = None
     if test is not None:
         evaluation = partial(_evaluated, test, task=task, batch_size=evaluation_batch, precision=precision, stop=stop)
@@ -347,16 +352,16 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     micros = next(iter(sampler.plans())).micros
     largest = max((len(micro.indices) for micro in micros), default=0)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    workers = f"{number_of(comm.world_size, 'worker')} × {number_of(torch.get_num_threads(), 'thread')}"
+    workers = f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
     start = f", continuing after step {state.step:,}" if state.step else ""
     return [
         f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
         f"{type(state.model).__name__}, all-reduce: {comm.auto.describe()}",
-        f"global batch {sampler.global_batch} in {number_of(sampler.num_shards, 'shard')}; worker 0: "
-        f"{number_of(len(micros), 'forward')} of up to {number_of(largest, 'sample')} a step; learning rate "
+        f"global batch {sampler.global_batch} in {counted(sampler.num_shards, 'shard')}; worker 0: "
+        f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
         f"{base_rates(state.optimizer)[0]:g}",
-        f"{number_of(sampler.length, 'training sample')}, {number_of(sampler.num_steps_per_epoch, 'step')} per epoch, "
-        f"{number_of(num_steps, 'step')}{start}",
+        f"{counted(sampler.length, 'training sample')}, {counted(sampler.num_steps_per_epoch, 'step')} per epoch, "
+        f"{counted(num_steps, 'step')}{start}",
     ]
 
 

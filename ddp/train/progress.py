@@ -1,60 +1,88 @@
-"""The progress bar, on rank 0 only: loss, samples per second and time left.
+"""The progress bar, on rank 0 only: steps and time left, and whatever else the terminal has room for.
 
-Read before: `stopping.py`. Read next: `report.py`.
+Read before: `stopping.py`. Read next: `wording.py`.
 """
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from collections.abc import Callable, Iterable
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
+from rich.table import Column
+from rich.text import Text
+
+from ddp.clock import now_s
 from ddp.train.callbacks import Callback, ThroughputMeter
 from ddp.train.state import StepReport, TrainState
 
 REFRESH_EVERY_S = 0.2
+SHORTEST_BAR = 10  # letters
+ESTIMATE_AFTER_S, ESTIMATE_AFTER_SHARE = 10.0, 0.05
+"""An estimate is worth saying after this time, or after this share of the steps."""
+
+LONG_S = 600.0
+"""A run that takes longer says so."""
 
 
 class ProgressBar(Callback):
-    """Shows a bar on a terminal; elsewhere it prints one line per evaluation."""
+    """Shows a bar on a terminal; elsewhere it prints one line per evaluation. A long run says how long it will take.
 
-    def __init__(self, meter: ThroughputMeter, *, num_steps: int, num_epochs: int | None) -> None:
+    Args:
+        if_long: what follows when a long run says so, such as how to shorten it.
+        clock: seconds, from any start.
+    """
+
+    def __init__(
+        self,
+        meter: ThroughputMeter,
+        *,
+        num_steps: int,
+        num_epochs: int | None,
+        if_long: str = "",
+        console: Console | None = None,
+        clock: Callable[[], float] = now_s,
+    ) -> None:
         self._meter, self._num_steps, self._num_epochs = meter, num_steps, num_epochs
-        self._console = Console()
+        self._if_long, self._clock = if_long, clock
+        self._console = console or Console()
         self._bar: Progress | None = None
+        self._first: tuple[int, float] | None = None  # the first step of this run, which is slow, and when it ended
+        self._estimated = False
 
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank != 0 or not self._console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} samples/s {task.fields[metrics]}"),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what is left of the line
+            _Facts(self._console),
             console=self._console,
             refresh_per_second=1 / REFRESH_EVERY_S,
+            expand=True,
         )
-        self._task = self._bar.add_task(
-            self._description(state.epoch), total=self._num_steps, completed=state.step, loss=0.0, rate=0.0, metrics=""
-        )
+        self._task = self._bar.add_task("", total=self._num_steps, completed=state.step, others=(), metrics=())
         self._bar.start()
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
+        if state.comm.rank != 0:
+            return
         if self._bar is not None:
-            rate = self._meter.whole.samples_per_s
-            description = self._description(report.epoch)
-            self._bar.update(self._task, completed=report.step, loss=report.loss, rate=rate, description=description)
+            rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
+            epoch = f"epoch {report.epoch + 1}" + (f"/{self._num_epochs}" if self._num_epochs else "")
+            self._bar.update(self._task, completed=report.step, others=(f"loss {report.loss:.4f}", rate, epoch))
+        if not self._estimated:
+            self._estimate(report.step)
 
     def evaluated(self, state: TrainState) -> None:
         if state.comm.rank != 0:
             return
-        metrics = "  ".join(f"{name} {value:.4f}" for name, value in state.evaluation.items())
+        metrics = [f"{name} {value:.4f}" for name, value in state.evaluation.items()]
         if self._bar is not None:
-            self._bar.update(self._task, metrics=f" {metrics}")
+            self._bar.update(self._task, metrics=metrics)
         else:
             rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
             where = f"step {state.step}/{self._num_steps}"
-            print(f"{where}  loss {state.train_loss or 0.0:.4f}  {rate}  {metrics}", flush=True)
+            print(f"{where}  loss {state.train_loss or 0.0:.4f}  {rate}  {'  '.join(metrics)}", flush=True)
 
     def exception(self, state: TrainState, error: BaseException) -> None:
         self.fit_end(state)
@@ -64,5 +92,52 @@ class ProgressBar(Callback):
             self._bar.stop()
             self._bar = None
 
-    def _description(self, epoch: int) -> str:
-        return f"epoch {epoch + 1}" + (f"/{self._num_epochs}" if self._num_epochs else "")
+    def _estimate(self, step: int) -> None:
+        """Says once, as soon as it can be known, that this run will take long."""
+        now = self._clock()
+        if self._first is None:
+            self._first = step, now
+            return
+        first_step, first_s = self._first
+        done, ahead = step - first_step, self._num_steps - step
+        if now - first_s < ESTIMATE_AFTER_S and done < ESTIMATE_AFTER_SHARE * (self._num_steps - first_step):
+            return
+        self._estimated = True
+        left_s = (now - first_s) / done * ahead
+        if left_s > LONG_S:
+            hours, minutes = divmod(round(left_s / 60), 60)
+            duration = f"{hours} h {minutes} min" if hours else f"{minutes} minutes"
+            text = f"This run will take about {duration}. {self._if_long}".rstrip()
+            one_line = not self._console.is_terminal
+            self._console.print(text, soft_wrap=one_line, highlight=False, markup=False)
+
+
+class _Facts(ProgressColumn):
+    """Steps and time left; and then the loss, metrics, speed and epoch, as far as one line has room beside the bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        left = "-:--:--" if task.time_remaining is None else _clock_time(task.time_remaining)
+        total = f"{task.total:.0f}"
+        steps = f"{task.completed:>{len(total)}.0f}/{total} steps"
+        loss, *others = task.fields["others"] or [""]
+        wanted = [loss, *reversed(task.fields["metrics"]), *others]  # a task's main metric is its last one
+        room = self._console.width - SHORTEST_BAR - len(" ")
+        return Text(fitting([f"{steps}  {left} left", *wanted], room), no_wrap=True)
+
+
+def fitting(parts: Iterable[str], room: int) -> str:
+    """Joins the parts that fit into `room` letters; an earlier one takes precedence. The first is always there."""
+    first, *others = parts
+    for part in filter(None, others):
+        if len(first) + len(part) + 2 <= room:
+            first += f"  {part}"
+    return first
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,12 +1,12 @@
 """The results of a run: summary.json, curves.png, and the table on the terminal.
 
-Read before: `progress.py`. Read next: `fit.py`.
+Read before: `progress.py`, `wording.py`. Read next: `fit.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ddp.precision.autocast import Precision
 from ddp.tasks.task import Task
 from ddp.train.callbacks import ThroughputMeter
 from ddp.train.state import TrainState
+from ddp.wording import counted, shown
 
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
@@ -66,11 +67,6 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def number_of(count: int, noun: str) -> str:
-    """Returns a number with its noun: "1 worker", "2,000 workers"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of a metrics.jsonl, without a last line that a crash cut off."""
     entries = []
@@ -106,7 +102,7 @@ def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapp
     if points:
         right.plot(*zip(*points, strict=True), "o-", ms=3, color="tab:green", label=f"{name}: {points[-1][1]:.4f}")
     for number, (key, value) in enumerate(item for item in summary.items() if item[0].startswith("yardstick_")):
-        right.axhline(value, ls="--", lw=1, color=f"C{number + 4}", label=f"{_words(key)}: {value:.2f}")
+        right.axhline(value, ls="--", lw=1, color=f"C{number + 4}", label=f"{words_of(key)}: {value:.2f}")
     right.set(title=name, xlabel="step")
     if right.get_legend_handles_labels()[0]:
         right.legend(fontsize="small")
@@ -116,25 +112,51 @@ def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapp
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:
-    """Prints the table at the end: quality, speed, shares of the time, where the results are, what to try next."""
+    """Prints the table at the end: quality, speed, shares of the time; then where the results are, what to try next.
+
+    Paths and commands stand below the table, where nothing breaks them, so that they can be copied.
+    """
     table = Table(show_header=False, title="finished" if not summary["stopped_by"] else "stopped early and saved")
     table.add_column(justify="right", style="bold")
     table.add_column()
     for key, value in summary.items():
         if key.startswith(("test_", "yardstick_")):
-            table.add_row(_words(key), f"{value:.2%}" if key == "test_accuracy" else f"{value:.4f}")
-    times = [summary[f"{what}_fraction"] for what in ("compute", "wait", "data")]
-    workers = f"{summary['world_size']} workers × {summary['threads_per_worker']} threads"
+            table.add_row(words_of(key), metric_in_words(key, value))
+    workers = f"{counted(summary['world_size'], 'worker')} × {counted(summary['threads_per_worker'], 'thread')}"
     table.add_row("samples/s", f"{summary['samples_per_s']:,.0f}   ({workers}, global batch {summary['global_batch']})")
+    times = [summary[f"{what}_fraction"] for what in ("compute", "wait", "data")]
     shares = "computing {:.0%}, waiting for other workers {:.0%}, for data {:.0%}"
     table.add_row("share of a step", shares.format(*times))
     table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
-    shown_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    table.add_row("results", f"{shown_dir}/  (summary.json, metrics.jsonl, curves.png, checkpoints/, logs/)")
-    for number, command in enumerate(next_commands):
-        table.add_row("try next" if number == 0 else "", command)
-    Console().print(table, soft_wrap=not Console().is_terminal)
+    if was_on := ", ".join(_was_on(summary)):
+        table.add_row("with", was_on)
+    console = Console()
+    console.print(table)
+    lines = [f"results: {shown(run_dir)}/", "         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
+    lines += [f"{'         ' if number else 'try next:'} {command}" for number, command in enumerate(next_commands)]
+    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
-def _words(key: str) -> str:
+def metric_in_words(key: str, value: float | None) -> str:
+    """Returns a metric as it is shown: an accuracy in percent."""
+    if value is None:
+        return ""
+    return f"{value:.2%}" if key == "test_accuracy" else f"{value:.4f}"
+
+
+def words_of(key: str) -> str:
+    """Returns a metric's name as it is shown."""
     return key.removeprefix("yardstick_").replace("_", " ")
+
+
+def _was_on(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what was not as usual in this run."""
+    if (precision := summary.get("precision", "fp32")) != "fp32":
+        yield precision
+    if summary.get("clip_norm") is not None:
+        yield f"clip_norm {summary['clip_norm']:g}"
+    if summary.get("deterministic"):
+        yield "deterministic kernels"
+    if summary.get("verified"):
+        equal, checks = summary["verified"]
+        yield f"replicas bitwise equal at {equal:,} of {counted(checks, 'check')}"

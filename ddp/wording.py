@@ -1,0 +1,58 @@
+"""Words for the person at the terminal: commands that work as printed, folders as seen from there, counts.
+
+A command that this package prints begins as the user's own did:
+
+    scripts/ddp train …             the script says under which name it was called, in DDP_COMMAND
+    python recipes/train.py …       the interpreter remembers what was typed; `python -m ddp train …` as well
+    torchrun …                      python -m ddp train …, because torchrun's own arguments do not reach its processes
+
+Read before: `train/progress.py`. Read next: `train/report.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+
+def program() -> str:
+    """Returns what the user types before the name of a subcommand."""
+    return shlex.quote(os.environ.get("DDP_COMMAND", "")) if "DDP_COMMAND" in os.environ else "python -m ddp"
+
+
+def train_command(*settings: str) -> str:
+    """Returns a command line that trains with these settings, as the user would type it in the same folder."""
+    begin = len(sys.orig_argv) - len(sys.argv[1:])
+    if "DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or sys.orig_argv[begin:] != sys.argv[1:]:
+        typed = f"{program()} train"
+    else:
+        typed = shlex.join(sys.orig_argv[:begin])
+    return " ".join([typed, *map(shlex.quote, settings)])
+
+
+def setting_for(run_dir: Path, name: str) -> str:
+    """Returns the setting that names this run's folder on the command line. `name`: its run.name."""
+    if run_dir.resolve() == Path("runs", name).resolve():
+        return f"run.name={_quoted(name)}"
+    return f"hydra.run.dir={_quoted(str(shown(run_dir)))}"
+
+
+def shown(folder: Path) -> Path:
+    """Returns the folder relative to the current one if it lies inside."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns "1 worker", "2 workers", …"""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _quoted(value: str) -> str:
+    """Returns a value as Hydra reads it back: in quotes if it has a letter that means something to Hydra."""
+    if re.fullmatch(r"[\w/.+@%-]+", value, re.ASCII):
+        return value
+    escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"")
+    return f'"{escaped}"'
