@@ -3,9 +3,9 @@
     check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
                              the checkpoint to be resumed; so one process says once what is wrong
     run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
-    finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table
+    finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
 
-Read before: `components.py`. Read next: `trained.py`.
+Read before: `components.py`, `trained.py`. Read next: `under_torchrun.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ddp.data import standard_library, streams
 from ddp.data.splits import Splits
 from ddp.errors import ConfigError
 from ddp.garbage import collect_from_now_on
+from ddp.models.gpt import GPT, generate
 from ddp.tasks import ngram
 from ddp.train.checkpoint import check_optimizer
 from ddp.train.fit import fit
@@ -39,6 +40,7 @@ from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import checkpoints_of, load, resume_from
+from ddp.trained import load as load_trained
 from ddp.wording import setting_for, train_command
 
 # ------------------------------------------------------------------------------------------- the three entry points
@@ -94,7 +96,7 @@ def finish(config: Config, run_dir: Path) -> None:
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())
     if isinstance(config.data, settings.StandardLibrary) and not summary["stopped_by"]:
-        summary |= _yardsticks()
+        summary |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
         write_summary(run_dir, summary)
     main_metric = f"test_{components.make_task(config).main_metric}"
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
@@ -203,6 +205,16 @@ def _yardsticks() -> Mapping[str, float]:
         for name, order in orders.items()
     }
     return {**found, "yardstick_xz": ngram.xz_bits_per_byte(text.train, text.held_out)}
+
+
+def _written_by(config: Config, run_dir: Path) -> str:
+    """Returns a few lines that the trained model writes, or "" for a model of the user's own."""
+    model = load_trained(run_dir, "latest").model()
+    if not isinstance(model, GPT):
+        return ""
+    prompt = b"\n    def "
+    written = generate(model, torch.tensor(list(prompt)), num_tokens=400, temperature=0.7, seed=config.seed)
+    return (prompt + bytes(written.tolist())).decode(errors="replace")
 
 
 def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) -> list[str]:

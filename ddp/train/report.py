@@ -21,6 +21,7 @@ from ddp.train.callbacks import ThroughputMeter
 from ddp.train.state import TrainState
 from ddp.wording import counted, shown
 
+LINES_WRITTEN = 8  # of what a language model writes
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 
@@ -112,7 +113,8 @@ def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapp
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:
-    """Prints the table at the end: quality, speed, shares of the time; then where the results are, what to try next.
+    """Prints the table at the end: quality, speed, shares of the time; then what a language model writes, where the
+    results are, and what to try next.
 
     Paths and commands stand below the table, where nothing breaks them, so that they can be copied.
     """
@@ -132,7 +134,9 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
         table.add_row("with", was_on)
     console = Console()
     console.print(table)
-    lines = [f"results: {shown(run_dir)}/", "         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
+    written = [line[: console.width - 2] for line in summary.get("writes", "").splitlines() if line.strip()]
+    lines = ["it writes:", *(f"  {line}" for line in written[:LINES_WRITTEN]), ""] if written else []
+    lines += [f"results: {shown(run_dir)}/", "         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
     lines += [f"{'         ' if number else 'try next:'} {command}" for number, command in enumerate(next_commands)]
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
