@@ -337,9 +337,10 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
 
 def _if_long(config: Config, run_dir: Path) -> str:
     """Returns what to tell a user whose run will take long."""
-    shorter = " or ".join(f"{key}={value:,}" for key in ("epochs", "max_steps") if (value := getattr(config, key)))
+    ends = {"epochs": config.epochs, "max_steps": config.max_steps}
+    shorter = " or ".join(f"{key} (now {value:,})" for key, value in ends.items() if value is not None)
     workers, threads = config.cluster.local_workers or config.cluster.workers, config.cluster.threads_per_worker or 1
     could_be = available_cores() // threads
     more = f"; cluster.workers={could_be} would use all cores" if workers < could_be else ""
     go_on = f"{setting_for(run_dir, config.run.name)} resume=auto"
-    return f"A lower {shorter} shortens it{more}. Ctrl-C saves it, and {go_on} continues it."
+    return f"To shorten it, lower {shorter}{more}. Ctrl-C saves it, and {go_on} continues it."
