@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
+from ddp import build
 from ddp.config_reader import from_plain
 from ddp.launcher import main
 from ddp.models.cnn import CNN
@@ -498,6 +499,36 @@ def test_a_worker_that_raises_is_the_last_block(command: Command, monkeypatch: p
     assert "failed at step 5:\nTraceback" in block and "in scripted" in block
     assert ended.err.count("Traceback") == 1
     assert not workers(command.folder / "runs" / "mine")
+
+
+# ------------------------------------------------------------------------------------------------ what is suggested
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, "1,2"), (2, "1,2"), (6, "1,2,4"), (64, "1,2,4,8")])
+def test_a_sweep_is_suggested_that_this_machine_can_run(
+    cores: int, counts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DDP_COMMAND", "ddp")
+    monkeypatch.setattr(build, "available_cores", lambda: cores)
+    config = from_plain({"run": {"name": "a"}})
+    suggested = build._next_commands(config, {"stopped_by": None, "device": "cpu"}, tmp_path / "runs" / "a")
+    assert suggested == [f"ddp train -m cluster.workers={counts}", "ddp train recipe=gpt"]
+    resumed = build._next_commands(config, {"stopped_by": "SIGINT"}, tmp_path / "b=1")
+    assert resumed == ["ddp train 'hydra.run.dir=\"b=1\"' resume=auto"]
+
+
+def test_a_long_run_s_remedies_are_those_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "available_cores", lambda: 4)
+    plain: dict[str, Any] = {"epochs": None, "max_steps": 5000, "run": {"name": "a"}}
+    plain["cluster"] = {"workers": 2, "threads_per_worker": 1}
+    assert build._if_long(from_plain(plain), tmp_path / "runs" / "a") == (
+        "To shorten it, lower max_steps (now 5,000); cluster.workers=4 would use all cores. "
+        "Ctrl-C saves it, and run.name=a resume=auto continues it."
+    )
+    plain["cluster"]["threads_per_worker"] = 2
+    assert "all cores" not in build._if_long(from_plain(plain), tmp_path / "runs" / "a")
 
 
 # -------------------------------------------------------------------------------------------------------- bad input

@@ -1,4 +1,4 @@
-"""The bar at the widths that terminals have, and what a long run says, on a clock that the test sets."""
+"""What a run shows: the bar at usual widths, what a long run says (on a clock that the test sets), the last table."""
 
 from __future__ import annotations
 
