@@ -161,7 +161,7 @@ def _earlier_settings(config: Config, run_dir: Path) -> Path | None:
     if config.resume == "none":
         return None
     if config.resume == "auto":
-        return run_dir / "config.yaml" if (run_dir / "config.yaml").is_file() else None
+        return run_dir / "config.yaml" if (run_dir / "config.yaml").exists() else None
     return settings_of(Path(config.resume))
 
 

@@ -42,16 +42,25 @@ from typing import Any, NoReturn, TextIO
 
 from ddp.config import Config
 from ddp.config_reader import from_plain
-from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost, ReplicaMismatch
+from ddp.errors import (
+    CheckpointError,
+    CommunicatorBroken,
+    ConfigError,
+    Diverged,
+    PeerLost,
+    ReplicaMismatch,
+    UnusedParameters,
+)
 from ddp.garbage import collect_from_now_on, collect_later
 from ddp.log import add_handler, follow_rank
 from ddp.stack import stack_of
 from ddp.terminal import keep_writing
+from ddp.wording import shown
 
 ORPHAN_GRACE_S = 30.0
 """After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
 
-USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch)
+USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, UnusedParameters)
 """Errors that the message alone explains; a traceback would hide it."""
 
 
@@ -262,8 +271,8 @@ def user_line(error: BaseException) -> str:
     """Returns the innermost line of the traceback that belongs neither to a library nor to this package, in words."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(("<frozen", *_NOT_THE_USERS)):
-            path = os.path.relpath(frame.filename) if Path(frame.filename).is_file() else frame.filename
-            return f"in your code: {path}, line {frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
+            where = f"{shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
+            return f"in your code: {where}: {frame.line or ''}".rstrip(": ")
     return ""
 
 

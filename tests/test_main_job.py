@@ -493,7 +493,8 @@ def test_a_worker_that_raises_is_the_last_block(command: Command, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", first_on_path(command.folder))
     ended = command("run.name=mine", *JOB)
     assert ended.status == 1
-    assert ended.err.splitlines()[-1] == "ArithmeticError: scripted"
+    assert ended.err.splitlines()[-2] == "ArithmeticError: scripted"
+    assert "sitecustomize.py, line " in ended.err.splitlines()[-1]
     aside, block = ended.err.split("rank 1 on host ")
     assert aside.endswith("rank 0 stopped because rank 1 failed\n")
     assert "failed at step 5:\nTraceback" in block and "in scripted" in block
@@ -516,19 +517,6 @@ def test_a_sweep_is_suggested_that_this_machine_can_run(
     assert suggested == [f"ddp train -m cluster.workers={counts}", "ddp train recipe=gpt"]
     resumed = build._next_commands(config, {"stopped_by": "SIGINT"}, tmp_path / "b=1")
     assert resumed == ["ddp train 'hydra.run.dir=\"b=1\"' resume=auto"]
-
-
-def test_a_long_run_s_remedies_are_those_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "available_cores", lambda: 4)
-    plain: dict[str, Any] = {"epochs": None, "max_steps": 5000, "run": {"name": "a"}}
-    plain["cluster"] = {"workers": 2, "threads_per_worker": 1}
-    assert build._if_long(from_plain(plain), tmp_path / "runs" / "a") == (
-        "To shorten it, lower max_steps (now 5,000); cluster.workers=4 would use all cores. "
-        "Ctrl-C saves it, and run.name=a resume=auto continues it."
-    )
-    plain["cluster"]["threads_per_worker"] = 2
-    assert "all cores" not in build._if_long(from_plain(plain), tmp_path / "runs" / "a")
 
 
 # -------------------------------------------------------------------------------------------------------- bad input

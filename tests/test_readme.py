@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -76,10 +77,14 @@ def test_command(
     assert "results: runs/" in capfd.readouterr().out
 
 
-def test_python_example(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "example.py").write_text(code)
-    assert run("python example.py", tmp_path).strip() == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
+def test_python_examples(tmp_path: Path) -> None:
+    mine, step = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "mine.py").write_text(mine)
+    said = [run("python mine.py", tmp_path) for _ in range(2)]
+    assert ast.literal_eval(said[0].splitlines()[-1])["test_loss"] < 0.1
+    assert "all of the run's steps are done" in said[1] and said[1].splitlines()[-1] == said[0].splitlines()[-1]
+    (tmp_path / "step.py").write_text(step)
+    assert run("python step.py", tmp_path).strip() == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
 
 
 def test_it_is_short() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,10 @@ def test_report_survives_the_file_and_its_block_ends_with_the_traceback(tmp_path
     assert Report.read(tmp_path, rank=2) == report
     assert Report.read(tmp_path, rank=0) is None
     assert report.block().splitlines()[0].startswith(f"rank 2 on host {report.host} failed")
-    assert report.block().endswith("ArithmeticError: scripted")
+    assert report.block().splitlines()[-2] == "ArithmeticError: scripted"
+    line = r"in your code: .*test_worker.py, line \d+, in raiser: raise error from cause"
+    assert re.fullmatch(line, report.user_line)
+    assert report.block().endswith(report.user_line)
 
 
 def test_half_a_report_is_no_report(tmp_path: Path) -> None:

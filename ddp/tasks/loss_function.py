@@ -52,7 +52,12 @@ class LossFunction(Task):
                 "samples of two parts, or a ddp.Task, which may have batches of any form"
             )
         inputs, targets = batch
-        loss = self.function(model(inputs), targets)
+        outputs = model(inputs)
+        try:
+            loss = self.function(outputs, targets)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            error.add_note(f"{name_of(self.function)} was given outputs, {_form(outputs)}")
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(
                 f"{name_of(self.function)} returned {_form(loss)}, not one number: return the mean over the samples, "
@@ -95,7 +100,7 @@ def name_of(loss: object) -> str:
 def _form(value: object) -> str:
     """Returns what a value is, in a few words."""
     if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}"
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"

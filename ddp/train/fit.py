@@ -20,8 +20,9 @@ from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal, Never, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -162,6 +163,25 @@ def fit(
     """
     for name in mistyped:
         raise TypeError(_unknown_argument(name))
+    _check_numbers(
+        least=1,
+        global_batch=global_batch,
+        epochs=epochs,
+        max_steps=max_steps,
+        evaluate_every_epochs=evaluate_every_epochs,
+        evaluate_every_steps=evaluate_every_steps,
+        evaluation_batch=evaluation_batch,
+        num_shards=num_shards,
+        micro_size=micro_size,
+        checkpoint_every_steps=checkpoint_every_steps,
+        keep_last=keep_last,
+        log_every=log_every,
+    )
+    _check_numbers(least=0, seed=seed, loader_workers=loader_workers)
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm={clip_norm}: must be greater than 0; leave it out for no clipping")
     comm, stop_on_signals = comm or current(), stop is None
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
 
@@ -279,6 +299,14 @@ def _replica(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Repl
     if any(produces_sparse_gradient(layer) for layer in model.modules()):
         return DistributedDataParallel(model, comm=comm)
     return BucketedDataParallel(model, comm=comm)
+
+
+def _check_numbers(*, least: int, **numbers: int | None) -> None:
+    """Raises ConfigError unless each number that is given is a whole one and large enough."""
+    for name, number in numbers.items():
+        is_whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+        if number is not None and not (is_whole and number >= least):
+            raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
 
 
 def _like(source: Source, test_data: Any, collate: Collate | None) -> Source:

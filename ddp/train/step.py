@@ -140,8 +140,12 @@ def _backward(
         is_last = micro is plan.micros[-1]
         with nullcontext() if is_last else model.no_sync():
             dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
-            with forward_precision(rules.precision, device):
-                loss_sum, num_items = sum_and_count(rules.task, rules.task.loss(model, batch))
+            try:
+                with forward_precision(rules.precision, device):
+                    loss_sum, num_items = sum_and_count(rules.task, rules.task.loss(model, batch))
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                error.add_note(_about(batch, model))  # the usual cause: they do not fit each other
+                raise
             totals = totals._replace(
                 loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items
             )
@@ -191,8 +195,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return apply_to_collection(batch, Movable, lambda each: each.to(device, non_blocking=True))
 
 
+def _about(batch: Any, model: nn.Module) -> str:
+    """Returns types and shapes of a batch, beside the type of the parameters."""
+    shapes = apply_to_collection(batch, Tensor, lambda tensor: _Shape(f"{tensor.dtype} {list(tensor.shape)}"))
+    kinds = sorted({str(parameter.dtype) for parameter in model.parameters()})
+    return f"the batch was {shapes}, the parameters {', '.join(kinds)}".replace("torch.", "")
+
+
+class _Shape(str):
+    """Is shown without quotes."""
+
+    __repr__ = str.__str__
+
+
 def _diverged(step: int, what: str, value: float) -> str:
     return (
         f"the {what} of step {step} is {value} on every rank; parameters are still those of step {step - 1}. "
-        "Lower optim.lr, add warm-up (schedule.warmup_steps) or clipping (clip_norm=1.0)"
+        "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"
     )

@@ -227,8 +227,12 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"holds 6 parameter\(s\) that are not the model's",
     ),
     "epoch": (F.cross_entropy, {"epoch": 3}, r"fit\(\) has no argument 'epoch'. Did you mean 'epochs'\?"),
+    "no epochs": (F.cross_entropy, {"epochs": -1}, "epochs=-1: must be a whole number from 1 up"),
+    "a number in quotes": (F.cross_entropy, {"max_steps": "9"}, "max_steps='9': must be a whole number from 1 up"),
+    "fp16": (F.cross_entropy, {"precision": "fp16"}, "precision='fp16': take one of fp32, bf16"),
+    "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be greater than 0"),
     "no end": (F.cross_entropy, {"epochs": None}, "neither epochs nor max_steps is given"),
-    "too small a batch": (F.cross_entropy, {"global_batch": 0}, "a global batch of 0 cannot be shared by 1 workers"),
+    "too small a batch": (F.cross_entropy, {"global_batch": 0}, "global_batch=0: must be a whole number from 1 up"),
     "another's scheduler": (
         F.cross_entropy,
         {"schedule": scheduler_of(other_optimizer())},
