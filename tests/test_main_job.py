@@ -479,11 +479,12 @@ import sys
 if "--rank" in sys.argv and sys.argv[sys.argv.index("--rank") + 1] == "1":
     from ddp.tasks.classification import Classification
     loss, calls = Classification.loss, []
-    def scripted(self, *arguments):
-        calls.append(1)
+    def scripted(self, model, batch):
+        if model.training:  # it is not in the look at the first batch
+            calls.append(1)
         if len(calls) == 5:
             raise ArithmeticError("scripted")
-        return loss(self, *arguments)
+        return loss(self, model, batch)
     Classification.loss = scripted
 """
 

@@ -146,7 +146,7 @@ def fit(
         log_every: steps between two lines of metrics.jsonl.
         progress: prints what was derived, and a bar, or off a terminal a line per evaluation.
         curves: draws curves.png at the end.
-        callbacks: run after those of fit, at the moments of `callbacks.py`.
+        callbacks: objects of `ddp.Callback`, run after those of fit.
         stop: a wish to stop that the caller sets; unless given, signals set it.
         settings: what else the result depends on, by key, to be compared on a resume; None: the arguments above.
         comm: the ranks; None: all.
@@ -382,9 +382,10 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     workers = f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
     start = f", continuing after step {state.step:,}" if state.step else ""
+    way = f", all-reduce: {comm.auto.describe()}" if comm.world_size > 1 else ""
     return [
         f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
-        f"{type(state.model).__name__}, all-reduce: {comm.auto.describe()}",
+        f"{type(state.model).__name__}{way}",
         f"global batch {sampler.global_batch} in {counted(sampler.num_shards, 'shard')}; worker 0: "
         f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
         f"{base_rates(state.optimizer)[0]:g}",

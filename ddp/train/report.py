@@ -126,9 +126,12 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
             table.add_row(words_of(key), metric_in_words(key, value))
     workers = f"{counted(summary['world_size'], 'worker')} × {counted(summary['threads_per_worker'], 'thread')}"
     table.add_row("samples/s", f"{summary['samples_per_s']:,.0f}   ({workers}, global batch {summary['global_batch']})")
-    times = [summary[f"{what}_fraction"] for what in ("compute", "wait", "data")]
-    shares = "computing {:.0%}, waiting for other workers {:.0%}, for data {:.0%}"
-    table.add_row("share of a step", shares.format(*times))
+    computing, waiting, data = (summary[f"{what}_fraction"] for what in ("compute", "wait", "data"))
+    if summary["world_size"] == 1:
+        shares = f"computing {computing + waiting:.0%}, waiting for data {data:.0%}"
+    else:
+        shares = f"computing {computing:.0%}, waiting for other workers {waiting:.0%}, for data {data:.0%}"
+    table.add_row("share of a step", shares)
     table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
     if was_on := ", ".join(_was_on(summary)):
         table.add_row("with", was_on)
