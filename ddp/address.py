@@ -16,8 +16,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ddp.errors import ConfigError
+from ddp.wording import users_frame
 
 _origins: dict[str, str] = {}  # a package or module that an address has imported → its folder
 
@@ -90,10 +89,8 @@ def told(error: BaseException) -> str:
     message = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    not_theirs = ("<", str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(not_theirs)]
-    return f"{theirs[-1].filename}, line {theirs[-1].lineno}: {message}" if theirs else message
+    frame = users_frame(error)
+    return message if frame is None else f"{frame.filename}, line {frame.lineno}: {message}"
 
 
 def origins() -> list[str]:

@@ -1,4 +1,4 @@
-"""Words for the person at the terminal: commands that work as printed, folders as seen from there, counts.
+"""Words for the person at the terminal: commands that work as printed, folders as seen from there, counts, own lines.
 
 A command that this package prints begins as the user's own did:
 
@@ -15,6 +15,8 @@ import os
 import re
 import shlex
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 
 
@@ -43,6 +45,16 @@ def setting_for(run_dir: Path, name: str) -> str:
 def shown(folder: Path) -> Path:
     """Returns the folder relative to the current one if it lies inside."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+_LIBRARIES = [str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+_NOT_THE_USERS = ("<frozen", *(f"{place}{os.sep}" for place in (Path(__file__).parent, *_LIBRARIES)))
+
+
+def users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Returns the innermost frame of a traceback that belongs neither to a library nor to this package."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)), None)
 
 
 def counted(number: int, noun: str) -> str:

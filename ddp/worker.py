@@ -31,7 +31,6 @@ import pickle
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -55,7 +54,7 @@ from ddp.garbage import collect_from_now_on, collect_later
 from ddp.log import add_handler, follow_rank
 from ddp.stack import stack_of
 from ddp.terminal import keep_writing
-from ddp.wording import shown
+from ddp.wording import shown, users_frame
 
 ORPHAN_GRACE_S = 30.0
 """After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
@@ -263,17 +262,13 @@ class Report:
         return "\n".join(filter(None, [f"rank {self.rank} on host {self.host} failed{step}:", body, self.user_line]))
 
 
-_LIBRARIES = [str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-_NOT_THE_USERS = tuple(f"{place}{os.sep}" for place in (Path(__file__).parent, *_LIBRARIES))
-
-
 def user_line(error: BaseException) -> str:
-    """Returns the innermost line of the traceback that belongs neither to a library nor to this package, in words."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(("<frozen", *_NOT_THE_USERS)):
-            where = f"{shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
-            return f"in your code: {where}: {frame.line or ''}".rstrip(": ")
-    return ""
+    """Returns the innermost line of the user's own code that an exception went through, in words; "" if none."""
+    frame = users_frame(error)
+    if frame is None:
+        return ""
+    where = f"{shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
+    return f"in your code: {where}: {frame.line or ''}".rstrip(": ")
 
 
 def _is_consequence(error: BaseException | None) -> bool:
