@@ -69,7 +69,7 @@ def job_folder(overrides: Sequence[str], varied: Collection[str], *, number: int
 
 def gather(jobs: Sequence[Job], varied: Collection[str]) -> Results:
     """Reads what the jobs have left, and orders it. `varied`: the keys that the command line gives several values."""
-    rows = [Row(job.settings, job.status, job.run_dir.name, _summary(job.run_dir)) for job in jobs]
+    rows = [Row(job.settings, job.status, job.run_dir.name, _summary(job)) for job in jobs]
     main_metric, sign = next(filter(None, (_main_metric(row.summary) for row in rows)), ("", 0))
 
     def place(row: Row) -> tuple[bool, float, float]:
@@ -136,9 +136,10 @@ def _ended(status: int) -> str:
     return {0: "done", 2: "refused (status 2)"}.get(status, f"failed (status {status})")
 
 
-def _summary(run_dir: Path) -> Mapping[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return json_object((run_dir / "summary.json").read_text())
+def _summary(job: Job) -> Mapping[str, Any]:
+    if job.status != 2:  # of a job that was refused, the folder may hold another run
+        with contextlib.suppress(OSError, ValueError):
+            return json_object((job.run_dir / "summary.json").read_text())
     return {}
 
 

@@ -63,7 +63,5 @@ class TorchSchedule:
         return self._scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a scheduler's state, with the rates that it had set."""
+        """Continues from a scheduler's state. The rates that it had set are in the optimizer's state."""
         self._scheduler.load_state_dict(state)
-        for group, rate in zip(self._scheduler.optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate

@@ -43,6 +43,9 @@ from ddp.train.initial_weights import check_fits
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stored_checkpoint import StoredCheckpoint, load
 
+SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""Settings of an optimizer's group that torch's schedulers set, some of them in cycles."""
+
 
 def save_checkpoint(
     store: CheckpointStore, state: TrainState, *, identity: Mapping[str, Any], score: float | None = None
@@ -100,10 +103,15 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     _check_groups(parts["optimizer"]["param_groups"], state.optimizer, source=checkpoint.path)
     state.load_position(parts["position"])
     state.model.module.load_state_dict(parts["model"])
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+    scheduled = () if state.schedule is None else SCHEDULED  # torch's scheduler goes on from where it had set them
+    settings = [
+        {k: v for k, v in group.items() if k not in ("params", *scheduled)} for group in state.optimizer.param_groups
+    ]
     state.optimizer.load_state_dict(parts["optimizer"])
     for group, own in zip(state.optimizer.param_groups, settings, strict=True):
-        group.update(own, initial_lr=own.get("initial_lr", own["lr"]))
+        group.update(own)
+        if state.schedule is None:
+            group["initial_lr"] = own.get("initial_lr", own["lr"])
     if state.schedule is not None and "schedule" in parts:
         state.schedule.load_state_dict(parts["schedule"])
     changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
@@ -149,7 +157,7 @@ def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns what differs between two identities: the dotted key of each value that differs, then and now."""
-    before, after = _flat(then), _flat(now)
+    before, after = flat(then), flat(now)
     return [
         f"{key} was {before.get(key, 'not set')}, is {after.get(key, 'not set')}"
         for key in sorted({*before, *after})
@@ -157,13 +165,13 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
+def flat(value: Any, key: str = "") -> dict[str, Any]:
     """Returns the values in nested mappings and lists of mappings under dotted keys, such as "optimizer.0.lr"."""
     if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return {key: value}
-    nested = (_flat(each, f"{key}.{name}" if key else str(name)) for name, each in value.items())
+    nested = (flat(each, f"{key}.{name}" if key else str(name)) for name, each in value.items())
     return {name: each for found in nested for name, each in found.items()}
 
 

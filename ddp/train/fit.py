@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import on_rank_zero
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import current
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
@@ -47,7 +47,7 @@ from ddp.replica.replica import Replica
 from ddp.tasks.loss_function import Reduction, as_task, name_of
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
-from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
+from ddp.train.checkpoint import Checkpointer, flat, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
 from ddp.train.loop import base_rates, last_step, train_loop
@@ -205,9 +205,12 @@ def fit(
         seed=seed,
     )
     state = TrainState(comm, replica, optimizer, sampler, schedule=scheduler)
-    if settings is None:
-        limits = {"epochs": epochs, "max_steps": max_steps, "precision": precision, "clip_norm": clip_norm}
-        settings = {**_settings(task, optimizer, sampler), **limits}
+    limits = {"epochs": epochs, "max_steps": max_steps, "precision": precision, "clip_norm": clip_norm}
+    arguments = {**_settings(task, optimizer, sampler), **limits}
+    evaluations = {"evaluate_every_epochs": evaluate_every_epochs, "evaluate_every_steps": evaluate_every_steps}
+    lengths = {"len(data)": sampler.length, "len(test_data)": None if test is None else len(test.samples)}
+    _refuse_disagreement(comm, {**arguments, **evaluations, **lengths, "schedule": _named(schedule)})
+    settings = arguments if settings is None else settings
     identity = run_identity(comm, replica, settings)
     run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
     if start is not None:
@@ -323,6 +326,12 @@ def _schedules(
         return None, TorchSchedule(schedule, every=every, optimizer=optimizer)
     if every is not None:
         raise ConfigError(f"schedule_every={every!r}: is for torch's schedulers only; leave it out")
+    try:
+        factor = 1.0 if schedule is None else schedule(0, 1000)
+    except TypeError as error:
+        raise ConfigError(f"schedule: takes (steps taken, steps of the run) and returns a factor; {error}") from error
+    if not isinstance(factor, (int, float)):
+        raise ConfigError(f"schedule: returned {factor!r}; return a factor on the learning rate, such as 0.5")
     return schedule, None
 
 
@@ -363,15 +372,37 @@ def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple
 def _settings(task: Task, optimizer: Optimizer, sampler: TrainSampler) -> dict[str, Any]:
     """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
     groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
-    hidden = ("params", "initial_lr")
+    hidden, kind = ("params", "initial_lr"), type(optimizer).__name__
     return {
         "loss": name_of(getattr(task, "function", task)),
-        "optimizer": [{key: repr(value) for key, value in group.items() if key not in hidden} for group in groups],
+        "optimizer": [
+            {"class": kind, **{key: repr(value) for key, value in group.items() if key not in hidden}}
+            for group in groups
+        ],
         "global_batch": sampler.global_batch,
         "num_shards": sampler.num_shards,
         "micro_size": sampler.micro_size,
         "seed": sampler.state.seed,
     }
+
+
+def _named(schedule: RateSchedule | LRScheduler | None) -> str:
+    """Returns a schedule in words that are the same in every process, and in only a few for another schedule."""
+    if isinstance(schedule, LRScheduler):
+        settings = schedule.state_dict().items()
+        return f"{type(schedule).__name__} {[each for each in settings if isinstance(each[1], (int, float, list))]}"
+    return "None" if schedule is None else f"{[schedule(step, 1000) for step in (0, 10, 500, 999)]}"
+
+
+def _refuse_disagreement(comm: Communicator, mine: Mapping[str, Any]) -> None:
+    """Raises ConfigError, on every rank, if ranks were given different arguments: their replicas would drift apart."""
+    everyone = all_gather_object(comm, flat(mine))
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name) for theirs in everyone]
+        if (other := next((rank for rank, value in enumerate(values) if value != values[0]), None)) is not None:
+            raise ConfigError(
+                f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}: give all ranks the same"
+            )
 
 
 def _headline(state: TrainState, num_steps: int) -> list[str]:

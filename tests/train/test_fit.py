@@ -72,16 +72,22 @@ class Nested(ddp.Task):
 class Rates(ddp.Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
+        self.weights = torch.empty(0)
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         self.seen.append(report.rate)
+        self.weights = weights(state)
 
 
 def scheduled(schedule: Any, **how: Any) -> list[float]:
+    return recorded(schedule, **how).seen
+
+
+def recorded(schedule: Any, **how: Any) -> Rates:
     rates, module = Rates(), net()
     optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
     fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=schedule(optimizer), callbacks=[rates], **how)
-    return rates.seen
+    return rates
 
 
 def torchs_rates(schedule: Any, num_calls: int) -> list[float]:
@@ -129,11 +135,18 @@ def what_works(folder: str) -> None:
 
     run = Path(folder) / "cycle"
     first = scheduled(one_cycle, schedule_every="step", epochs=1, checkpoint_dir=run)
-    rest = scheduled(one_cycle, schedule_every="step", epochs=3, checkpoint_dir=run, resume="auto")
-    assert first + rest == pytest.approx(torchs_rates(one_cycle, 12))
+    rest = recorded(one_cycle, schedule_every="step", epochs=3, checkpoint_dir=run, resume="auto")
+    assert first + rest.seen == pytest.approx(torchs_rates(one_cycle, 12))
+    assert torch.equal(rest.weights, recorded(one_cycle, schedule_every="step", epochs=3).weights)  # momentum cycles, too
     comm.barrier()
     written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert written == {"checkpoints", "metrics.jsonl", "curves.png", "summary.json"} or comm.rank == 1
+    for argument, sentence in (("global_batch", "global_batch is 10 on rank 0 and 11 on rank 1"), ("seed", "seed is 10")):
+        with pytest.raises(ConfigError, match=sentence):
+            fit(F.cross_entropy, **{argument: 10 + comm.rank})
+    with pytest.raises(ConfigError, match=r"optimizer\.0\.lr is 0\.1 on rank 0 and 0\.2 on rank 1"):
+        own = net()
+        fit(F.cross_entropy, module=own, optimizer=SGD(own.parameters(), lr=0.1 * (1 + comm.rank)))
     if comm.rank == 0:
         assert json.loads((run / "summary.json").read_text())["steps"] == 12
     ddp.shutdown()
