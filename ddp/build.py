@@ -98,8 +98,7 @@ def finish(config: Config, run_dir: Path) -> None:
     if isinstance(config.data, settings.StandardLibrary) and not summary["stopped_by"]:
         summary |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
         write_summary(run_dir, summary)
-    main_metric = f"test_{components.make_task(config).main_metric}"
-    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=main_metric, summary=summary)
+    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
     print_summary(summary, run_dir, next_commands=_next_commands(config, summary, run_dir))
 
 

@@ -77,7 +77,9 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
         log.warning("%s", str(error).partition(". The checkpoints")[0] + "; this command line's settings are taken")
         return config
     if config.resume != "auto":
+        code = plain["run"]["code"]
         plain.update({group: now[group] for group in ("run", "init_from")})  # it goes on elsewhere, from a checkpoint
+        plain["run"]["code"] = code
     derived = {"cluster": ["local_workers"], "batch": ["num_shards"]}
     if "cluster.workers" in keys:
         derived["cluster"].append("threads_per_worker")

@@ -203,7 +203,7 @@ class HalfATask:
         ({"model": {"name": "bits:divided"}}, "bits.py, line 13: ZeroDivisionError: division by zero"),
         ({"model": {"name": "bits:PAIR"}}, "bits.py has no PAIR"),
         ({"model": {"name": "bits:__name__"}}, "model=bits:__name__: is 'bits'; give the address of a class or func"),
-        ({"data": {"name": "bits:number"}}, "data=bits:number: returned a int; return a pair"),
+        ({"data": {"name": "bits:number"}}, "data=bits:number: returned an object of type int; return a pair"),
         ({"model": {"name": "bits:lazy"}}, "model=bits:lazy: weight has no size yet"),
         ({"data": {"name": "bits:unreadable"}}, "bits.py, line 29: OSError: no such image"),
         ({"data": {"name": "bits:classes"}}, "model=cnn: reads samples of [channels, height, width], and those of"),

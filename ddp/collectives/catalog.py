@@ -141,6 +141,11 @@ def add(name: str, schedule: Schedule) -> None:
     ALL_REDUCE[name] = SCHEDULES[name] = schedule
 
 
+def own_schedules() -> list[str]:
+    """Returns the names of the all-reduces that the user has added."""
+    return [name for name in ALL_REDUCE if name not in SHIPPED]
+
+
 def own_all_reduce(found: Schedule | Algorithm) -> Schedule:
     """Returns a schedule of the user's own whose mistakes are sentences; a generator alone has one chunk per rank."""
     schedule = found if isinstance(found, Schedule) else Schedule(found, Goal.ALL_REDUCE, one_per_rank)

@@ -11,13 +11,22 @@ Read before: `splits.py`. Read next: `digits.py`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 from ddp.data.loader import Collate
 from ddp.data.splits import Samples, Splits, TensorSet
@@ -47,13 +56,17 @@ def source_of(data: Any, *, what: str, collate: Collate | None = None, num_worke
         return data
     ignored = ""
     if isinstance(data, DataLoader):
-        loader, data = data, data.dataset
+        loader, data = data, _selected(data, what=what)
         ignored = _ignored(loader, what=what)
         num_workers = loader.num_workers if num_workers is None else num_workers
         if collate is None and loader.collate_fn is not default_collate:
             collate = loader.collate_fn
     if _is_pair_of_arrays(data):
         data = _tensor_set(*map(torch.as_tensor, data), what=what)
+    if isinstance(data, tuple) and any(isinstance(each, Tensor) for each in data):
+        raise ConfigError(
+            f"{what} is a tuple of {len(data)}: give a pair (inputs, targets), or torch.utils.data.TensorDataset(…)"
+        )
     kind = type(data).__name__
     if isinstance(data, IterableDataset):
         raise ConfigError(
@@ -67,6 +80,20 @@ def source_of(data: Any, *, what: str, collate: Collate | None = None, num_worke
             "or a DataLoader"
         )
     return Source(data, collate, num_workers or 0, ignored)
+
+
+def _selected(loader: DataLoader[Any], *, what: str) -> Any:
+    """Returns a DataLoader's data set, or the part of it that its sampler selects."""
+    dataset, sampler = loader.dataset, loader.sampler
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(dataset, list(sampler.indices))
+    sizes = [len(each) if isinstance(each, Sized) else None for each in (sampler, dataset)]
+    if None not in sizes and sizes[0] != sizes[1] and not isinstance(sampler, DistributedSampler):
+        raise ConfigError(
+            f"{what} is a DataLoader whose {type(sampler).__name__} takes {sizes[0]} of {sizes[1]} samples: give the "
+            "data set that is meant, such as torch.utils.data.Subset(dataset, indices)"
+        )
+    return dataset
 
 
 def _is_pair_of_arrays(data: Any) -> bool:
@@ -90,7 +117,7 @@ def _ignored(loader: DataLoader[Any], *, what: str) -> str:
         parts = [type(loader.batch_sampler).__name__]
     else:
         raise ConfigError(f"{what} is a DataLoader with batch_size=None: give its data set, with a sample per index")
-    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler, SubsetRandomSampler)):
         parts.append(type(loader.sampler).__name__)
     parts += [name for name in ("drop_last", "worker_init_fn") if getattr(loader, name)]
     return ", ".join(parts)
@@ -113,7 +140,8 @@ def whole_splits(found: Any, *, name: str) -> Splits:
         found = Splits(train=found[0], test=found[1])
     if not isinstance(found, Splits):
         raise ConfigError(
-            f"returned a {type(found).__name__}; return a pair (train, test), or ddp.Splits(train=…, test=…)"
+            f"returned an object of type {type(found).__name__}; return a pair (train, test), or "
+            "ddp.Splits(train=…, test=…)"
         )
     train, test = source_of(found.train, what="train"), source_of(found.test, what="test")
     for side, source in (("train", train), ("test", test)):
@@ -121,6 +149,8 @@ def whole_splits(found: Any, *, name: str) -> Splits:
             raise ConfigError(f"{side} is a Tensor; give a pair of tensors (inputs, targets), or a data set")
         if not len(source.samples):
             raise ConfigError(f"{side} has no samples")
+    if found.collate is None and train.collate is not test.collate:
+        raise ConfigError("train and test have different collate functions; give both in ddp.Splits(…, collate=…)")
     return Splits(
         train=train.samples,
         test=test.samples,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ddp.errors import ConfigError
+from ddp.errors import CheckpointError, ConfigError
 
 Moment = Literal["step", "epoch", "evaluation"]
 
@@ -23,7 +23,7 @@ class TorchSchedule:
     """Steps a scheduler after each step, epoch or evaluation.
 
     Attributes:
-        name: the scheduler's class; needs_metric: it reads one.
+        name: the scheduler's class; needs_metric: it reads one; mode: "min" or "max", what it wants the metric to be.
 
     Args:
         scheduler: made for `optimizer`.
@@ -47,6 +47,7 @@ class TorchSchedule:
                 f"schedule={name} with schedule_every={every!r}: torch's schedulers count calls of step(); {remedy}"
             )
         self._scheduler, self._every = scheduler, every
+        self.mode = getattr(scheduler, "mode", "")
 
     def stepped(self, *, is_epoch_end: bool) -> None:
         """Counts an optimizer step."""
@@ -59,9 +60,18 @@ class TorchSchedule:
             self._scheduler.step(metric)  # type: ignore[arg-type]  # torch declares the epoch of other schedulers
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the scheduler's state."""
-        return self._scheduler.state_dict()
+        """Returns the scheduler's class and state."""
+        return {"class": self.name, "state": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a scheduler's state. The rates that it had set are in the optimizer's state."""
-        self._scheduler.load_state_dict(state)
+        """Continues from a scheduler's state. The rates that it had set are in the optimizer's state.
+
+        Raises:
+            CheckpointError: it is the state of another class.
+        """
+        if state["class"] != self.name:
+            raise CheckpointError(
+                f"the checkpoint was taken with the scheduler {state['class']}, this run uses {self.name}, whose state "
+                "it does not hold; take the same scheduler, or start fresh from its weights"
+            )
+        self._scheduler.load_state_dict(state["state"])

@@ -37,6 +37,7 @@ class LossFunction(Task):
 
     def __init__(self, function: Callable[[Any, Any], Tensor], *, reduction: Reduction | None = None) -> None:
         own = getattr(function, "reduction", None)
+        own = "mean" if own == "batchmean" else own  # of KLDivLoss: the mean over samples
         chosen = reduction or own or "mean"
         if chosen not in ("mean", "sum"):
             raise ConfigError(f'reduction={chosen!r} of {name_of(function)}: take "mean" or "sum"')

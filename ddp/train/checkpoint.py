@@ -230,7 +230,7 @@ class Checkpointer(Callback):
             self._due = self._due or state.step % self._every_steps == 0
 
     def evaluated(self, state: TrainState) -> None:
-        if self._due:
+        if self._due or self._saved_step == state.step:  # saved when it was stopped, and not yet scored
             self._save(state)
 
     def fit_end(self, state: TrainState) -> None:

@@ -17,16 +17,17 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from ddp.data.streams import preserved
-from ddp.errors import ConfigError
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.log import log
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.loss_function import LossFunction, name_of
@@ -37,38 +38,48 @@ TOLERANCE, NARROW_TOLERANCE = 2e-3, 5e-2  # relative; rounding differs with the 
 
 
 class FirstLook:
-    """Looks at the first batch of several samples that it is given, and at no other one."""
+    """Looks at the first batch that it is given, and at no other one.
 
-    def __init__(self, task: Task) -> None:
-        self._task: Task | None = task
+    Args:
+        wanted: False for no look at all. All ranks want it or none, because a model or a loss may call collectives.
+    """
+
+    def __init__(self, task: Task, *, wanted: bool) -> None:
+        self._task = task if wanted else None
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
-        """Checks the loss of a batch on the bare model.
+        """Checks the loss and the metrics of a batch of two samples or more on the bare model.
 
         Raises:
-            ConfigError: the loss is a mean where a sum is expected, or the other way round; or the count does not fit.
+            ConfigError: the loss is a mean where a sum is expected, or the other way round; its count does not fit;
+                outputs and targets have shapes that broadcast; metrics have another form, or lack the main one.
         """
-        if self._task is None or num_samples < 2:
-            return
         task, self._task = self._task, None
-        if _waits_for_others(module):
+        if task is None or _waits_for_others(module):
             return
         parts = _cut(batch, num_samples, num_samples // 2)
         if parts is None:
+            log.info("the first batch was not looked at, because its parts are not all over samples")
             return
         try:
-            with _evaluating(module), warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with _evaluating(module):
+                _refuse_broadcast(task, module, batch)
                 (whole, count), *both = (_sum_and_count(task, module, each) for each in (batch, *parts))
-        except ConfigError:
+                _check_metrics(task, module, batch)
+        except (ConfigError, PeerLost, CommunicatorBroken, CollectiveMismatch):
             raise
         except Exception as error:  # if training fails like this, too, the user sees it there
-            log.debug("the loss of the first batch was not checked: %s", error)
+            log.info("the first batch was not looked at: %s", error)
             return
-        _refuse_broadcast(task, [str(warning.message) for warning in caught])
-        sums, counts = [loss for loss, _ in both], [number for _, number in both]
+        counts = [number for _, number in both]
+        if isinstance(task, LossFunction) and count != num_samples:
+            raise ConfigError(
+                f"a batch of {num_samples} samples has {count} as its first dimension: collate samples along the first "
+                "dimension, or give a ddp.Task, which may have batches of any form"
+            )
         narrow = any(p.dtype.itemsize < 4 for p in module.parameters() if p.is_floating_point())
-        _judge(task, whole, sums, num_samples, tolerance=NARROW_TOLERANCE if narrow else TOLERANCE)
+        tolerance = NARROW_TOLERANCE if narrow else TOLERANCE
+        _judge(task, whole, [loss for loss, _ in both], num_samples, counts, tolerance=tolerance)
         if count != sum(counts):
             raise ConfigError(
                 f"{name_of(task)}.loss returned the count {count} for {num_samples} samples, but {counts[0]} and "
@@ -81,21 +92,43 @@ def _sum_and_count(task: Task, module: nn.Module, batch: Any) -> tuple[float, in
     return float(loss), count
 
 
-def _judge(task: Task, whole: float, parts: Sequence[float], num_samples: int, *, tolerance: float) -> None:
+def _check_metrics(task: Task, module: nn.Module, batch: Any) -> None:
+    """Raises ConfigError unless the task's metrics are sums and counts, and the main one is among them."""
+    found = task.metrics(module, batch)
+    for name, pair in found.items() if isinstance(found, Mapping) else [("", found)]:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConfigError(
+                f"{name_of(task)}.metrics returned {pair!r:.60} for {name!r}: return a sum and its count for each, "
+                'such as {"accuracy": (right.sum(), len(right))}'
+            )
+    means = task.finish({name: float(total) / max(1.0, float(count)) for name, (total, count) in found.items()})
+    if task.main_metric not in means:
+        raise ConfigError(
+            f"{name_of(task)}.main_metric={task.main_metric!r} is not among its metrics, {', '.join(means)}: make them "
+            "fit, because it decides which checkpoint is the best"
+        )
+
+
+def _judge(
+    task: Task, whole: float, parts: Sequence[float], num_samples: int, counts: Sequence[int], *, tolerance: float
+) -> None:
     """Raises ConfigError if the whole is the parts' mean instead of their sum, or a sum times the batch's length."""
-    first = num_samples // 2
-    if not all(map(math.isfinite, (whole, *parts))) or math.isclose(whole, sum(parts), rel_tol=tolerance, abs_tol=1e-6):
+    close = partial(math.isclose, rel_tol=tolerance, abs_tol=1e-6)
+    if not all(map(math.isfinite, (whole, *parts))) or close(whole, sum(parts)):
         return
-    weights = first, num_samples - first
-    mean = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / num_samples
-    times_length = num_samples * sum(part / weight for weight, part in zip(weights, parts, strict=True))
-    is_mean = math.isclose(whole, mean, rel_tol=tolerance)
-    is_sum = math.isclose(whole, times_length, rel_tol=tolerance)
+    sizes = num_samples // 2, num_samples - num_samples // 2
+
+    def mean(weights: Sequence[int]) -> float:
+        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / max(1, sum(weights))
+
+    times_length = num_samples * sum(part / size for size, part in zip(sizes, parts, strict=True))
+    is_mean = close(whole, mean(sizes)) or close(whole, mean(counts))
+    is_sum = close(whole, times_length)
     if isinstance(task, LossFunction) and (is_mean if task.reduction == "sum" else is_sum):
-        found, say = ("mean", "mean") if is_mean else ("sum", "sum")
+        found = "mean" if is_mean else "sum"
         raise ConfigError(
             f'{name_of(task.function)} returns the {found} of a batch, but reduction="{task.reduction}" was taken: '
-            f'say reduction="{say}"'
+            f'say reduction="{found}"'
         )
     if is_mean:
         raise ConfigError(
@@ -105,22 +138,34 @@ def _judge(task: Task, whole: float, parts: Sequence[float], num_samples: int, *
         )
     log.warning(
         "the loss of a batch (%.4g) is not the sum of its parts' losses (%.4g + %.4g), as with class weights, "
-        "ignore_index, losses over pairs of samples, or outputs and targets of shapes that broadcast ([n, 1] and [n]). "
-        "So the result depends on how ranks share a batch; a ddp.Task that returns a sum over samples would not",
+        "ignore_index, or losses over pairs of samples. So the result depends on how ranks share a batch; to be exact, "
+        "give a ddp.Task that returns a sum over samples and its count",
         whole,
         *parts,
     )
 
 
-def _refuse_broadcast(task: Task, messages: Sequence[str]) -> None:
-    """Raises ConfigError if torch has warned of targets that it broadcasts, because such a loss is of all pairs."""
-    for message in messages:
-        if "target size" in message:
-            sizes = message.partition(". ")[0].removeprefix("Using a ")
-            raise ConfigError(
-                f"in {name_of(getattr(task, 'function', task))} outputs and targets differ in shape: {sizes}. Make "
-                "them equal, for example with outputs.squeeze(1)"
-            )
+def _refuse_broadcast(task: Task, module: nn.Module, batch: Any) -> None:
+    """Raises ConfigError if a loss function takes all pairs of [n, 1] outputs and [n] targets, say."""
+    if not isinstance(task, LossFunction) or not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        return
+    inputs, targets = batch
+    outputs = module(inputs)
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        return
+    if outputs.shape == targets.shape or outputs.numel() != targets.numel() or not targets.is_floating_point():
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, which this error replaces
+            given, aligned = (float(task.function(each, targets)) for each in (outputs, outputs.reshape(targets.shape)))
+    except Exception:  # the function itself aligns them
+        return
+    if not math.isclose(given, aligned, rel_tol=1e-4, abs_tol=1e-9):
+        raise ConfigError(
+            f"in {name_of(task.function)} outputs {list(outputs.shape)} and targets {list(targets.shape)} broadcast to "
+            "all pairs of them: make their shapes equal, for example with outputs.squeeze(1)"
+        )
 
 
 def _waits_for_others(module: nn.Module) -> bool:
@@ -130,12 +175,27 @@ def _waits_for_others(module: nn.Module) -> bool:
 
 
 def _cut(batch: Any, num_samples: int, at: int) -> tuple[Any, Any] | None:
-    """Returns the first `at` samples of a batch, and the others; None if one of its tensors is not over samples."""
-    leaves, form = tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors or len(tensors) < len(leaves) or any(not t.dim() or len(t) != num_samples for t in tensors):
-        return None
-    return tree_unflatten([leaf[:at] for leaf in leaves], form), tree_unflatten([leaf[at:] for leaf in leaves], form)
+    """Returns the first `at` samples of a batch, and the others; None if a part of it is not over samples."""
+    parts = _part(batch, slice(None, at), num_samples), _part(batch, slice(at, None), num_samples)
+    return None if _WHOLE in tree_leaves(parts[0]) else parts
+
+
+_WHOLE = object()
+"""Stands for what cannot be cut."""
+
+
+def _part(value: Any, which: slice, num_samples: int) -> Any:
+    """Returns some samples of a batch, or of a part of it."""
+    if isinstance(value, Tensor):
+        return value[which] if value.dim() and len(value) == num_samples else _WHOLE
+    if isinstance(value, Mapping):
+        return {key: _part(each, which, num_samples) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        if len(value) == num_samples and not any(isinstance(each, (Tensor, Mapping, tuple, list)) for each in value):
+            return value[which]
+        parts = [_part(each, which, num_samples) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value if value is None or isinstance(value, (str, int, float, bool)) else _WHOLE
 
 
 @contextmanager

@@ -12,6 +12,7 @@ Read before: `loop.py`, `report.py`. Read next: `address.py`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
@@ -27,8 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from ddp.clock import now_s
+from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import current
@@ -38,8 +41,9 @@ from ddp.data.source import Source, source_of
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
+from ddp.files import json_object
 from ddp.log import log
-from ddp.optim.schedules import RateSchedule
+from ddp.optim.schedules import RateSchedule, set_rate
 from ddp.optim.torch_schedule import Moment, TorchSchedule
 from ddp.precision.autocast import Precision
 from ddp.replica.bucketed import BucketedDataParallel
@@ -58,6 +62,21 @@ from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import resume_from, steps
 from ddp.wording import counted
 
+NEEDED: Any = object()
+"""The default of an argument without a default, so that a mistyped name is told before a missing one."""
+
+ELSEWHERE = {
+    **dict.fromkeys(("batch_size", "batch"), "global_batch"),
+    **dict.fromkeys(("loss_fn", "loss_function", "criterion", "task"), "loss"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("val_data", "valid_data", "validation_data", "eval_data"), "test_data"),
+    **dict.fromkeys(("num_workers", "workers"), "loader_workers"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "max_norm"), "clip_norm"),
+    "collate_fn": "collate",
+}
+"""What other libraries call an argument, and what `fit` calls it."""
+
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
 
@@ -67,9 +86,9 @@ def fit(
     data: Any,
     optimizer: Optimizer,
     *,
-    loss: Task | Callable[[Any, Any], Tensor],
+    loss: Task | Callable[[Any, Any], Tensor] = NEEDED,
     reduction: Reduction | None = None,
-    global_batch: int,
+    global_batch: int = NEEDED,
     epochs: int | None = None,
     max_steps: int | None = None,
     test_data: Any = None,
@@ -162,26 +181,34 @@ def fit(
         PeerLost: a rank was lost.
     """
     for name in mistyped:
-        raise TypeError(_unknown_argument(name))
+        raise ConfigError(_unknown_argument(name))
+    for name, value in (("loss", loss), ("global_batch", global_batch)):
+        if value is NEEDED:
+            raise ConfigError(f"fit() needs {name}: see help(ddp.fit)")
     _check_numbers(
         least=1,
+        needed=True,
         global_batch=global_batch,
+        evaluation_batch=evaluation_batch,
+        keep_last=keep_last,
+        log_every=log_every,
+    )
+    _check_numbers(least=0, needed=True, seed=seed)
+    _check_numbers(least=0, loader_workers=loader_workers)
+    _check_numbers(
+        least=1,
         epochs=epochs,
         max_steps=max_steps,
         evaluate_every_epochs=evaluate_every_epochs,
         evaluate_every_steps=evaluate_every_steps,
-        evaluation_batch=evaluation_batch,
         num_shards=num_shards,
         micro_size=micro_size,
         checkpoint_every_steps=checkpoint_every_steps,
-        keep_last=keep_last,
-        log_every=log_every,
     )
-    _check_numbers(least=0, seed=seed, loader_workers=loader_workers)
     if precision not in get_args(Precision):
         raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm={clip_norm}: must be greater than 0; leave it out for no clipping")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise ConfigError(f"clip_norm={clip_norm!r}: must be a number above 0; leave it out for no clipping")
     comm, stop_on_signals = comm or current(), stop is None
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
 
@@ -191,8 +218,17 @@ def fit(
     test = None if test_data is None else _like(source, test_data, collate)
     replica = _replica(model, optimizer, comm)
     factor, scheduler = _schedules(schedule, schedule_every, optimizer)
-    if scheduler is not None and scheduler.needs_metric and test is None:
-        raise ConfigError(f"schedule={scheduler.name} reads a metric: give test_data")
+    if test is not None and not len(test.samples):
+        raise ConfigError("test_data has 0 samples; check its path and its split, or leave it out")
+    if scheduler is not None and scheduler.needs_metric:
+        wanted = "max" if task.higher_is_better else "min"
+        if test is None:
+            raise ConfigError(f"schedule={scheduler.name} reads a metric: give test_data")
+        if scheduler.mode != wanted:
+            raise ConfigError(
+                f"schedule={scheduler.name} with mode={scheduler.mode!r}: it reads {task.main_metric}, so make it with "
+                f"mode={wanted!r}"
+            )
 
     # 2  the state
     sampler = TrainSampler(
@@ -205,11 +241,14 @@ def fit(
         seed=seed,
     )
     state = TrainState(comm, replica, optimizer, sampler, schedule=scheduler)
+    rates_are_new = not any("initial_lr" in group for group in optimizer.param_groups)
     limits = {"epochs": epochs, "max_steps": max_steps, "precision": precision, "clip_norm": clip_norm}
-    arguments = {**_settings(task, optimizer, sampler), **limits}
+    named = {"schedule": _named(schedule), "schedule_every": schedule_every}
+    arguments = {**_settings(task, optimizer, sampler), **limits, **named}
     evaluations = {"evaluate_every_epochs": evaluate_every_epochs, "evaluate_every_steps": evaluate_every_steps}
     lengths = {"len(data)": sampler.length, "len(test_data)": None if test is None else len(test.samples)}
-    _refuse_disagreement(comm, {**arguments, **evaluations, **lengths, "schedule": _named(schedule)})
+    own = {"schedules of your own": sorted(own_schedules())}
+    _refuse_disagreement(comm, {**arguments, **evaluations, **lengths, **own})
     settings = arguments if settings is None else settings
     identity = run_identity(comm, replica, settings)
     run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
@@ -239,7 +278,7 @@ def fit(
     evaluation = None
     if test is not None:
         evaluation = partial(_evaluated, test, task=task, batch_size=evaluation_batch, precision=precision, stop=stop)
-    start_s = now_s()
+    rates, start_s = base_rates(optimizer), now_s()
     with stop.listening() if stop_on_signals else nullcontext():
         train_loop(
             state,
@@ -258,11 +297,13 @@ def fit(
         )
 
     # 4  the results
-    if comm.rank == 0 and run_dir is not None and (num_left > 0 or not (run_dir / "summary.json").exists()):
-        summary = summary_of(state, task, meter, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
-        write_summary(run_dir, summary)
-        if curves:
-            draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", main_metric=score, summary=summary)
+    if scheduler is None:  # as fit found them, so that another fit begins with the rates that its caller sets
+        set_rate(optimizer, rates, 1.0)
+        for group in optimizer.param_groups if rates_are_new else ():
+            del group["initial_lr"]
+    summary = summary_of(state, task, meter, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
+    if run_dir is not None:
+        on_rank_zero(comm, partial(_finish, run_dir, summary, curves=curves), label="writing the results")
     return state
 
 
@@ -304,24 +345,32 @@ def _replica(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Repl
     return BucketedDataParallel(model, comm=comm)
 
 
-def _check_numbers(*, least: int, **numbers: int | None) -> None:
-    """Raises ConfigError unless each number that is given is a whole one and large enough."""
+def _check_numbers(*, least: int, needed: bool = False, **numbers: int | None) -> None:
+    """Raises ConfigError unless each number is a whole one and large enough, or None where it is not needed."""
     for name, number in numbers.items():
-        is_whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-        if number is not None and not (is_whole and number >= least):
+        if number is None and not needed:
+            continue
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
             raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
 
 
 def _like(source: Source, test_data: Any, collate: Collate | None) -> Source:
-    """Returns the held-out samples, which are read as the training samples are, unless they say otherwise."""
+    """Returns the held-out samples, which are read as the training samples are, unless they are in a DataLoader."""
     test = source_of(test_data, what="test_data", collate=collate)
-    return test._replace(collate=test.collate or source.collate, num_workers=test.num_workers or source.num_workers)
+    if isinstance(test_data, DataLoader):
+        return test
+    return test._replace(collate=test.collate or source.collate, num_workers=source.num_workers)
 
 
 def _schedules(
     schedule: RateSchedule | LRScheduler | None, every: Moment | None, optimizer: Optimizer
 ) -> tuple[RateSchedule | None, TorchSchedule | None]:
     """Returns the schedule as one of ours, or as one of torch's."""
+    if isinstance(schedule, type) or not (schedule is None or callable(schedule) or isinstance(schedule, LRScheduler)):
+        raise ConfigError(
+            f"schedule={schedule!r}: give a function (steps taken, steps of the run) → factor, such as "
+            "ddp.optim.cosine(), or an object of a scheduler of torch's"
+        )
     if isinstance(schedule, LRScheduler):
         return None, TorchSchedule(schedule, every=every, optimizer=optimizer)
     if every is not None:
@@ -337,7 +386,7 @@ def _schedules(
 
 def _unknown_argument(name: str) -> str:
     known = [each for each in inspect.signature(fit).parameters if each != "mistyped"]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
     return f"fit() has no argument {name!r}. {f'Did you mean {near[0]!r}?' if near else f'It has {known}'}"
 
 
@@ -358,7 +407,8 @@ def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple
         return None, None if resume is None else resume_from(str(resume), Path())
     run_dir = Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}") if unnamed else Path(checkpoint_dir)
     start = None if resume is None else resume_from(str(resume), run_dir)
-    if resume is None and steps(run_dir / "checkpoints"):
+    is_own = start is not None and start.resolve().is_relative_to(run_dir.resolve())
+    if steps(run_dir / "checkpoints") and not is_own:
         raise ConfigError(
             f'checkpoint_dir={run_dir} holds a run: continue it with resume="auto", or take another folder'
         )
@@ -374,7 +424,7 @@ def _settings(task: Task, optimizer: Optimizer, sampler: TrainSampler) -> dict[s
     groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
     hidden, kind = ("params", "initial_lr"), type(optimizer).__name__
     return {
-        "loss": name_of(getattr(task, "function", task)),
+        "loss": _task_in_words(task),
         "optimizer": [
             {"class": kind, **{key: repr(value) for key, value in group.items() if key not in hidden}}
             for group in groups
@@ -384,6 +434,13 @@ def _settings(task: Task, optimizer: Optimizer, sampler: TrainSampler) -> dict[s
         "micro_size": sampler.micro_size,
         "seed": sampler.state.seed,
     }
+
+
+def _task_in_words(task: Task) -> str:
+    """Returns a task's name and its plain attributes."""
+    plain = {key: value for key, value in vars(task).items() if isinstance(value, (int, float, str))}
+    about = ", ".join(f"{key}={value}" for key, value in plain.items())
+    return f"{name_of(getattr(task, 'function', task))}({about})"
 
 
 def _named(schedule: RateSchedule | LRScheduler | None) -> str:
@@ -444,7 +501,7 @@ def _notes(
     return notes
 
 
-# ------------------------------------------------------------------------------------------------------ 3 the loop
+# ------------------------------------------------------------------------------------- 3 the loop, 4 the results
 
 
 def _evaluated(
@@ -454,3 +511,15 @@ def _evaluated(
     return evaluate(
         state.model, test, loss=task, batch_size=batch_size, precision=precision, stop=stop, comm=state.comm
     )
+
+
+def _finish(run_dir: Path, summary: dict[str, Any], *, curves: bool) -> None:
+    """Writes summary.json and curves.png. On rank 0 only."""
+    path = run_dir / "summary.json"
+    if not summary["samples_per_s"] and path.exists():  # nothing was left to train: keep the figures of the training
+        with contextlib.suppress(ValueError):
+            new = {key: value for key, value in summary.items() if key.startswith("test_") or key == "stopped_by"}
+            summary = {**json_object(path.read_text()), **new}
+    write_summary(run_dir, summary)
+    if curves:
+        draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)

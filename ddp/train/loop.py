@@ -87,7 +87,7 @@ def train_loop(
         clip_norm=clip_norm,
         precision=precision,
         seed=seed,
-        first_look=FirstLook(task),
+        first_look=FirstLook(task, wanted=_all_have_several_samples(state)),
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
     on_gpu = state.comm.device.type == "cuda"
@@ -105,6 +105,8 @@ def train_loop(
     try:
         for callback in callbacks:
             callback.fit_start(state)
+        if evaluation and _was_stopped_before_evaluating(state, evaluate_every_epochs, evaluate_every_steps):
+            _evaluate(state, task, evaluation, callbacks, stop)
         while state.step < num_steps and not state.stopped_by:
             for plan, batches in loader.epoch():
                 running_step = state.step + 1
@@ -164,6 +166,17 @@ def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -
 def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
     """Returns the rates by group before any schedule, which the optimizer keeps, and so its checkpoints."""
     return tuple(float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups)
+
+
+def _all_have_several_samples(state: TrainState) -> bool:
+    """Returns True if the next step's first forward has two samples or more on every rank."""
+    micros = next(iter(state.sampler.plans())).micros
+    return all(all_gather_object(state.comm, bool(micros) and len(micros[0].indices) > 1))
+
+
+def _was_stopped_before_evaluating(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
+    """Returns True if the run was resumed after a step that an evaluation should have followed."""
+    return 0 < state.step != state.evaluated_at and _is_time(state, every_epochs, every_steps)
 
 
 def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:

@@ -79,11 +79,12 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def draw_curves(metrics: Path, picture: Path, *, main_metric: str, summary: Mapping[str, Any]) -> None:
+def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> None:
     """Draws training loss, held-out loss and the main metric over steps; yardsticks become level lines."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    main_metric = summary["main_metric"]
     entries = _read_metrics(metrics)
     steps = [entry for entry in entries if entry["kind"] == "step"]
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
@@ -125,7 +126,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
         if key.startswith(("test_", "yardstick_")):
             table.add_row(words_of(key), metric_in_words(key, value))
     workers = f"{counted(summary['world_size'], 'worker')} × {counted(summary['threads_per_worker'], 'thread')}"
-    table.add_row("samples/s", f"{summary['samples_per_s']:,.0f}   ({workers}, global batch {summary['global_batch']})")
+    rate = f"{summary['samples_per_s']:,.0f}" if summary["samples_per_s"] else "no step was left"
+    table.add_row("samples/s", f"{rate}   ({workers}, global batch {summary['global_batch']})")
     computing, waiting, data = (summary[f"{what}_fraction"] for what in ("compute", "wait", "data"))
     if summary["world_size"] == 1:
         shares = f"computing {computing + waiting:.0%}, waiting for data {data:.0%}"

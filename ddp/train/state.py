@@ -52,13 +52,20 @@ class TrainState:
         return self.sampler.state.epoch
 
     def position(self) -> dict[str, Any]:
-        """Returns step and sampler position, valid at any world size."""
-        return {"step": self.step, "sampler": self.sampler.state_dict(), "train_loss": self.train_loss}
+        """Returns step, sampler position and latest metrics, valid at any world size."""
+        return {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "train_loss": self.train_loss,
+            "evaluation": dict(self.evaluation),
+            "evaluated_at": self.evaluated_at,
+        }
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         """Continues from what `position` returned."""
         self.sampler.load_state_dict(position["sampler"])  # first, because it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
+        self.evaluation, self.evaluated_at = dict(position["evaluation"]), int(position["evaluated_at"])
 
 
 @dataclass(frozen=True)

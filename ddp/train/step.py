@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -171,7 +172,7 @@ def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, int]:
         shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"{name_of(task)}.loss returned {shape} as its loss: return a scalar, such as losses.sum()")
     number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
-    if not isinstance(number, (int, float)) or not 0 <= number < math.inf or number != int(number):
+    if not isinstance(number, (int, float, np.number)) or not 0 <= number < math.inf or number != int(number):
         raise ConfigError(f"{name_of(task)}.loss returned the count {number!r}: return the number of terms in the sum")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ConfigError(

@@ -19,6 +19,7 @@ import ddp
 from ddp.data.sampler import TrainSampler
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.state import StepReport, TrainState
+from ddp.train.stopping import StopFlag
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)
@@ -171,6 +172,21 @@ class Returns(ddp.Task):
         return self.what(losses)
 
 
+class Judged(ddp.Task):
+    """Returns certain metrics."""
+
+    main_metric, higher_is_better = "accuracy", True
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return self.found
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -217,7 +233,33 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shapes that broadcast": (
         F.mse_loss,
         {"module": net(1), "data": (X, VALUES[:, 0])},
-        r"mse_loss outputs and targets differ in shape: target size \(torch.Size\(\[\d\]\)\)",
+        r"in mse_loss outputs \[5, 1\] and targets \[5\] broadcast to all pairs of them",
+    ),
+    "shapes that broadcast in a function": (
+        lambda outputs, targets: ((outputs - targets) ** 2).mean(),
+        {"module": net(1), "data": (X, VALUES[:, 0]), "global_batch": 40},
+        r"outputs \[40, 1\] and targets \[40\] broadcast to all pairs of them",
+    ),
+    "metrics without a count": (
+        Judged({"accuracy": torch.tensor(1.0)}),
+        {},
+        r"metrics returned tensor\(1.\) for 'accu",
+    ),
+    "no main metric": (Judged({"acc": (1.0, 2)}), {}, "main_metric='accuracy' is not among its metrics, acc: make"),
+    "no test samples": (F.cross_entropy, {"test_data": []}, "test_data has 0 samples"),
+    "batch_size": (F.cross_entropy, {"batch_size": 3}, "no argument 'batch_size'. Did you mean 'global_batch'"),
+    "a schedule's name": (F.cross_entropy, {"schedule": "cosine"}, "schedule='cosine': give a function"),
+    "a schedule of epochs": (
+        F.cross_entropy,
+        {"schedule": lambda epoch: 0.9},
+        "schedule: takes .steps taken, steps of",
+    ),
+    "keep none": (F.cross_entropy, {"keep_last": None}, "keep_last=None: must be a whole number from 1 up"),
+    "clip in quotes": (F.cross_entropy, {"clip_norm": "1"}, "clip_norm='1': must be a number above 0"),
+    "half of the samples": (
+        F.cross_entropy,
+        {"data": DataLoader(Rows(), sampler=range(5), collate_fn=nested)},
+        "takes 5 of 40 samples: give the data set",
     ),
     "a class": (
         nn.CrossEntropyLoss,
@@ -244,7 +286,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no epochs": (F.cross_entropy, {"epochs": -1}, "epochs=-1: must be a whole number from 1 up"),
     "a number in quotes": (F.cross_entropy, {"max_steps": "9"}, "max_steps='9': must be a whole number from 1 up"),
     "fp16": (F.cross_entropy, {"precision": "fp16"}, "precision='fp16': take one of fp32, bf16"),
-    "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be greater than 0"),
+    "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be a number above 0"),
     "no end": (F.cross_entropy, {"epochs": None}, "neither epochs nor max_steps is given"),
     "too small a batch": (F.cross_entropy, {"global_batch": 0}, "global_batch=0: must be a whole number from 1 up"),
     "another's scheduler": (
@@ -274,6 +316,11 @@ def mistakes() -> list[str]:
             said.append(str(error))
     module = net()
     optimizer = SGD(module.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigError, match="ReduceLROnPlateau with mode='min': it reads accuracy, so make it with mode='m"
+    ):
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
+        fit(ddp.Classification(), module=module, optimizer=optimizer, schedule=plateau, test_data=(X, CLASSES))
     with pytest.raises(ConfigError, match=r'StepLR with schedule_every=None: .* say schedule_every="step" or "epoch"'):
         fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=scheduler_of(optimizer))
     ddp.shutdown()
@@ -325,6 +372,49 @@ def test_what_is_warned_of(tmp_path: Path) -> None:
     assert "is not the sum of its parts' losses" in found[1][0]
     assert "leaves out 4 parameter(s) of the model that have a gradient, such as 0.weight" in found[2][0]
     assert "global_batch was 10, is 8" in found[5][0]
+
+
+class Stopped(ddp.Callback):
+    """Asks to stop in the last step of an epoch, before its evaluation."""
+
+    def __init__(self, stop: StopFlag) -> None:
+        self.stop, self.evaluated_at = stop, list[int]()
+
+    def step_start(self, state: TrainState) -> None:
+        if state.step + 1 == 4:
+            self.stop.request("SIGTERM")
+
+    def evaluated(self, state: TrainState) -> None:
+        self.evaluated_at.append(state.step)
+
+
+def stopped_and_resumed(folder: str) -> None:
+    ddp.init(abort_s=20)
+    run, stop = Path(folder) / "run", StopFlag()
+    first, rest, again = Stopped(stop), Stopped(StopFlag()), Stopped(StopFlag())
+    how: dict[str, Any] = {"test_data": (X, CLASSES), "checkpoint_dir": run, "resume": "auto", "curves": False}
+    assert fit(F.cross_entropy, epochs=2, callbacks=[first], stop=stop, **how).stopped_by == "SIGTERM"
+    whole = fit(F.cross_entropy, epochs=2, test_data=(X, CLASSES))
+    state = fit(F.cross_entropy, epochs=2, callbacks=[rest], **how)
+    assert (first.evaluated_at, rest.evaluated_at) == ([], [4, 8])
+    assert torch.equal(weights(state), weights(whole)) and state.evaluation == whole.evaluation
+    summary = (run / "summary.json").read_text()
+    assert fit(F.cross_entropy, epochs=2, callbacks=[again], **how).evaluation == whole.evaluation
+    assert again.evaluated_at == [] and (run / "summary.json").read_text() == summary
+    assert {ddp.load(run, "best").step, ddp.load(run, "latest").step} <= {4, 8}
+    assert ddp.load(run, "latest").score == whole.evaluation["test_loss"]
+    with pytest.raises(ConfigError, match="other holds a run"):
+        fit(F.cross_entropy, checkpoint_dir=run.with_name("other"))
+        fit(F.cross_entropy, **{**how, "checkpoint_dir": run.with_name("other"), "resume": run})
+    module = net()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=ddp.optim.cosine())
+    assert optimizer.param_groups[0]["lr"] == 0.1 and "initial_lr" not in optimizer.param_groups[0]
+    ddp.shutdown()
+
+
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(tmp_path: Path) -> None:
+    run_ranks(stopped_and_resumed, 1, str(tmp_path))
 
 
 def test_a_look_at_the_first_batch_changes_nothing() -> None:
