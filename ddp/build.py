@@ -41,7 +41,7 @@ from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import checkpoints_of, load, resume_from
 from ddp.trained import load as load_trained
-from ddp.wording import setting_for, train_command
+from ddp.wording import setting_for, train_command, typed_settings
 
 # ------------------------------------------------------------------------------------------- the three entry points
 
@@ -226,6 +226,8 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
     on_gpu = str(summary["device"]).startswith("cuda")
     most = min(8, torch.cuda.device_count() if on_gpu else max(2, available_cores()))
     counts = [count for count in (1, 2, 4, 8) if count <= most]
-    sweep = [train_command("-m", f"cluster.workers={','.join(map(str, counts))}")] if len(counts) > 1 else []
-    is_text = isinstance(config.data, settings.StandardLibrary)
-    return [*sweep, *([] if is_text else [train_command("recipe=gpt")])]
+    typed = typed_settings("run.name", "resume", "cluster.workers")
+    workers = f"cluster.workers={','.join(map(str, counts))}"
+    sweep = [train_command("-m", workers, *typed)] if len(counts) > 1 else []
+    is_usual = config.data.name == "digits" and isinstance(config.model, settings.Cnn)
+    return [*sweep, *([train_command("recipe=gpt")] if is_usual else [])]

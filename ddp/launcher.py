@@ -316,6 +316,8 @@ def launch(
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
     threads = threads_per_worker or max(1, available_cores() // workers)
+    if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
+        print(f"starting {counted(workers, 'worker')} …", flush=True)
     with tempfile.TemporaryDirectory(prefix="ddp-launch-") as folder:
         call = Path(folder) / "call.pkl"
         with call.open("wb") as stream:

@@ -145,11 +145,7 @@ def _summary(job: Job) -> Mapping[str, Any]:
 
 def _main_metric(summary: Mapping[str, Any]) -> tuple[str, int] | None:
     """Returns the metric that orders the jobs, and 1 if a higher one is better or else -1."""
-    first = next((key for key in summary if key.startswith("test_")), None)
-    name = summary.get("main_metric", first)
-    if name is None:
-        return None
-    return name, 1 if summary.get("higher_is_better", name.endswith("accuracy")) else -1
+    return (summary["main_metric"], 1 if summary["higher_is_better"] else -1) if "main_metric" in summary else None
 
 
 def _number(row: Row, key: str) -> float | None:

@@ -28,11 +28,23 @@ def program() -> str:
 def train_command(*settings: str) -> str:
     """Returns a command line that trains with these settings, as the user would type it in the same folder."""
     begin = len(sys.orig_argv) - len(sys.argv[1:])
-    if "DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or sys.orig_argv[begin:] != sys.argv[1:]:
+    is_changed = [*map(_bare, sys.orig_argv[begin:])] != [*map(_bare, sys.argv[1:])]
+    if "DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or is_changed:
         typed = f"{program()} train"
     else:
         typed = shlex.join(sys.orig_argv[:begin])
     return " ".join([typed, *map(shlex.quote, settings)])
+
+
+def typed_settings(*without: str) -> list[str]:
+    """Returns the settings of this process's command line, except those of some keys, and of Hydra's own."""
+    settings = [argument.lstrip("+") for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+    return [each for each in settings if not each.startswith(("hydra.", *(f"{key}=" for key in without)))]
+
+
+def _bare(setting: str) -> str:
+    """Returns a setting without what the launcher adds for Hydra."""
+    return setting.lstrip("+").replace('"', "")
 
 
 def setting_for(run_dir: Path, name: str) -> str:

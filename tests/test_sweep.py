@@ -29,7 +29,8 @@ def jobs_of(folder: Path, summaries: Mapping[str, Mapping[str, Any] | None], *, 
         run_dir = folder / job_folder(overrides, ["data.root"], number=number)
         run_dir.mkdir(parents=True)
         if summary is not None:
-            (run_dir / "summary.json").write_text(json.dumps(summary))
+            main = {"main_metric": "test_loss", "higher_is_better": False} if "test_loss" in summary else {}
+            (run_dir / "summary.json").write_text(json.dumps(main | summary))
         jobs.append(Job(overrides, run_dir, status=failed if summary is None else 0))
     return jobs
 

@@ -1,7 +1,7 @@
 """A user's data in any of the usual forms: a data set, tensors, or a DataLoader, which is taken apart.
 
     Dataset, list, …        anything with a length and samples by index                        as it is
-    (inputs, targets)       tensors or arrays of one length                                    TensorSet
+    (inputs, targets)       a tuple of tensors or arrays of one length                         TensorSet
     DataLoader              its data set, its number of workers and its collate function are used; the order and the
                             size of batches are the sampler's
 
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -30,6 +31,7 @@ from torch.utils.data import (
 
 from ddp.data.loader import Collate
 from ddp.data.splits import Samples, Splits, TensorSet
+from ddp.data.streams import augmentation_stream, preserved
 from ddp.errors import ConfigError
 
 
@@ -82,6 +84,27 @@ def source_of(data: Any, *, what: str, collate: Collate | None = None, num_worke
     return Source(data, collate, num_workers or 0, ignored)
 
 
+def fingerprint(source: Source) -> str | None:
+    """Returns a hash of the first sample, the middle one and the last one; None if they cannot be read like this.
+
+    Their random transforms draw from the same streams in every process, so equal samples have equal hashes.
+    """
+    samples, digest = source.samples, hashlib.sha256()
+    try:
+        with preserved():
+            for index in sorted({0, len(samples) // 2, len(samples) - 1}):
+                augmentation_stream(0, 0, index)
+                for leaf in tree_leaves(samples[index]):
+                    values = leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
+                    if isinstance(values, (np.ndarray, np.generic)):
+                        digest.update(np.ascontiguousarray(values).tobytes())
+                    elif isinstance(values, (int, float, str, bytes)):
+                        digest.update(repr(values).encode())
+    except Exception:  # the loader says what is wrong with a sample
+        return None
+    return digest.hexdigest()
+
+
 def _selected(loader: DataLoader[Any], *, what: str) -> Any:
     """Returns a DataLoader's data set, or the part of it that its sampler selects."""
     dataset, sampler = loader.dataset, loader.sampler
@@ -97,7 +120,7 @@ def _selected(loader: DataLoader[Any], *, what: str) -> Any:
 
 
 def _is_pair_of_arrays(data: Any) -> bool:
-    return isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
+    return isinstance(data, tuple) and len(data) == 2 and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
 
 
 def _tensor_set(inputs: Tensor, targets: Tensor, *, what: str) -> TensorSet:

@@ -83,7 +83,7 @@ def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -
         if isinstance(group["lr"], Tensor):  # because the optimizer's captured graph reads this tensor
             group["lr"].fill_(base_rate * factor)
         else:
-            group["lr"] = base_rate * factor
+            group["lr"] = float(base_rate * factor)  # which may be NumPy's
 
 
 def scaled_rate(

@@ -64,7 +64,7 @@ class LossFunction(Task):
                 f"{name_of(self.function)} returned {_form(loss)}, not one number: return the mean over the samples, "
                 'or their sum with reduction="sum"'
             )
-        count = num_samples(batch)
+        count = length_of(batch)
         return (loss * count if self.reduction == "mean" else loss).squeeze(), count
 
 
@@ -87,7 +87,7 @@ def as_task(loss: Task | Callable[[Any, Any], Tensor], reduction: Reduction | No
     return LossFunction(loss, reduction=reduction)
 
 
-def num_samples(batch: Batch) -> int:
+def length_of(batch: Batch) -> int:
     """Returns the length of the batch's first tensor, or of its first list."""
     leaf = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
     return len(leaf if leaf is not None else batch[0])

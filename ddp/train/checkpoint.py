@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
@@ -42,9 +43,6 @@ from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.initial_weights import check_fits
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stored_checkpoint import StoredCheckpoint, load
-
-SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "max_lr", "min_lr", "max_momentum", "base_momentum")
-"""Settings of an optimizer's group that torch's schedulers set, some of them in cycles."""
 
 
 def save_checkpoint(
@@ -61,6 +59,7 @@ def save_checkpoint(
         "identity": _with_data(identity, state),
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
         "optimizer": type(state.optimizer).__name__,
+        "optimizer_settings": state.first_settings,
         "all_reduce_choices": {str(nbytes): way for nbytes, way in state.comm.auto.choices.items()},
         "gradient_order": state.model.gradient_order,
     }
@@ -68,12 +67,12 @@ def save_checkpoint(
     def write() -> None:
         parts = {
             "model": state.model.module.state_dict(),
-            "optimizer": state.optimizer.state_dict(),
+            "optimizer": _plain(state.optimizer.state_dict()),
             "position": state.position(),
             "slots": {"random": random_states},
         }
         if state.schedule is not None:
-            parts["schedule"] = state.schedule.state_dict()
+            parts["schedule"] = _plain(state.schedule.state_dict())
         store.save(state.step, parts, meta=meta, score=score)
 
     on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
@@ -91,7 +90,8 @@ def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
 def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mapping[str, Any]) -> None:
     """Continues from a checkpoint, and says what has changed since it was saved.
 
-    The optimizer's state (momenta and the like) is the checkpoint's, its settings (rates, decay, …) are the run's own.
+    The optimizer's state is the checkpoint's. So are its settings (rates, decay, …), of which some change in training;
+    but those that this run begins with another value of are the run's own.
 
     Raises:
         CheckpointError: it belongs to another model or another optimizer. Nothing has been changed then.
@@ -103,13 +103,11 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     _check_groups(parts["optimizer"]["param_groups"], state.optimizer, source=checkpoint.path)
     state.load_position(parts["position"])
     state.model.module.load_state_dict(parts["model"])
-    scheduled = () if state.schedule is None else SCHEDULED  # torch's scheduler goes on from where it had set them
-    settings = [
-        {k: v for k, v in group.items() if k not in ("params", *scheduled)} for group in state.optimizer.param_groups
-    ]
+    settings = [dict(group) for group in state.optimizer.param_groups]
     state.optimizer.load_state_dict(parts["optimizer"])
-    for group, own in zip(state.optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    began = zip(checkpoint.meta["optimizer_settings"], state.first_settings, strict=True)
+    for group, own, (then, now) in zip(state.optimizer.param_groups, settings, began, strict=True):
+        group.update({key: own[key] for key in now if now[key] != then.get(key)})
         if state.schedule is None:
             group["initial_lr"] = own.get("initial_lr", own["lr"])
     if state.schedule is not None and "schedule" in parts:
@@ -152,7 +150,13 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, 
 
 def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     """Returns a run's identity with the size of its data, because a data set may grow where its settings stay."""
-    return {**identity, "training_samples": state.sampler.length}
+    return _plain({**identity, "training_samples": state.sampler.length})
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns values with Python's numbers in place of NumPy's, which a checkpoint cannot hold."""
+    plain: dict[str, Any] = apply_to_collection(values, np.generic, lambda number: number.item())
+    return plain
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -6,14 +6,15 @@
 
 A task that returns a mean with the batch's length as its count would train with gradients that are too small by the
 size of a micro-batch, and nothing else would show it. So the first batch of each rank is computed three times, once,
-in evaluation mode and without gradients: there dropout and BatchNorm treat each sample alike, and the model is as
-before. A model that cannot run like this, or a batch that cannot be cut, is not looked at.
+by a copy of the model in evaluation mode, because there dropout and BatchNorm treat each sample alike. A model that
+cannot run like this, or a batch that cannot be cut, is not looked at.
 
 Read before: `step.py`. Read next: `loop.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
@@ -30,11 +31,9 @@ from ddp.data.streams import preserved
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.log import log
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.tasks.loss_function import LossFunction, name_of
+from ddp.tasks.loss_function import LossFunction, length_of, name_of
 from ddp.tasks.task import Task
 from ddp.train.step import sum_and_count
-
-TOLERANCE, NARROW_TOLERANCE = 2e-3, 5e-2  # relative; rounding differs with the size of a batch; half precision
 
 
 class FirstLook:
@@ -57,12 +56,20 @@ class FirstLook:
         task, self._task = self._task, None
         if task is None or _waits_for_others(module):
             return
-        parts = _cut(batch, num_samples, num_samples // 2)
-        if parts is None:
-            log.info("the first batch was not looked at, because its parts are not all over samples")
-            return
+        if isinstance(task, LossFunction) and (length := length_of(batch)) != num_samples:
+            raise ConfigError(
+                f"a batch of {num_samples} samples has {length} as its first dimension: collate samples along the "
+                "first dimension, or give a ddp.Task, which may have batches of any form"
+            )
         try:
-            with _evaluating(module):
+            parts = _cut(batch, num_samples, num_samples // 2)
+            if parts is None:
+                log.info("the first batch was not looked at, because its parts are not all over samples")
+                return
+            # Copies, because a forward or a loss may count, draw, or keep something of what it has seen.
+            module, task = copy.deepcopy((module, task))
+            module.eval()
+            with _evaluating():
                 _refuse_broadcast(task, module, batch)
                 (whole, count), *both = (_sum_and_count(task, module, each) for each in (batch, *parts))
                 _check_metrics(task, module, batch)
@@ -72,14 +79,7 @@ class FirstLook:
             log.info("the first batch was not looked at: %s", error)
             return
         counts = [number for _, number in both]
-        if isinstance(task, LossFunction) and count != num_samples:
-            raise ConfigError(
-                f"a batch of {num_samples} samples has {count} as its first dimension: collate samples along the first "
-                "dimension, or give a ddp.Task, which may have batches of any form"
-            )
-        narrow = any(p.dtype.itemsize < 4 for p in module.parameters() if p.is_floating_point())
-        tolerance = NARROW_TOLERANCE if narrow else TOLERANCE
-        _judge(task, whole, [loss for loss, _ in both], num_samples, counts, tolerance=tolerance)
+        _judge(task, whole, [loss for loss, _ in both], num_samples, counts, tolerance=_tolerance(module))
         if count != sum(counts):
             raise ConfigError(
                 f"{name_of(task)}.loss returned the count {count} for {num_samples} samples, but {counts[0]} and "
@@ -128,7 +128,7 @@ def _judge(
         found = "mean" if is_mean else "sum"
         raise ConfigError(
             f'{name_of(task.function)} returns the {found} of a batch, but reduction="{task.reduction}" was taken: '
-            f'say reduction="{found}"'
+            f'say reduction="{found}" (or give the function an attribute `reduction`)'
         )
     if is_mean:
         raise ConfigError(
@@ -168,6 +168,14 @@ def _refuse_broadcast(task: Task, module: nn.Module, batch: Any) -> None:
         )
 
 
+def _tolerance(module: nn.Module) -> float:
+    """Returns by how much sums may differ that were added in another order, relatively."""
+    kinds = {(p.dtype.itemsize, p.device.type) for p in module.parameters() if p.is_floating_point()}
+    if any(size < 4 for size, _ in kinds):
+        return 5e-2
+    return 1e-4 if all(device == "cpu" for _, device in kinds) else 2e-3  # GPUs multiply in TF32
+
+
 def _waits_for_others(module: nn.Module) -> bool:
     """Returns True if a forward in evaluation mode is a collective, which ranks without a sample would not call."""
     kinds = (SyncBatchNorm, nn.SyncBatchNorm)
@@ -199,19 +207,10 @@ def _part(value: Any, which: slice, num_samples: int) -> Any:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switches to evaluation mode, without gradients and compilation; restores modes, buffers and generators."""
-    modes = [(layer, layer.training) for layer in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+def _evaluating() -> Iterator[None]:
+    """Computes without gradients and compilation; restores the generators."""
     # A compiled model would be compiled again for the parts' sizes. To say so where nothing is compiled would import
     # the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with torch.no_grad(), preserved(), eager:
-        module.eval()
-        try:
-            yield
-        finally:
-            for layer, training in modes:
-                layer.training = training
-            for buffer, content in buffers:
-                buffer.copy_(content)
+        yield

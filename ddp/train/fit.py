@@ -17,7 +17,6 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import current
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
-from ddp.data.source import Source, source_of
+from ddp.data.source import Source, fingerprint, source_of
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
@@ -209,7 +208,7 @@ def fit(
         raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ConfigError(f"clip_norm={clip_norm!r}: must be a number above 0; leave it out for no clipping")
-    comm, stop_on_signals = comm or current(), stop is None
+    comm, stop_on_signals, global_batch = comm or current(), stop is None, int(global_batch)
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
 
     # 1  what is given
@@ -249,6 +248,9 @@ def fit(
     lengths = {"len(data)": sampler.length, "len(test_data)": None if test is None else len(test.samples)}
     own = {"schedules of your own": sorted(own_schedules())}
     _refuse_disagreement(comm, {**arguments, **evaluations, **lengths, **own})
+    _warn_of_other_samples(comm, source, what="data")
+    if test is not None:
+        _warn_of_other_samples(comm, test, what="test_data")
     settings = arguments if settings is None else settings
     identity = run_identity(comm, replica, settings)
     run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
@@ -265,6 +267,7 @@ def fit(
     # 3  the loop
     meter, score = ThroughputMeter(), f"test_{task.main_metric}"
     watching: list[Callback] = [meter]
+    store = None
     if run_dir is not None:
         best: Literal["max", "min"] = "max" if task.higher_is_better else "min"
         store = CheckpointStore(run_dir / "checkpoints", keep_last=keep_last, best=best)
@@ -279,7 +282,11 @@ def fit(
     if test is not None:
         evaluation = partial(_evaluated, test, task=task, batch_size=evaluation_batch, precision=precision, stop=stop)
     rates, start_s = base_rates(optimizer), now_s()
-    with stop.listening() if stop_on_signals else nullcontext():
+    with contextlib.ExitStack() as until_end:
+        if store is not None:  # before a callback changes a file there
+            on_rank_zero(comm, lambda: _take(store, until_end), label="locking the folder of the checkpoints")
+        if stop_on_signals:
+            until_end.enter_context(stop.listening())
         train_loop(
             state,
             task,
@@ -401,6 +408,8 @@ def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple
         CheckpointError: `resume` names a path without a checkpoint.
     """
     unnamed = str(checkpoint_dir) == "runs/DATE_TIME"
+    if resume == "":
+        raise ConfigError('resume="": give "auto", the path of a run or checkpoint, or None')
     if resume == "auto" and (checkpoint_dir is None or unnamed):
         raise ConfigError('resume="auto": which run? Name its folder, such as checkpoint_dir="runs/mine"')
     if checkpoint_dir is None:
@@ -462,6 +471,20 @@ def _refuse_disagreement(comm: Communicator, mine: Mapping[str, Any]) -> None:
             )
 
 
+def _warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> None:
+    """Warns if the ranks' samples are not the same, as after a random split without a seed."""
+    if comm.world_size == 1:
+        return
+    prints = all_gather_object(comm, fingerprint(source))
+    known = [each for each in prints if each is not None]
+    if comm.rank == 0 and len(set(known)) > 1:
+        log.warning(
+            "the samples of %s are not the same on all ranks: a random split, shuffle or choice needs a seed, because "
+            "otherwise some samples are trained on twice, and others never or also held out",
+            what,
+        )
+
+
 def _headline(state: TrainState, num_steps: int) -> list[str]:
     """Returns everything that was derived, in three lines."""
     comm, sampler, module = state.comm, state.sampler, state.model.module
@@ -511,6 +534,11 @@ def _evaluated(
     return evaluate(
         state.model, test, loss=task, batch_size=batch_size, precision=precision, stop=stop, comm=state.comm
     )
+
+
+def _take(store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
+    """Keeps other processes from writing into the folder. On rank 0 only."""
+    until_end.callback(store.hold().close)
 
 
 def _finish(run_dir: Path, summary: dict[str, Any], *, curves: bool) -> None:

@@ -27,6 +27,7 @@ class TrainState:
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
+        first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
     """
 
     comm: Communicator
@@ -39,6 +40,13 @@ class TrainState:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
     schedule: TorchSchedule | None = None
+    first_settings: list[dict[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_settings = [
+            {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
+            for group in self.optimizer.param_groups
+        ]
 
     @property
     def epochs_done(self) -> float:

@@ -71,7 +71,7 @@ def train_step(
     start_s, fetching = now_s(), Stopwatch()
     model, optimizer = state.model, state.optimizer
     model.waited.take_s()
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
     _backward(state, rules, plan, batches, fetching, wants_stop)
 
     model.raise_pending()

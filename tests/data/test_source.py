@@ -21,7 +21,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_tensors_and_arrays_become_samples() -> None:
-    for pair in ((ROWS, torch.arange(6)), [ROWS.numpy(), np.arange(6)]):
+    for pair in ((ROWS, torch.arange(6)), (ROWS.numpy(), np.arange(6))):
         source = source_of(pair, what="data")
         inputs, target = source.samples[4]
         assert (inputs.tolist(), int(target), len(source.samples)) == ([8.0, 9.0], 4, 6)
@@ -29,8 +29,9 @@ def test_tensors_and_arrays_become_samples() -> None:
 
 
 def test_what_has_length_and_index_is_taken_as_it_is() -> None:
-    for data in (TensorDataset(ROWS), [(1, 2)] * 3, ROWS, range(4)):
-        assert source_of(data, what="data") == Source(data, None, 0)
+    for data in (TensorDataset(ROWS), [(1, 2)] * 3, ROWS, range(4), [ROWS, ROWS]):
+        source = source_of(data, what="data")
+        assert source.samples is data and source[1:] == (None, 0, "")
 
 
 def test_a_data_loader_is_taken_apart() -> None:

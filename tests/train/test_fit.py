@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -146,6 +147,13 @@ def what_works(folder: str) -> None:
     for argument in ("global_batch", "seed"):
         with pytest.raises(ConfigError, match=f"{argument} is 10 on rank 0 and 11 on rank 1: give all ranks the same"):
             fit(F.cross_entropy, **{argument: 10 + comm.rank})
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp").addHandler(handler)
+    fit(F.cross_entropy, (X + comm.rank, CLASSES))
+    logging.getLogger("ddp").removeHandler(handler)
+    assert ["the samples of data are not the same on all ranks" in each for each in logged] == [True] * (comm.rank == 0)
     with pytest.raises(ConfigError, match=r"optimizer\.0\.lr is 0\.1 on rank 0 and 0\.2 on rank 1"):
         own = net()
         fit(F.cross_entropy, module=own, optimizer=SGD(own.parameters(), lr=0.1 * (1 + comm.rank)))
@@ -407,8 +415,9 @@ def stopped_and_resumed(folder: str) -> None:
         fit(F.cross_entropy, checkpoint_dir=run.with_name("other"))
         fit(F.cross_entropy, **{**how, "checkpoint_dir": run.with_name("other"), "resume": run})
     module = net()
-    optimizer = SGD(module.parameters(), lr=0.1)
-    fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=ddp.optim.cosine())
+    optimizer = SGD(module.parameters(), lr=np.float64(0.1))  # type: ignore[arg-type]
+    numbers: dict[str, Any] = {"global_batch": np.int64(10), "checkpoint_dir": run.with_name("numpy"), "curves": False}
+    fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=lambda step, steps: np.float64(0.5), **numbers)
     assert optimizer.param_groups[0]["lr"] == 0.1 and "initial_lr" not in optimizer.param_groups[0]
     ddp.shutdown()
 

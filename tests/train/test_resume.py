@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
     def fresh(kind: type[torch.optim.Optimizer], **settings: float) -> TrainState:
         sampler = TrainSampler(47, global_batch=10, rank=0, world_size=1)
         state = state_of(sampler, step=0)
-        state.optimizer = kind(state.model.module.parameters(), **settings)  # type: ignore[call-arg]
+        state = replace(state, optimizer=kind(state.model.module.parameters(), **settings))  # type: ignore[call-arg]
         state.model(torch.ones(2, 3)).sum().backward()
         state.optimizer.step()
         return state
