@@ -7,7 +7,7 @@
 
 The command line ends here, too: `ddp/build.py` makes the arguments from the settings.
 
-Read before: `loop.py`, `report.py`. Read next: `address.py`.
+Read before: `arguments.py`. Read next: `address.py`.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Never, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ddp.clock import now_s
-from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
-from ddp.data.source import Source, fingerprint, source_of
-from ddp.drop_in.data_parallel import DistributedDataParallel
-from ddp.drop_in.sparse import produces_sparse_gradient
+from ddp.data.source import Source, source_of
 from ddp.errors import ConfigError
 from ddp.files import json_object
 from ddp.log import log
 from ddp.optim.schedules import RateSchedule, set_rate
-from ddp.optim.torch_schedule import Moment, TorchSchedule
+from ddp.optim.torch_schedule import Moment
 from ddp.precision.autocast import Precision
-from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.replica import Replica
-from ddp.tasks.loss_function import Reduction, as_task, name_of
+from ddp.tasks.loss_function import Reduction, as_task
 from ddp.tasks.task import Task
+from ddp.train.arguments import (
+    NEEDED,
+    check_numbers,
+    held_out_source,
+    refuse_disagreement,
+    refuse_unknown,
+    replica_of,
+    schedules_of,
+    settings_of,
+)
 from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
-from ddp.train.checkpoint import Checkpointer, flat, read_checkpoint, restore, run_identity
+from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
 from ddp.train.loop import base_rates, last_step, train_loop
@@ -60,21 +63,6 @@ from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import resume_from, steps
 from ddp.wording import counted
-
-NEEDED: Any = object()
-"""The default of an argument without a default, so that a mistyped name is told before a missing one."""
-
-ELSEWHERE = {
-    **dict.fromkeys(("batch_size", "batch"), "global_batch"),
-    **dict.fromkeys(("loss_fn", "loss_function", "criterion", "task"), "loss"),
-    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs"), "epochs"),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
-    **dict.fromkeys(("val_data", "valid_data", "validation_data", "eval_data"), "test_data"),
-    **dict.fromkeys(("num_workers", "workers"), "loader_workers"),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "max_norm"), "clip_norm"),
-    "collate_fn": "collate",
-}
-"""What other libraries call an argument, and what `fit` calls it."""
 
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
@@ -179,12 +167,11 @@ def fit(
         UnusedParameters: some parameters got no gradient.
         PeerLost: a rank was lost.
     """
-    for name in mistyped:
-        raise ConfigError(_unknown_argument(name))
+    refuse_unknown(mistyped, [each for each in inspect.signature(fit).parameters if each != "mistyped"])
     for name, value in (("loss", loss), ("global_batch", global_batch)):
         if value is NEEDED:
             raise ConfigError(f"fit() needs {name}: see help(ddp.fit)")
-    _check_numbers(
+    check_numbers(
         least=1,
         needed=True,
         global_batch=global_batch,
@@ -192,9 +179,9 @@ def fit(
         keep_last=keep_last,
         log_every=log_every,
     )
-    _check_numbers(least=0, needed=True, seed=seed)
-    _check_numbers(least=0, loader_workers=loader_workers)
-    _check_numbers(
+    check_numbers(least=0, needed=True, seed=seed)
+    check_numbers(least=0, loader_workers=loader_workers)
+    check_numbers(
         least=1,
         epochs=epochs,
         max_steps=max_steps,
@@ -214,20 +201,9 @@ def fit(
     # 1  what is given
     task = as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=loader_workers)
-    test = None if test_data is None else _like(source, test_data, collate)
-    replica = _replica(model, optimizer, comm)
-    factor, scheduler = _schedules(schedule, schedule_every, optimizer)
-    if test is not None and not len(test.samples):
-        raise ConfigError("test_data has 0 samples; check its path and its split, or leave it out")
-    if scheduler is not None and scheduler.needs_metric:
-        wanted = "max" if task.higher_is_better else "min"
-        if test is None:
-            raise ConfigError(f"schedule={scheduler.name} reads a metric: give test_data")
-        if scheduler.mode != wanted:
-            raise ConfigError(
-                f"schedule={scheduler.name} with mode={scheduler.mode!r}: it reads {task.main_metric}, so make it with "
-                f"mode={wanted!r}"
-            )
+    test = held_out_source(source, test_data, collate)
+    replica = replica_of(model, optimizer, comm)
+    factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
     # 2  the state
     sampler = TrainSampler(
@@ -241,16 +217,17 @@ def fit(
     )
     state = TrainState(comm, replica, optimizer, sampler, schedule=scheduler)
     rates_are_new = not any("initial_lr" in group for group in optimizer.param_groups)
-    limits = {"epochs": epochs, "max_steps": max_steps, "precision": precision, "clip_norm": clip_norm}
-    named = {"schedule": _named(schedule), "schedule_every": schedule_every}
-    arguments = {**_settings(task, optimizer, sampler), **limits, **named}
-    evaluations = {"evaluate_every_epochs": evaluate_every_epochs, "evaluate_every_steps": evaluate_every_steps}
-    lengths = {"len(data)": sampler.length, "len(test_data)": None if test is None else len(test.samples)}
-    own = {"schedules of your own": sorted(own_schedules())}
-    _refuse_disagreement(comm, {**arguments, **evaluations, **lengths, **own})
-    _warn_of_other_samples(comm, source, what="data")
-    if test is not None:
-        _warn_of_other_samples(comm, test, what="test_data")
+    arguments = {
+        **settings_of(task, optimizer, sampler, schedule),
+        "epochs": epochs,
+        "max_steps": max_steps,
+        "precision": precision,
+        "clip_norm": clip_norm,
+        "evaluate_every_epochs": evaluate_every_epochs,
+        "evaluate_every_steps": evaluate_every_steps,
+        "schedule_every": schedule_every,
+    }
+    refuse_disagreement(comm, arguments, source, test)
     settings = arguments if settings is None else settings
     identity = run_identity(comm, replica, settings)
     run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
@@ -314,92 +291,6 @@ def fit(
     return state
 
 
-# ------------------------------------------------------------------------------------------------- 1 what is given
-
-
-def _replica(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Replica:
-    """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
-
-    Raises:
-        ConfigError: the model cannot be trained here, or not by this optimizer.
-    """
-    name = type(model).__name__
-    if not isinstance(model, Replica) and isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError("the model is in torch's DistributedDataParallel already: give ddp.fit the bare module")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError(f"the model {name} is on the meta device and has no weights: model.to_empty(device=…) first")
-    named = dict(model.named_parameters())
-    own = {id(parameter): key for key, parameter in named.items()}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not held <= own.keys():
-        raise ConfigError(
-            f"the optimizer holds {len(held - own.keys())} parameter(s) that are not the model's: make the optimizer "
-            "from the parameters of the model that is trained, after the model was changed or copied"
-        )
-    left_out = [key for key, p in named.items() if p.requires_grad and id(p) not in held]
-    if left_out and comm.rank == 0:
-        log.warning(
-            "the optimizer leaves out %d parameter(s) of the model that have a gradient, such as %s: they stay as they "
-            "are; requires_grad_(False) would save their gradients",
-            len(left_out),
-            left_out[0],
-        )
-    if isinstance(model, Replica):
-        return model
-    model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
-    if any(produces_sparse_gradient(layer) for layer in model.modules()):
-        return DistributedDataParallel(model, comm=comm)
-    return BucketedDataParallel(model, comm=comm)
-
-
-def _check_numbers(*, least: int, needed: bool = False, **numbers: int | None) -> None:
-    """Raises ConfigError unless each number is a whole one and large enough, or None where it is not needed."""
-    for name, number in numbers.items():
-        if number is None and not needed:
-            continue
-        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
-            raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
-
-
-def _like(source: Source, test_data: Any, collate: Collate | None) -> Source:
-    """Returns the held-out samples, which are read as the training samples are, unless they are in a DataLoader."""
-    test = source_of(test_data, what="test_data", collate=collate)
-    if isinstance(test_data, DataLoader):
-        return test
-    return test._replace(collate=test.collate or source.collate, num_workers=source.num_workers)
-
-
-def _schedules(
-    schedule: RateSchedule | LRScheduler | None, every: Moment | None, optimizer: Optimizer
-) -> tuple[RateSchedule | None, TorchSchedule | None]:
-    """Returns the schedule as one of ours, or as one of torch's."""
-    if isinstance(schedule, type) or not (schedule is None or callable(schedule) or isinstance(schedule, LRScheduler)):
-        raise ConfigError(
-            f"schedule={schedule!r}: give a function (steps taken, steps of the run) → factor, such as "
-            "ddp.optim.cosine(), or an object of a scheduler of torch's"
-        )
-    if isinstance(schedule, LRScheduler):
-        return None, TorchSchedule(schedule, every=every, optimizer=optimizer)
-    if every is not None:
-        raise ConfigError(f"schedule_every={every!r}: is for torch's schedulers only; leave it out")
-    try:
-        factor = 1.0 if schedule is None else schedule(0, 1000)
-    except TypeError as error:
-        raise ConfigError(f"schedule: takes (steps taken, steps of the run) and returns a factor; {error}") from error
-    if not isinstance(factor, (int, float)):
-        raise ConfigError(f"schedule: returned {factor!r}; return a factor on the learning rate, such as 0.5")
-    return schedule, None
-
-
-def _unknown_argument(name: str) -> str:
-    known = [each for each in inspect.signature(fit).parameters if each != "mistyped"]
-    near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
-    return f"fit() has no argument {name!r}. {f'Did you mean {near[0]!r}?' if near else f'It has {known}'}"
-
-
-# ---------------------------------------------------------------------------------------------------- 2 the state
-
-
 def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple[Path | None, Path | None]:
     """Returns the folder of the run, which exists then, and the checkpoint to go on from. On rank 0 only.
 
@@ -426,63 +317,6 @@ def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple
     except OSError as error:
         raise ConfigError(f"checkpoint_dir={run_dir}: {error.strerror}; take another folder") from error
     return run_dir, start
-
-
-def _settings(task: Task, optimizer: Optimizer, sampler: TrainSampler) -> dict[str, Any]:
-    """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
-    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
-    hidden, kind = ("params", "initial_lr"), type(optimizer).__name__
-    return {
-        "loss": _task_in_words(task),
-        "optimizer": [
-            {"class": kind, **{key: repr(value) for key, value in group.items() if key not in hidden}}
-            for group in groups
-        ],
-        "global_batch": sampler.global_batch,
-        "num_shards": sampler.num_shards,
-        "micro_size": sampler.micro_size,
-        "seed": sampler.state.seed,
-    }
-
-
-def _task_in_words(task: Task) -> str:
-    """Returns a task's name and its plain attributes."""
-    plain = {key: value for key, value in vars(task).items() if isinstance(value, (int, float, str))}
-    about = ", ".join(f"{key}={value}" for key, value in plain.items())
-    return f"{name_of(getattr(task, 'function', task))}({about})"
-
-
-def _named(schedule: RateSchedule | LRScheduler | None) -> str:
-    """Returns a schedule in words that are the same in every process, and in only a few for another schedule."""
-    if isinstance(schedule, LRScheduler):
-        settings = schedule.state_dict().items()
-        return f"{type(schedule).__name__} {[each for each in settings if isinstance(each[1], (int, float, list))]}"
-    return "None" if schedule is None else f"{[schedule(step, 1000) for step in (0, 10, 500, 999)]}"
-
-
-def _refuse_disagreement(comm: Communicator, mine: Mapping[str, Any]) -> None:
-    """Raises ConfigError, on every rank, if ranks were given different arguments: their replicas would drift apart."""
-    everyone = all_gather_object(comm, flat(mine))
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        values = [theirs.get(name) for theirs in everyone]
-        if (other := next((rank for rank, value in enumerate(values) if value != values[0]), None)) is not None:
-            raise ConfigError(
-                f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}: give all ranks the same"
-            )
-
-
-def _warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> None:
-    """Warns if the ranks' samples are not the same, as after a random split without a seed."""
-    if comm.world_size == 1:
-        return
-    prints = all_gather_object(comm, fingerprint(source))
-    known = [each for each in prints if each is not None]
-    if comm.rank == 0 and len(set(known)) > 1:
-        log.warning(
-            "the samples of %s are not the same on all ranks: a random split, shuffle or choice needs a seed, because "
-            "otherwise some samples are trained on twice, and others never or also held out",
-            what,
-        )
 
 
 def _headline(state: TrainState, num_steps: int) -> list[str]:
@@ -522,9 +356,6 @@ def _notes(
         hint = f"; did you mean {os.path.relpath(run_dir.parent / near[0])}?" if near else ""
         notes.append(f"resume=auto: {os.path.relpath(run_dir)} holds no checkpoint, so this run begins anew{hint}")
     return notes
-
-
-# ------------------------------------------------------------------------------------- 3 the loop, 4 the results
 
 
 def _evaluated(

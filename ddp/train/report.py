@@ -1,6 +1,6 @@
 """The results of a run: summary.json, curves.png, and the table on the terminal.
 
-Read before: `progress.py`, `wording.py`. Read next: `fit.py`.
+Read before: `progress.py`, `wording.py`. Read next: `arguments.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,223 @@
+"""The arguments of `fit`: each is checked, and brought into the form that the loop takes.
+
+A mistake is one sentence, before the first step. What differs between ranks is refused, too: every rank would go on
+with its own, and the replicas would drift apart.
+
+Read before: `loop.py`, `report.py`. Read next: `fit.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ddp.collectives.catalog import own_schedules
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.data.loader import Collate
+from ddp.data.sampler import TrainSampler
+from ddp.data.source import Source, fingerprint, source_of
+from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.drop_in.sparse import produces_sparse_gradient
+from ddp.errors import ConfigError
+from ddp.log import log
+from ddp.optim.schedules import RateSchedule
+from ddp.optim.torch_schedule import Moment, TorchSchedule
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.replica import Replica
+from ddp.tasks.loss_function import name_of
+from ddp.tasks.task import Task
+from ddp.train.checkpoint import flat
+
+NEEDED: Any = object()
+"""The default of an argument without a default, so that a mistyped name is told before a missing one."""
+
+ELSEWHERE = {
+    **dict.fromkeys(("batch_size", "batch"), "global_batch"),
+    **dict.fromkeys(("loss_fn", "loss_function", "criterion", "task"), "loss"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("val_data", "valid_data", "validation_data", "eval_data"), "test_data"),
+    **dict.fromkeys(("num_workers", "workers"), "loader_workers"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "max_norm"), "clip_norm"),
+    "collate_fn": "collate",
+}
+"""What other libraries call an argument, and what `fit` calls it."""
+
+
+def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Replica:
+    """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
+
+    Raises:
+        ConfigError: the model cannot be trained here, or not by this optimizer.
+    """
+    name = type(model).__name__
+    if not isinstance(model, Replica) and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError("the model is in torch's DistributedDataParallel already: give ddp.fit the bare module")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(f"the model {name} is on the meta device and has no weights: model.to_empty(device=…) first")
+    named = dict(model.named_parameters())
+    own = {id(parameter): key for key, parameter in named.items()}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not held <= own.keys():
+        raise ConfigError(
+            f"the optimizer holds {len(held - own.keys())} parameter(s) that are not the model's: make the optimizer "
+            "from the parameters of the model that is trained, after the model was changed or copied"
+        )
+    left_out = [key for key, p in named.items() if p.requires_grad and id(p) not in held]
+    if left_out and comm.rank == 0:
+        log.warning(
+            "the optimizer leaves out %d parameter(s) of the model that have a gradient, such as %s: they stay as they "
+            "are; requires_grad_(False) would save their gradients",
+            len(left_out),
+            left_out[0],
+        )
+    if isinstance(model, Replica):
+        return model
+    model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
+    if any(produces_sparse_gradient(layer) for layer in model.modules()):
+        return DistributedDataParallel(model, comm=comm)
+    return BucketedDataParallel(model, comm=comm)
+
+
+def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) -> None:
+    """Raises ConfigError unless each number is a whole one and large enough, or None where it is not needed."""
+    for name, number in numbers.items():
+        if number is None and not needed:
+            continue
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
+            raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
+
+
+def held_out_source(source: Source, test_data: Any, collate: Collate | None) -> Source | None:
+    """Returns the held-out samples, which are read as the training samples are, unless they are in a DataLoader.
+
+    Raises:
+        ConfigError: there are none, or they cannot be had by index.
+    """
+    if test_data is None:
+        return None
+    test = source_of(test_data, what="test_data", collate=collate)
+    if not len(test.samples):
+        raise ConfigError("test_data has 0 samples; check its path and its split, or leave it out")
+    if isinstance(test_data, DataLoader):
+        return test
+    return test._replace(collate=test.collate or source.collate, num_workers=source.num_workers)
+
+
+def schedules_of(
+    schedule: RateSchedule | LRScheduler | None,
+    every: Moment | None,
+    optimizer: Optimizer,
+    *,
+    task: Task,
+    is_tested: bool,
+) -> tuple[RateSchedule | None, TorchSchedule | None]:
+    """Returns the schedule as one of ours, or as one of torch's.
+
+    Raises:
+        ConfigError: it is neither, or does not go with the optimizer or the task.
+    """
+    if isinstance(schedule, type) or not (schedule is None or callable(schedule) or isinstance(schedule, LRScheduler)):
+        raise ConfigError(
+            f"schedule={schedule!r}: give a function (steps taken, steps of the run) → factor, such as "
+            "ddp.optim.cosine(), or an object of a scheduler of torch's"
+        )
+    if isinstance(schedule, LRScheduler):
+        scheduler = TorchSchedule(schedule, every=every, optimizer=optimizer)
+        wanted = "max" if task.higher_is_better else "min"
+        if scheduler.needs_metric and not is_tested:
+            raise ConfigError(f"schedule={scheduler.name} reads a metric: give test_data")
+        if scheduler.needs_metric and scheduler.mode != wanted:
+            raise ConfigError(
+                f"schedule={scheduler.name} with mode={scheduler.mode!r}: it reads {task.main_metric}, so make it with "
+                f"mode={wanted!r}"
+            )
+        return None, scheduler
+    if every is not None:
+        raise ConfigError(f"schedule_every={every!r}: is for torch's schedulers only; leave it out")
+    try:
+        factor = 1.0 if schedule is None else schedule(0, 1000)
+    except TypeError as error:
+        raise ConfigError(f"schedule: takes (steps taken, steps of the run) and returns a factor; {error}") from error
+    if not isinstance(factor, (int, float)):
+        raise ConfigError(f"schedule: returned {factor!r}; return a factor on the learning rate, such as 0.5")
+    return schedule, None
+
+
+def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for the first argument that `fit` does not have, with the one that is probably meant."""
+    for name in mistyped:
+        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}"
+        raise ConfigError(f"fit() has no argument {name!r}. {hint}")
+
+
+def settings_of(
+    task: Task, optimizer: Optimizer, sampler: TrainSampler, schedule: RateSchedule | LRScheduler | None
+) -> dict[str, Any]:
+    """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
+    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+    hidden, kind = ("params", "initial_lr"), type(optimizer).__name__
+    return {
+        "loss": _task_in_words(task),
+        "optimizer": [
+            {"class": kind, **{key: repr(value) for key, value in group.items() if key not in hidden}}
+            for group in groups
+        ],
+        "global_batch": sampler.global_batch,
+        "num_shards": sampler.num_shards,
+        "micro_size": sampler.micro_size,
+        "seed": sampler.state.seed,
+        "schedule": _named(schedule),
+    }
+
+
+def _task_in_words(task: Task) -> str:
+    """Returns a task's name and its plain attributes."""
+    plain = {key: value for key, value in vars(task).items() if isinstance(value, (int, float, str))}
+    about = ", ".join(f"{key}={value}" for key, value in plain.items())
+    return f"{name_of(getattr(task, 'function', task))}({about})"
+
+
+def _named(schedule: RateSchedule | LRScheduler | None) -> str:
+    """Returns a schedule in words that are the same in every process, and in only a few for another schedule."""
+    if isinstance(schedule, LRScheduler):
+        settings = schedule.state_dict().items()
+        return f"{type(schedule).__name__} {[each for each in settings if isinstance(each[1], (int, float, list))]}"
+    return "None" if schedule is None else f"{[schedule(step, 1000) for step in (0, 10, 500, 999)]}"
+
+
+def refuse_disagreement(comm: Communicator, arguments: Mapping[str, Any], source: Source, test: Source | None) -> None:
+    """Raises ConfigError, on every rank, if ranks were given different arguments; warns of different samples."""
+    lengths = {"len(data)": len(source.samples), "len(test_data)": None if test is None else len(test.samples)}
+    everyone = all_gather_object(comm, flat({**arguments, **lengths, "own schedules": sorted(own_schedules())}))
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name) for theirs in everyone]
+        if (other := next((rank for rank, value in enumerate(values) if value != values[0]), None)) is not None:
+            raise ConfigError(
+                f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}: give all ranks the same"
+            )
+    if comm.world_size > 1:
+        _warn_of_other_samples(comm, source, what="data")
+        if test is not None:
+            _warn_of_other_samples(comm, test, what="test_data")
+
+
+def _warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> None:
+    """Warns if the ranks' samples are not the same, as after a random split without a seed."""
+    prints = all_gather_object(comm, fingerprint(source))
+    known = [each for each in prints if each is not None]
+    if comm.rank == 0 and len(set(known)) > 1:
+        log.warning(
+            "the samples of %s are not the same on all ranks: a random split, shuffle or choice needs a seed, because "
+            "otherwise some samples are trained on twice, and others never or also held out",
+            what,
+        )
