@@ -231,7 +231,8 @@ class Fitting(Training):
     def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
         super().__init__(variant, module, batch)
         self._comm = current()
-        inputs, targets = (torch.cat([part] * (PASSES * self._comm.world_size)) for part in batch)
+        shared = [self._comm.broadcast(part.clone()) for part in batch]  # all ranks have the same samples
+        inputs, targets = (torch.cat([part] * (PASSES * self._comm.world_size)) for part in shared)
         self._samples = TensorSet(inputs, targets)
 
     def steps_s(self, num_steps: int) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -34,6 +34,7 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
+from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 
 NEEDED: Any = object()
@@ -59,6 +60,12 @@ def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Re
         ConfigError: the model cannot be trained here, or not by this optimizer.
     """
     name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={model!r:.60}: give a torch.nn.Module; of a class, an object")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer={optimizer!r:.60}: give a torch.optim.Optimizer; of a class, an object")
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError("LBFGS evaluates the loss several times a step, which fit does not: take another optimizer")
     if not isinstance(model, Replica) and isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError("the model is in torch's DistributedDataParallel already: give ddp.fit the bare module")
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -94,6 +101,12 @@ def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) ->
             continue
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
             raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raises ConfigError unless these are several objects of `ddp.Callback`."""
+    if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
+        raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
 
 
 def held_out_source(source: Source, test_data: Any, collate: Collate | None) -> Source | None:

@@ -44,6 +44,7 @@ from ddp.tasks.loss_function import Reduction, as_task
 from ddp.tasks.task import Task
 from ddp.train.arguments import (
     NEEDED,
+    check_callbacks,
     check_numbers,
     held_out_source,
     refuse_disagreement,
@@ -191,6 +192,7 @@ def fit(
         micro_size=micro_size,
         checkpoint_every_steps=checkpoint_every_steps,
     )
+    check_callbacks(callbacks)
     if precision not in get_args(Precision):
         raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):

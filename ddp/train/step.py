@@ -67,14 +67,21 @@ def train_step(
 
     Raises:
         Diverged: loss or gradient norm is not finite; parameters and sampler are as before the step.
+        ConfigError: the loss does not depend on the model.
     """
     start_s, fetching = now_s(), Stopwatch()
     model, optimizer = state.model, state.optimizer
     model.waited.take_s()
     model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
+    num_averaged = model.num_steps
     _backward(state, rules, plan, batches, fetching, wants_stop)
 
     model.raise_pending()
+    if model.num_steps == num_averaged:
+        raise ConfigError(
+            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
+            "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
+        )
     totals = model.totals
     loss = float(totals.loss_sum) / max(1, totals.num_items)
     if not math.isfinite(loss):

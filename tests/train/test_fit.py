@@ -222,6 +222,13 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a number": (Returns(lambda x: (x.sum().item(), len(x))), {}, r"returned a float as its loss: return a scalar"),
     "half a count": (Returns(lambda x: (x.sum(), 2.5)), {}, r"returned the count 2.5: return the number of terms"),
     "detached": (Returns(lambda x: (x.sum().detach(), len(x))), {}, "depends on no parameter that is trained"),
+    "a new tensor": (
+        Returns(lambda x: (torch.tensor(float(x.detach().sum()), requires_grad=True), len(x))),
+        {},
+        "was not computed from what the model returned",
+    ),
+    "a class of optimizers": (F.cross_entropy, {"optimizer": SGD}, "optimizer=<class .*: give a torch.optim.Optimizer"),
+    "one callback": (F.cross_entropy, {"callbacks": ddp.Callback()}, "give a list of objects of classes derived from"),
     "a sum taken for a mean": (
         lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum"),
         {},
