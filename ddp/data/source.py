@@ -33,6 +33,7 @@ from ddp.data.loader import Collate
 from ddp.data.splits import Samples, Splits, TensorSet
 from ddp.data.streams import augmentation_stream, preserved
 from ddp.errors import ConfigError
+from ddp.log import log
 
 
 class Source(NamedTuple):
@@ -140,8 +141,10 @@ def _ignored(loader: DataLoader[Any], *, what: str) -> str:
         parts = [type(loader.batch_sampler).__name__]
     else:
         raise ConfigError(f"{what} is a DataLoader with batch_size=None: give its data set, with a sample per index")
-    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler, SubsetRandomSampler)):
-        parts.append(type(loader.sampler).__name__)
+    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler, SubsetRandomSampler, DistributedSampler)):
+        kind = type(loader.sampler).__name__
+        log.warning("the %s of %s is not used: every sample is taken once an epoch, in a shuffled order", kind, what)
+        parts.append(kind)
     parts += [name for name in ("drop_last", "worker_init_fn") if getattr(loader, name)]
     return ", ".join(parts)
 

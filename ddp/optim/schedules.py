@@ -79,6 +79,8 @@ def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -
     groups = optimizer.param_groups
     if len(base_rates) != len(groups):
         raise ConfigError(f"{len(base_rates)} base rates for {len(groups)} parameter groups: give one for each")
+    if not 0 <= factor < math.inf:
+        raise ConfigError(f"the learning-rate schedule returned the factor {factor}: it must be a number from 0 up")
     for group, base_rate in zip(groups, base_rates, strict=True):
         if isinstance(group["lr"], Tensor):  # because the optimizer's captured graph reads this tensor
             group["lr"].fill_(base_rate * factor)

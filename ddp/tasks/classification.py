@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp.errors import ConfigError
-from ddp.tasks.task import Batch, Task, at_least_float32
+from ddp.tasks.task import IGNORE, Batch, Task, at_least_float32
 
 
 @dataclass(frozen=True)
 class Classification(Task):
     """Minimises the cross-entropy of the class; reports it with the accuracy.
 
-    Batches are (inputs, classes), the classes [n] whole numbers from 0; the model returns scores [n, num_classes]:
+    Batches are (inputs, classes), the classes [n] whole numbers from 0, or −100 for none; the model returns scores
+    [n, num_classes]:
 
         ddp.fit(model, data, optimizer, loss=ddp.Classification(), global_batch=64, epochs=3, test_data=test)
 
@@ -46,7 +47,8 @@ class Classification(Task):
         """Returns (Σ cross-entropy over the samples, their number)."""
         inputs, classes = batch
         scores = at_least_float32(model(inputs))
-        return F.cross_entropy(scores, classes, reduction="sum", label_smoothing=self.label_smoothing), len(classes)
+        loss_sum = F.cross_entropy(scores, classes, reduction="sum", label_smoothing=self.label_smoothing)
+        return loss_sum, _count(classes)
 
     @torch.no_grad()
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
@@ -55,8 +57,8 @@ class Classification(Task):
         scores = at_least_float32(model(inputs))
         num_right = (scores.argmax(dim=1) == classes).sum()
         return {
-            "loss": (F.cross_entropy(scores, classes, reduction="sum"), len(classes)),
-            "accuracy": (num_right, len(classes)),
+            "loss": (F.cross_entropy(scores, classes, reduction="sum"), _count(classes)),
+            "accuracy": (num_right, _count(classes)),
         }
 
     @torch.no_grad()
@@ -64,3 +66,8 @@ class Classification(Task):
         """Returns log-probabilities [n, num_classes]; their argmax is the predicted class."""
         inputs, _ = batch
         return F.log_softmax(at_least_float32(model(inputs)), dim=1)
+
+
+def _count(classes: Tensor) -> int:
+    """Returns the number of samples that have a class."""
+    return len(classes) if classes.is_floating_point() else int((classes != IGNORE).sum())

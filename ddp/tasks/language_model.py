@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddp.tasks.task import IGNORE as IGNORE
 from ddp.tasks.task import Batch, Task, at_least_float32
-
-IGNORE = -100
 
 
 class LanguageModel(Task):

@@ -61,8 +61,8 @@ class LossFunction(Task):
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(
-                f"{name_of(self.function)} returned {_form(loss)}, not one number: return the mean over the samples, "
-                'or their sum with reduction="sum"'
+                f"{name_of(self.function)} returned {_form(loss)}, not a tensor of one number: return the mean over "
+                'the samples, or their sum with reduction="sum"'
             )
         count = length_of(batch)
         return (loss * count if self.reduction == "mean" else loss).squeeze(), count
@@ -95,6 +95,7 @@ def length_of(batch: Batch) -> int:
 
 def name_of(loss: object) -> str:
     """Returns the name of a function, or of an object's class, as its author knows it."""
+    loss = getattr(loss, "function", loss)
     return getattr(loss, "__name__", type(loss).__name__)
 
 

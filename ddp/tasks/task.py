@@ -21,6 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+IGNORE = -100
+"""A target that is none: neither in the sum nor in the count. It is torch's own convention."""
+
 Batch = Any  # what the data set's samples were collated to, on the model's device: mostly (inputs, targets)
 
 

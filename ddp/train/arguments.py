@@ -37,7 +37,7 @@ from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 
-NEEDED: Any = object()
+NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
 
 ELSEWHERE = {

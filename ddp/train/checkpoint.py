@@ -114,7 +114,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
         state.schedule.load_state_dict(parts["schedule"])
     changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
     if changed and state.comm.rank == 0:
-        log.warning("the bits of the result will differ from an uninterrupted run: %s", "; ".join(changed))
+        log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
     choices = {int(nbytes): way for nbytes, way in checkpoint.meta.get("all_reduce_choices", {}).items()}
     if set(choices.values()) <= set(state.comm.ways()):
         state.comm.auto.pin(choices)  # what "auto" chose then; on another layout it chooses anew

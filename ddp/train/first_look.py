@@ -114,7 +114,8 @@ def _judge(
 ) -> None:
     """Raises ConfigError if the whole is the parts' mean instead of their sum, or a sum times the batch's length."""
     close = partial(math.isclose, rel_tol=tolerance, abs_tol=1e-6)
-    if not all(map(math.isfinite, (whole, *parts))) or close(whole, sum(parts)):
+    weighs = isinstance(task, LossFunction) and getattr(task.function, "weight", None) is not None
+    if not all(map(math.isfinite, (whole, *parts))) or (close(whole, sum(parts)) and not weighs):
         return
     sizes = num_samples // 2, num_samples - num_samples // 2
 
@@ -130,7 +131,7 @@ def _judge(
             f'{name_of(task.function)} returns the {found} of a batch, but reduction="{task.reduction}" was taken: '
             f'say reduction="{found}" (or give the function an attribute `reduction`)'
         )
-    if is_mean:
+    if is_mean and not weighs:
         raise ConfigError(
             f"{name_of(task)}.loss returned {whole:.4g} for {num_samples} samples, and {parts[0]:.4g} and "
             f"{parts[1]:.4g} for two parts of them: a mean, where the sum is expected. Return the sum of the losses, "

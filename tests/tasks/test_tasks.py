@@ -136,3 +136,11 @@ def test_language_model_outputs_are_the_terms_of_its_loss() -> None:
     assert outputs.shape == batch[1].shape
     assert not outputs[batch[1] == IGNORE].any()
     torch.testing.assert_close(outputs.sum(), task.loss(model, batch)[0].detach())
+
+
+def test_a_sample_without_a_class_is_not_counted() -> None:
+    task, model, (inputs, classes) = classification()
+    classes[3:6] = IGNORE
+    loss_sum, count = task.loss(model, (inputs, classes))
+    assert count == 8
+    torch.testing.assert_close(loss_sum / count, F.cross_entropy(model(inputs), classes))

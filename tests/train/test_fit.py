@@ -229,6 +229,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a class of optimizers": (F.cross_entropy, {"optimizer": SGD}, "optimizer=<class .*: give a torch.optim.Optimizer"),
     "one callback": (F.cross_entropy, {"callbacks": ddp.Callback()}, "give a list of objects of classes derived from"),
+    "a factor below 0": (F.cross_entropy, {"schedule": lambda step, steps: -1.0}, "schedule returned the factor -1.0"),
     "a sum taken for a mean": (
         lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum"),
         {},
