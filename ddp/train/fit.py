@@ -124,7 +124,8 @@ def fit(
     Args:
         model: a module, which is moved to the rank's device and wrapped in a `BucketedDataParallel`; or a replica.
         data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, whose data set,
-            number of workers and collate function are used; order and batches are the sampler's.
+            number of workers and collate function are used, while order and batches are made here. The same on every
+            rank: a random split needs a seed.
         optimizer: over the model's parameters.
         loss: a function loss(outputs, targets) → scalar, for data of pairs (inputs, targets); or a `ddp.Task`, such as
             `ddp.Classification()`, for everything else.
