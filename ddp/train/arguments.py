@@ -197,7 +197,7 @@ def _task_in_words(task: Task) -> str:
     """Returns a task's name and its plain attributes."""
     plain = {key: value for key, value in vars(task).items() if isinstance(value, (int, float, str))}
     about = ", ".join(f"{key}={value}" for key, value in plain.items())
-    return f"{name_of(getattr(task, 'function', task))}({about})"
+    return f"{name_of(task)}({about})"
 
 
 def _named(schedule: RateSchedule | LRScheduler | None) -> str:

@@ -105,7 +105,8 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     state.model.module.load_state_dict(parts["model"])
     settings = [dict(group) for group in state.optimizer.param_groups]
     state.optimizer.load_state_dict(parts["optimizer"])
-    began = zip(checkpoint.meta["optimizer_settings"], state.first_settings, strict=True)
+    unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version
+    began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=True)
     for group, own, (then, now) in zip(state.optimizer.param_groups, settings, began, strict=True):
         group.update({key: own[key] for key in now if now[key] != then.get(key)})
         if state.schedule is None:

@@ -73,7 +73,8 @@ class TrainState:
         """Continues from what `position` returned."""
         self.sampler.load_state_dict(position["sampler"])  # first, because it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
-        self.evaluation, self.evaluated_at = dict(position["evaluation"]), int(position["evaluated_at"])
+        # Checkpoints of the first version have no metrics.
+        self.evaluation, self.evaluated_at = dict(position.get("evaluation", {})), position.get("evaluated_at", -1)
 
 
 @dataclass(frozen=True)

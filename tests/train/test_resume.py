@@ -314,3 +314,20 @@ def test_weights_load_plain_and_wrapped_and_a_renamed_head(tmp_path: Path) -> No
             load_initial_weights(tmp_path / name, target, strict=True, rename={}, skip=[])
     with pytest.raises(CheckpointError, match="does not exist"):
         load_initial_weights(tmp_path / "nothing", target, strict=True, rename={}, skip=[])
+
+
+def test_a_checkpoint_of_the_first_version_can_be_resumed(tmp_path: Path) -> None:
+    state, data = in_one_process(40)
+    store = CheckpointStore(tmp_path)
+    train_loop(
+        state, Classification(), Source(data), max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
+    )
+    checkpoint = load(store.folder)
+    for name in ("evaluation", "evaluated_at"):
+        del checkpoint.parts["position"][name]
+    first_version = replace(
+        checkpoint, meta={key: value for key, value in checkpoint.meta.items() if key != "optimizer_settings"}
+    )
+    resumed, _ = in_one_process(40)
+    restore(first_version, resumed, identity={})
+    assert (resumed.step, resumed.evaluation, resumed.evaluated_at) == (1, {}, -1)
