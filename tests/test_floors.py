@@ -16,6 +16,7 @@ FLOORS = [
     ["strategies", "elastic"],
     ["train"],
     ["bench"],
+    ["tutorial"],
     [
         "launcher",
         "run_folder",

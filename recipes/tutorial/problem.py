@@ -1,0 +1,49 @@
+"""The problem that every chapter solves: the gradient of one small network on one batch of twelve samples.
+
+`answer()` is the gradient as one process computes it. Every chapter computes it in another way, on several ranks, and
+compares. Numbers are float64, so that a wrong algorithm and a rounding error cannot be confused.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NUM_SAMPLES, NUM_PARAMETERS = 12, 67
+
+
+def net() -> nn.Sequential:
+    """Returns the network, with the same first weights at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Returns inputs [12, 4] and their classes [12], the same at every call."""
+    numbers = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 4, generator=numbers, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (NUM_SAMPLES,), generator=numbers)
+
+
+def share(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Returns a rank's samples of the batch; the shares of two ranks differ by one sample at most."""
+    first, last = rank * NUM_SAMPLES // num_ranks, (rank + 1) * NUM_SAMPLES // num_ranks
+    inputs, classes = batch()
+    return inputs[first:last], classes[first:last]
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    """Returns the gradients of all parameters, one after another, [67]."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def gradient_of_sum(inputs: Tensor, classes: Tensor) -> Tensor:
+    """Returns the gradient of the *sum* of the losses of these samples, [67]."""
+    model = net()
+    F.cross_entropy(model(inputs), classes, reduction="sum").backward()
+    return flat_gradient(model)
+
+
+def answer() -> Tensor:
+    """Returns the gradient of the mean loss of the whole batch, [67]."""
+    return gradient_of_sum(*batch()) / NUM_SAMPLES
