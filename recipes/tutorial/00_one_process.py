@@ -77,13 +77,13 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# `add_sums` is the whole of data-parallel training. The chapters from here on replace its plus sign: first by a message,
-# then by an all-reduce, then by a fast one, and at last by one that nobody waits for.
+# `add_sums` is the whole of data-parallel training. What comes from here on replaces its plus sign: by a message first,
+# and then by better and better ways to add what many processes have.
 #
 # ## The number that surprised
 #
 # 2e-01. With parts of 5 and 7 samples, averaging two means is wrong by a fifth of the gradient, and nothing fails: the
-# loss still falls. So gradients travel here as sums, and are divided once, by the number of samples of all ranks.
+# loss still falls. So gradients travel here as sums, and are divided once, by the number of samples of all processes.
 #
 # ## Exercises
 #

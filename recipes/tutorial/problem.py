@@ -4,18 +4,29 @@
 compares. Numbers are float64, so that a wrong algorithm and a rounding error cannot be confused.
 """
 
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import ddp
+from ddp.comm.settings import Settings
+from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 NUM_SAMPLES, NUM_PARAMETERS = 12, 67
 
 
 def net() -> nn.Sequential:
     """Returns the network, with the same first weights at every call."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    numbers = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=numbers)
+    return model
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -47,3 +58,33 @@ def gradient_of_sum(inputs: Tensor, classes: Tensor) -> Tensor:
 def answer() -> Tensor:
     """Returns the gradient of the mean loss of the whole batch, [67]."""
     return gradient_of_sum(*batch()) / NUM_SAMPLES
+
+
+def as_threads(program: Callable[[ddp.Communicator], Any], num_ranks: int) -> list[Any]:
+    """Runs `program(comm)` on ranks that are threads of this process, and returns its results by rank.
+
+    `ddp.launch` runs ranks that are processes, which takes some seconds to start. Threads start at once, and the
+    library's collectives cannot tell the difference, so they are good for experiments.
+    """
+    settings = Settings(shared_memory=False, algorithm="ring", abort_s=5)  # by messages, as between hosts
+
+    def run(transport: SimulatedTransport) -> Any:
+        comm = ddp.Communicator(transport, settings, hosts=(tuple(range(num_ranks)),))
+        try:
+            return program(comm)
+        finally:
+            comm.close()
+
+    return SimulatedNetwork(num_ranks).run(run)
+
+
+def seconds_of(comm: ddp.Communicator, action: Callable[[], object]) -> float:
+    """Returns the median seconds of what all ranks do together; it ends with its last rank, so the slowest counts."""
+    times = []
+    for _ in range(11):
+        start = time.perf_counter()
+        for _ in range(5):
+            action()
+        times.append((time.perf_counter() - start) / 5)
+    slowest = comm.all_reduce(torch.tensor(times, dtype=torch.float64), "max").tolist()
+    return median(slowest[1:])  # the first one warms up

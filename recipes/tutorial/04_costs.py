@@ -1,0 +1,104 @@
+"""04 · What it costs
+
+The ring sends least, recursive doubling has the fewest rounds. Which one is faster?
+
+    seconds of a message
+        │                    ╱      a message of N bytes takes α + N·β seconds:
+        │               ╱           α  the latency, which even an empty one costs
+        │          ╱                β  seconds per byte
+      α │─────╱
+        └──────────────────── N     ring   2(p−1)·α + 2(p−1)/p·N·β       recursive doubling   log₂ p · (α + N·β)
+"""
+
+from collections.abc import Callable
+from math import ceil, log2
+
+import torch
+from problem import NUM_SAMPLES, answer, gradient_of_sum, seconds_of, share
+
+import ddp
+from ddp.collectives.cost import textbook
+from ddp.collectives.simulate import Link, Network, equal_hosts
+
+P, SIZES = 4, (8, 32 << 10, 1 << 20, 8 << 20)  # ranks; bytes
+
+# ## The formulas
+#
+# The messages of a round are on their way at the same time. So a round costs one α and the bytes of one message.
+
+SECONDS: dict[str, Callable[[int, float, float, float], float]] = {  # of p ranks and n bytes
+    "ring": lambda p, n, alpha, beta: 2 * (p - 1) * (alpha + n / p * beta),  # many rounds, each with a chunk
+    "tree": lambda p, n, alpha, beta: 2 * ceil(log2(p)) * (alpha + n * beta),  # few rounds, each with everything
+    "recursive_doubling": lambda p, n, alpha, beta: log2(p) * (alpha + n * beta),  # the fewest; p a power of two
+}
+
+# ## The figures of this machine
+#
+# In a round, every rank sends to the right and receives from the left. Empty messages tell α, large ones tell β.
+
+
+def exchange(comm: ddp.Communicator, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    """Plays one round of a ring."""
+    sending = comm.send(outgoing, (comm.rank + 1) % comm.world_size, async_op=True)
+    comm.recv(incoming, (comm.rank - 1) % comm.world_size)
+    sending.wait()
+
+
+def on_each_rank() -> tuple[float, float, dict[tuple[str, int], float], torch.Tensor]:
+    """Returns α, β, the measured seconds of all-reduces by name and size, and the gradient."""
+    comm = ddp.init(shared_memory=False)  # messages only
+    empty, large = torch.zeros(2, 1), torch.zeros(2, 1 << 20)  # an outgoing and an incoming tensor each
+    alpha, large_s = (seconds_of(comm, lambda pair=pair: exchange(comm, *pair)) for pair in (empty, large))
+    measured = {}
+    for num_bytes in SIZES:
+        for name in SECONDS:
+            tensor = torch.zeros(num_bytes // 4)
+            measured[name, num_bytes] = seconds_of(comm, lambda t=tensor, n=name: comm.all_reduce(t, algorithm=n))
+    gradient = comm.all_reduce(gradient_of_sum(*share(comm.rank, P)), algorithm="auto")  # "auto" takes the cheapest
+    return alpha, (large_s - alpha) / (4 << 20), measured, gradient / NUM_SAMPLES
+
+
+def library_s(name: str, p: int, num_bytes: int, alpha: float, beta: float) -> float:
+    """Returns what the library's formula says for p hosts, if additions cost nothing."""
+    link = Link(alpha, beta)
+    return textbook(name, num_bytes, Network(equal_hosts(p, 1), link, link, gamma_s=0.0)) or 0.0
+
+
+if __name__ == "__main__":
+    alpha, beta, measured, gradient = ddp.launch(on_each_rank, workers=P)[0]
+    print(f"{P} ranks on this machine: α = {1e6 * alpha:.0f} µs, β = {1e9 * beta:.2f} ns per byte")
+    for (name, num_bytes), measured_s in measured.items():
+        predicted_s = SECONDS[name](P, num_bytes, alpha, beta)
+        times = f"predicted {1e3 * predicted_s:6.2f} ms, measured {1e3 * measured_s:6.2f} ms"
+        print(f"  {num_bytes:9,} bytes, {name:18}  {times}")
+        assert abs(predicted_s - library_s(name, P, num_bytes, alpha, beta)) < 1e-9 * predicted_s
+    assert torch.allclose(gradient, answer())
+    assert alpha > 0 and beta > 0 and measured["recursive_doubling", 8] < measured["ring", 8]
+    border = 8 * alpha / beta  # where 6α + 1.5·Nβ = 2α + 2·Nβ
+    assert abs(SECONDS["ring"](P, border, alpha, beta) - SECONDS["recursive_doubling"](P, border, alpha, beta)) < 1e-9
+    print(f"the ring is faster from {border / 1e6:.1f} MB up. On 10,000 hosts, with the same figures:")
+    for num_bytes in (1000, 10**6, 10**8):
+        times = {name: library_s(name, 10_000, num_bytes, alpha, beta) for name in ("ring", "tree", "circulant")}
+        print(f"  {num_bytes:11,} bytes:", ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.items()))
+        assert times["circulant"] < min(times["ring"], times["tree"])
+
+# ## What to look at
+#
+# Small tensors cost the number of rounds, large ones the bytes. Where four ranks share few cores, predictions are off
+# by a factor of two or so. What they are for is the order, and `comm.all_reduce(…, algorithm="auto")` goes by it.
+#
+# ![Predicted times of all-reduces over their size](pictures/costs.svg)
+#
+# ## The number that surprised
+#
+# A ring of 10,000 ranks takes seconds for 1,000 bytes: 19,998 rounds, each with an α. The circulant schedule sends the
+# ring's bytes in 28 rounds (`ddp/collectives/circulant.py`).
+#
+# ## Exercises
+#
+# 1. What do α and β become with 2 ranks, and why?
+# 2. `scripts/ddp explain 1MB --workers 4` asks the library the same. Which figures does it measure besides these two?
+#
+# ## Next
+#
+# `05_shared_memory.py`: ranks of one host need no messages at all.
