@@ -129,7 +129,7 @@ def test_fit_makes_the_steps_of_the_global_batch(ranks: list[list[dict[str, Any]
     for deepspeed, lightning in (rank[4:] for rank in ranks):
         assert deepspeed["state"] == (5 * 13, "")  # 801 samples in steps of 64
         assert deepspeed["evaluation"]["test_loss"] < 0.4
-        assert 0.9 < lightning["evaluation"]["test_accuracy"]
+        assert lightning["evaluation"]["test_accuracy"] > 0.9
         assert lightning["state"][0] < 20 * 13 and lightning["state"][1] == "it is good enough"
 
 
@@ -151,13 +151,12 @@ def test_what_others_wrote_is_python() -> None:
 
 
 def test_what_the_page_names_exists() -> None:
-    found: dict[str, Any] = {"ddp": ddp, "comm": Communicator, "model": ddp.DistributedDataParallel}
-    functions = (ddp.fit, ddp.init, ddp.launch, ddp.DistributedDataParallel)
-    keywords = {name for function in functions for name in inspect.signature(function).parameters}
     settings = (ROOT / "docs" / "settings.md").read_text()
     here = "\n".join(line.rsplit("|", 2)[-2] for line in PAGE.splitlines() if line.startswith("| "))
-    for name, attribute in re.findall(r"\b(ddp|comm|model)\.(\w+)", here + "".join(side(each, "+") for each in WRITTEN)):
-        instance = attribute in ("module", "rank", "world_size", "totals") and name != "ddp"
-        assert instance or hasattr(found[name], attribute) or attribute in ("comm", "train"), f"{name}.{attribute}"
-    assert {name for name in re.findall(r"[`(](\w+)=", here)} <= keywords
+    homes: dict[str, Any] = {"ddp": ddp, "comm": Communicator, "model": ddp.DistributedDataParallel}
+    for home, name in re.findall(r"\b(ddp|comm|model)\.(\w+)", here):
+        assert hasattr(homes[home], name) or f"self.{name}" in inspect.getsource(homes[home]), f"{home}.{name}"
+    functions = (ddp.fit, ddp.init, ddp.launch, ddp.DistributedDataParallel)
+    keywords = {name for function in functions for name in inspect.signature(function).parameters}
+    assert set(re.findall(r"[`(](\w+)=", here)) <= keywords
     assert all(f"{key}=" in settings for key in re.findall(r"`(batch\.\w+)`", here))
