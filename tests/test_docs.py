@@ -1,4 +1,5 @@
-"""The package explains itself: docstrings open with a sentence, and one walk leads through every file."""
+"""The package explains itself: docstrings open with a sentence, one walk leads through every file, and what
+CONTRIBUTING.md names is there."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_floors import FLOORS
 
-PACKAGE = Path(__file__).parent.parent / "ddp"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ddp"
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 # A docstring says "Returns what …", "Returns True if …", "Says where …": these words alone begin no sentence.
@@ -61,3 +65,29 @@ def test_one_walk_leads_through_every_module() -> None:
         ahead += named(module, "Read next:")
     wanted = {name for name in MODULES if not name.endswith("/__init__.py")}
     assert wanted - reached == set()
+
+
+def defined_in(path: Path) -> set[str]:
+    """Returns the names that a file defines at its top: functions, classes and tables."""
+    found = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        found |= {getattr(target, "id", getattr(target, "name", "")) for target in targets}
+    return found
+
+
+def test_what_contributing_names_is_there() -> None:
+    names = re.findall(r"`((?:ddp|tests|scripts|recipes|docs|[.]ci)/[\w/.]+)(?:::(\w+))?`", CONTRIBUTING)
+    names += [(link, "") for link in re.findall(r"\]\(([\w/.-]+)\)", CONTRIBUTING)]
+    assert len(names) > 40
+    for path, name in names:
+        if "NN_" not in path:
+            assert (ROOT / path).exists(), path
+            assert not name or name in defined_in(ROOT / path), f"{path} has no {name}"
+
+
+def test_contributing_draws_the_floors() -> None:
+    drawing = re.findall(r"^```\n(.*?)^```", CONTRIBUTING, re.DOTALL | re.MULTILINE)[0]
+    drawn = [line.split("   ")[0].split() for line in drawing.splitlines()]
+    packages = [[f"{name}/" for name in floor if (PACKAGE / name / "__init__.py").exists()] for floor in FLOORS]
+    assert [floor for floor in drawn[::-1] if floor[0].endswith("/")] == [floor for floor in packages if floor]
