@@ -77,8 +77,8 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# `add_sums` is the whole of data-parallel training. What comes from here on replaces its plus sign: by a message first,
-# and then by better and better ways to add what many processes have.
+# `add_sums` is the whole of data-parallel training. What comes from here on replaces its plus sign, by better and
+# better ways to add what many processes have.
 #
 # ## The number that surprised
 #
@@ -93,4 +93,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# `01_send_and_receive.py`: the two parts are computed by two processes, and a message carries a gradient.
+# `01_send_and_receive.py`: two processes compute the two parts, and one sends its gradient to the other.

@@ -36,9 +36,9 @@ def there_and_back(comm: ddp.Communicator, mine: torch.Tensor) -> torch.Tensor:
 
 # ## Both at once
 #
-# Rank 0 was idle while rank 1 added, and the other way round. If both send first and then receive, the two messages
-# cross, and both ranks add. But a send ends only when the other rank has received, and it cannot: it is sending, too.
-# Both wait for ever. That is a *deadlock*, and nothing in either line is wrong by itself.
+# Rank 1 was idle before the message came, and rank 0 while rank 1 added. If both send first and then receive, the two
+# messages cross, and both ranks add. But a send ends only when the other rank has received, and it cannot: it is
+# sending, too. Both wait for ever. That is a *deadlock*, and nothing in either line is wrong by itself.
 
 
 def both_send_first(comm: ddp.Communicator, mine: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""Every chapter of the tutorial runs, proves its claim, and keeps to the form; no word stands before it is explained."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TUTORIAL = ROOT / "recipes" / "tutorial"
+CHAPTERS = sorted(TUTORIAL.glob("[0-9][0-9]_*.py"))
+INDEX = (TUTORIAL / "README.md").read_text()
+SECTIONS = ["What to look at", "The number that surprised", "Exercises", "Next"]
+WORDS = re.findall(r"^\| ([\w -]+) \| (\d\d) \|", INDEX.partition("## Words")[2], re.MULTILINE)
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
+
+
+@each_chapter
+def test_a_chapter_runs_from_anywhere_and_proves_its_claim(chapter: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, chapter], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() and not done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@each_chapter
+def test_a_chapter_keeps_to_the_form(chapter: Path) -> None:
+    text, number = chapter.read_text(), CHAPTERS.index(chapter)
+    assert len(text.splitlines()) <= 120
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    title, _, question = docstring.partition("\n\n")
+    assert title.startswith(f"{chapter.stem[:2]} · ") and "?" in question.partition("\n\n")[0]
+    assert "\n    " in question  # a drawing
+    last_program = text.partition('if __name__ == "__main__":')[2].partition(f"# ## {SECTIONS[0]}")[0]
+    assert "assert " in last_program
+    assert re.findall(r"^# ## (.*)", text, re.MULTILINE)[-len(SECTIONS) :] == SECTIONS
+    exercises, _, ahead = text.partition("# ## Exercises")[2].partition("# ## Next")
+    assert re.findall(r"^# (\d)\. ", exercises, re.MULTILINE) == ["1", "2"]
+    if number + 1 < len(CHAPTERS):
+        assert f"`{CHAPTERS[number + 1].name}`" in ahead
+    assert f"| {chapter.stem[:2]} | [{title[5:].partition(':')[0]}]({chapter.name}) |" in INDEX
+
+
+@each_chapter
+def test_what_a_chapter_names_exists(chapter: Path) -> None:
+    text = chapter.read_text()
+    files = re.findall(r"`((?:ddp|docs|recipes|tests)/[\w/.]+)`", text) + re.findall(r"`(\d\d_\w+\.py)`", text)
+    pictures = re.findall(r"\]\((pictures/[\w.]+)\)", text)
+    assert [name for name in files if not (ROOT / name).exists() and not (TUTORIAL / name).exists()] == []
+    assert [name for name in pictures if not (TUTORIAL / name).exists()] == []
+    for exercise in re.findall(r"exercise (\d\d)", text):
+        assert list((TUTORIAL / "exercises").glob(f"{exercise}_*.py"))
+
+
+def test_the_chapters_are_numbered_without_a_gap() -> None:
+    assert [chapter.name[:2] for chapter in CHAPTERS] == [f"{number:02}" for number in range(len(CHAPTERS))]
+
+
+@pytest.mark.parametrize(("word", "chapter"), WORDS)
+def test_a_word_first_stands_in_the_chapter_that_explains_it(word: str, chapter: str) -> None:
+    spaced = r"[\s#]+".join(map(re.escape, word.split()))
+    found = re.compile(rf"\b{spaced}(e?s)?\b", re.IGNORECASE)
+    assert next(each.name[:2] for each in CHAPTERS if found.search(each.read_text())) == chapter
