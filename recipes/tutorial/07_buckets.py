@@ -62,8 +62,7 @@ class Buckets:
 
 def on_each_rank(comm: ddp.Communicator) -> list[torch.Tensor]:
     """Returns the gradients of three backwards by hand, and of three by the library."""
-    (inputs, classes), gradients = share(comm.rank, comm.world_size), []
-    model, other = net(), net()
+    model, other, (inputs, classes), gradients = net(), net(), share(comm.rank, comm.world_size), []
     buckets = Buckets(comm, model)
     replica = ddp.BucketedDataParallel(other, comm=comm, overlap=True, bucket_cap_mb=1e-4, first_bucket_mb=1e-4)
     for _ in range(3):
@@ -103,8 +102,7 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# In the timeline of your own run, the first buckets are complete while backward still computes. `scripts/ddp draw
-# overlap --svg overlap.svg` draws such a run:
+# The first buckets are complete while backward still computes. `scripts/ddp draw overlap --svg overlap.svg` draws it:
 #
 # ![Timeline of a backward with overlap](pictures/overlap.svg)
 #

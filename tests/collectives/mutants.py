@@ -24,9 +24,9 @@ class Mutant(NamedTuple):
 def mutants(function: FunctionType) -> Iterator[Mutant]:
     """Everything that differs from this function in one spot."""
     original = ast.unparse(_parsed(function))
-    for spot in range(len(_changes(_parsed(function)))):
+    for spot in range(len(changes(_parsed(function)))):
         parsed = _parsed(function)
-        _changes(parsed)[spot]()
+        changes(parsed)[spot]()
         changed = ast.unparse(parsed)
         lines = zip(original.splitlines(), changed.splitlines(), strict=True)
         before, after = next((before.strip(), after.strip()) for before, after in lines if before != after)
@@ -57,7 +57,8 @@ def _parsed(function: FunctionType) -> ast.AST:
     return tree
 
 
-def _changes(tree: ast.AST) -> list[Callable[[], object]]:
+def changes(tree: ast.AST) -> list[Callable[[], object]]:
+    """Everything that can be changed in a tree in one spot: each call changes it in place."""
     return [change for node in ast.walk(tree) for change in _changes_of(node)]
 
 
