@@ -6,7 +6,6 @@ compares. Numbers are float64, so that a wrong algorithm and a rounding error ca
 
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -79,12 +78,12 @@ def as_threads(program: Callable[[ddp.Communicator], Any], num_ranks: int) -> li
 
 
 def seconds_of(comm: ddp.Communicator, action: Callable[[], object]) -> float:
-    """Returns the median seconds of what all ranks do together; it ends with its last rank, so the slowest counts."""
+    """Returns the seconds of what all ranks do together: the best of ten tries, because a busy machine adds to it."""
     times = []
-    for _ in range(11):
+    for _ in range(10):
         start = time.perf_counter()
         for _ in range(5):
             action()
         times.append((time.perf_counter() - start) / 5)
-    slowest = comm.all_reduce(torch.tensor(times, dtype=torch.float64), "max").tolist()
-    return median(slowest[1:])  # the first one warms up
+    slowest = comm.all_reduce(torch.tensor(times, dtype=torch.float64), "max")  # it ends with its last rank
+    return slowest.min().item()
