@@ -13,7 +13,7 @@ MINE = Call(7, "all_reduce", "sum", name="bucket 1")
 def others(*statuses: Status, silent_s: dict[int, float] | None = None, ended: Any = ()) -> Others:
     """Rank 1's view, in which all of them have given a sign of life just now."""
     silence = {status.rank: 0.0 for status in statuses} | (silent_s or {})
-    return Others(1, MINE, {status.rank: status for status in statuses}, silence, ended)
+    return Others(status(1), MINE, {status.rank: status for status in statuses}, silence, ended)
 
 
 def status(rank: int, **about: Any) -> Status:
