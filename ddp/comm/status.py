@@ -12,7 +12,7 @@ Read before: `call.py`. Read next: `watchdog.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -105,7 +105,7 @@ class Others(NamedTuple):
 
     def certain(self) -> Verdict | None:
         """Returns who is surely to blame for a wait that has failed."""
-        concerned = self if self.call.message is None else self.missed(self.call.message.peer)
+        concerned = self if self.call.message is None else self.among({*self.chain(), self.call.message.peer})
         return self.stuck() or self.failed() or concerned.gone() or self.elsewhere() or concerned.silent(STALE_S)
 
     def lost(self) -> Verdict | None:
@@ -118,11 +118,12 @@ class Others(NamedTuple):
         For a message, these are the ranks of the chain.
         """
         if self.call.message is not None:
-            return self._replace(
-                statuses={rank: self.statuses[rank] for rank in self.chain()[1:] if rank != self.mine.rank}
-            )
-        late = {rank: s for rank, s in self.statuses.items() if s.sequence < self.call.sequence or rank == peer}
-        return self._replace(statuses=late)
+            return self.among(self.chain())
+        return self.among(r for r, s in self.statuses.items() if s.sequence < self.call.sequence or r == peer)
+
+    def among(self, ranks: Iterable[int]) -> Others:
+        """Returns only these ranks, without this one."""
+        return self._replace(statuses={rank: self.statuses[rank] for rank in ranks if rank in self.statuses})
 
     def chain(self) -> list[int]:
         """Returns the chain: this rank, the peer of its message unless that has done its part, that one's peer, ….
@@ -221,17 +222,18 @@ class Others(NamedTuple):
         return suspect, _cut(observed)
 
     def _likely_in_message(self, suspect: int, observed: str, abort_s: float) -> Verdict:
-        missed = self.missed(suspect)
-        if verdict := missed.gone() or missed.silent(QUIET_S):
-            return verdict
         *waiting, last = self.chain()
-        mine, status = self.call.message, self.statuses.get(last)
-        if not waiting or mine is None or status is None:
+        concerned = self.among({suspect, *waiting, last})
+        if verdict := concerned.gone() or concerned.silent(QUIET_S):
+            return verdict
+        message, status = self.call.message, self.statuses.get(last)
+        if message is None or status is None:
             return suspect, _cut(observed)
-        if len(waiting) == 1 and status.posted_end(mine, self.mine.rank) is not None:
-            return suspect, _cut(observed)
-        why = "has not come to this message" if len(waiting) == 1 else f"rank {waiting[-1]} waits for it"
-        return last, _late(why, status, abort_s)
+        if len(waiting) > 1:
+            return last, _late(f"rank {waiting[-1]} waits for it", status, abort_s)
+        if status.owes(message, self.mine.rank):
+            return last, _late("has not come to this message", status, abort_s)
+        return suspect, _cut(observed)
 
 
 def _late(why: str, status: Status, abort_s: float) -> str:
@@ -247,19 +249,15 @@ def _does(message: Envelope) -> str:
 
 
 def _deadlock(circle: Sequence[int], directions: Collection[str]) -> str:
-    """Returns what such a deadlock is, and the remedy."""
-    does = " or ".join(
-        {"to": "receive", "from": "send"}[direction] for direction in ("to", "from") if direction in directions
-    )
-    first = circle.index(min(circle))
-    circle = [*circle[first:], *circle[:first]]
-    who = f"ranks {', '.join(map(str, circle[:-1]))} and {circle[-1]}"
-    what = (
-        f"both wait for the other one to {does}"
-        if len(circle) == 2
-        else f"wait in a circle, each for the next one to {does}"
-    )
-    remedy = "let one of them send first"
+    """Returns what such a deadlock is, and the remedy.
+
+    Args:
+        directions: of the messages that the ranks wait in.
+    """
+    do = " or ".join(verb for direction, verb in (("to", "receive"), ("from", "send")) if direction in directions)
+    first, remedy = circle.index(min(circle)), "let one of them send first"
+    *ranks, last = *circle[first:], *circle[:first]
+    what = f"wait in a circle, each for the next one to {do}" if ranks[1:] else f"both wait for the other one to {do}"
     if "to" in directions:
         remedy = "let one of them receive first, or send with async_op=True and receive before wait()"
-    return f"{who} {what}: {remedy}"
+    return f"ranks {', '.join(map(str, ranks))} and {last} {what}: {remedy}"
