@@ -16,6 +16,7 @@ The words of this package, one meaning each:
 
     rank                one process of a job, and its number; world size: the number of ranks
     host                a machine; the ranks of a host can share memory
+    message             what one rank sends and one other receives
     peer                the rank at the other end of a message
     rendezvous          how ranks find each other at start-up
     generation          a version of the membership: which ranks there are

@@ -58,15 +58,16 @@ class WorkersFailed(RuntimeError):
 
 @dataclass(eq=False)
 class PeerLost(RuntimeError):
-    """A collective could not complete because of one rank: it died, stopped, was cut off, or never called it.
+    """A collective or a message could not complete because of one rank: it died, stopped, was cut off, or never came.
 
     Attributes:
         rank: the rank that is missing.
         host: the host of that rank, "unknown" if it never reported.
         generation: version of the membership in which this happened.
-        sequence: number of the collective that the reporting rank was in.
-        label: the collective's purpose (operation, bucket, parameter names, step).
+        sequence: number of the collective or message that the reporting rank was in.
+        label: its purpose (operation, bucket, parameter names, step).
         reason: the observation, and the remedy.
+        message: "to rank 1" or "from rank 1", if it was a message.
     """
 
     rank: int
@@ -75,11 +76,13 @@ class PeerLost(RuntimeError):
     sequence: int
     label: str
     reason: str = ""
+    message: str = ""
 
     def __str__(self) -> str:
-        where = f"lost rank {self.rank} on host {self.host} (generation {self.generation})"
-        return f"{where} during collective #{self.sequence} [{self.label}]{': ' if self.reason else ''}{self.reason}"
+        call = f"message #{self.sequence} {self.message}" if self.message else f"collective #{self.sequence}"
+        where = f"lost rank {self.rank} on host {self.host} (generation {self.generation}) during {call}"
+        return f"{where} [{self.label}]{': ' if self.reason else ''}{self.reason}"
 
     # Exceptions are pickled by `args`, which dataclasses do not set.
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return PeerLost, (self.rank, self.host, self.generation, self.sequence, self.label, self.reason)
+        return PeerLost, (self.rank, self.host, self.generation, self.sequence, self.label, self.reason, self.message)

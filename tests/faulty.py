@@ -18,7 +18,7 @@ class Faulty:
     def __init__(
         self, inner: Transport, *, fail_at: Mapping[int, int], how: Literal["raise", "silent"] = "raise"
     ) -> None:
-        self.rank, self.world_size = inner.rank, inner.world_size
+        self.rank, self.world_size, self.has_tags = inner.rank, inner.world_size, inner.has_tags
         self._inner, self._how = inner, how
         self._fail_round = fail_at.get(inner.rank)
         self._round = 0
@@ -31,6 +31,10 @@ class Faulty:
         if self._how == "raise":
             raise TransportError(peer, f"scripted to fail in round {this_round}")
         return _Silence(peer)
+
+    def for_message(self, number: int, kind: tuple[int, str]) -> Transport:
+        """Returns the inner transport's: faults are scripted by round of the whole group."""
+        return self._inner.for_message(number, kind)
 
     def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> Transport:
         """Returns the inner transport's: faults are scripted by round of the whole group."""

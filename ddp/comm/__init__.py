@@ -6,6 +6,7 @@
     both together                   across.py, links.py
     the fastest way                 calibrate.py, select.py
     one call at a time              work.py, turn.py
+    from one rank to one other      messages.py
     the user's verbs                checks.py, flat.py, communicator.py, objects.py
     how a session begins and ends   rendezvous.py, setup.py
 

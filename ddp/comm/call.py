@@ -1,4 +1,4 @@
-"""A collective call: its number, and the words that messages, warnings and comparisons use for it.
+"""A call: a collective or a message, its number, and the words that errors, warnings and comparisons use for it.
 
 The words are put together only when someone reads them. On the path of a collective that takes microseconds, a
 formatted string would be a tenth of the time.
@@ -9,13 +9,49 @@ Read before: `settings.py`. Read next: `status.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from math import prod
+from typing import Literal, NamedTuple
 
 import torch
 
+Direction = Literal["to", "from"]
+
+
+class Envelope(NamedTuple):
+    """A message, as one of its two ranks sees it.
+
+    Attributes:
+        direction, peer: this rank sends it to that peer, or receives it from there.
+        number: how many messages there have been from the one rank to the other, with this one.
+        shape, dtype: of the tensor on this rank.
+    """
+
+    direction: Direction
+    peer: int
+    number: int
+    shape: Sequence[int]
+    dtype: str
+
+    @property
+    def route(self) -> str:
+        """The other rank, and which way the message goes."""
+        return f"{self.direction} rank {self.peer}"
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """The number of elements and the dtype, which must agree between the two ranks."""
+        return prod(self.shape), self.dtype
+
+    def on_peer(self, rank: int) -> tuple[Direction, int, int]:
+        """Returns direction, peer and number of the same message on the other rank; `rank` is this one."""
+        return "to" if self.direction == "from" else "from", rank, self.number
+
 
 class Call(NamedTuple):
-    """One collective call on one rank; equal on all ranks if they call the same."""
+    """One call on one rank. A collective's is equal on all ranks if they call the same.
+
+    A message's has the number of the last collective before it: all collectives up to that one are complete.
+    """
 
     sequence: int
     operation: str
@@ -24,6 +60,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     name: str = ""  # the caller's label
     how: tuple[object, ...] = ()  # whatever else must agree
+    message: Envelope | None = None  # None: it is a collective
 
     @property
     def label(self) -> str:
@@ -31,6 +68,13 @@ class Call(NamedTuple):
         if self.name:
             return self.name
         return self.operation if self.shape is None else f"{self.operation} of {list(self.shape)}"
+
+    @property
+    def title(self) -> str:
+        """The number and the label."""
+        if self.message is None:
+            return f"collective #{self.sequence} [{self.label}]"
+        return f"message #{self.message.number} {self.message.route} [{self.label}]"
 
     @property
     def range(self) -> str:

@@ -26,6 +26,13 @@ def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return given
 
 
+def one_tensor(given: object) -> None:
+    """Refuses anything but one dense tensor."""
+    if not isinstance(given, Tensor):
+        raise ConfigError(f"a message is one tensor, got {given!r}: send each tensor by itself")
+    dense(given)
+
+
 def dense(tensor: Tensor) -> None:
     """Refuses a sparse tensor."""
     if tensor.layout is not torch.strided:
@@ -118,6 +125,16 @@ def root(rank: int, world_size: int) -> None:
     """Refuses a root that is no rank."""
     if not 0 <= rank < world_size:
         raise ConfigError(f"root={rank} is no rank of a world of {world_size}")
+
+
+def peer(name: str, rank: int, *, me: int, world_size: int) -> None:
+    """Refuses a peer that is no other rank."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise ConfigError(f"{name}={rank!r}: must be a whole number, the rank at the other end of the message")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"{name}={rank} is no rank of a world of {world_size}")
+    if rank == me:
+        raise ConfigError(f"{name}={rank} is this rank itself: a message needs another one; copy the tensor instead")
 
 
 def subgroup(ranks: Sequence[int], world_size: int) -> None:

@@ -8,15 +8,16 @@
     comm.broadcast(t), comm.reduce(t)     in place, from or to a root
     comm.scatter(list), comm.all_to_all(list)
     comm.barrier(), comm.agree_any(flag)
+    comm.send(t, dst), comm.recv(t, src)  a message between two ranks, of which the others know nothing
     comm.allocate(numel, dtype)           memory that collectives reach without a copy
     comm.subgroup(ranks)                  a communicator of some of the ranks
     comm.explain(nbytes)                  the predicted time of every way, and the one that "auto" takes
 
 Each verb checks its tensors, flattens them, and runs either in the memory that all ranks share or as a schedule over
 the wire. `Turns` numbers the calls and gives them their turn. Only an all-reduce has more ways than these two; `auto`
-chooses.
+chooses. A message always goes over the wire.
 
-Read before: `checks.py`, `flat.py`, `links.py`, `select.py`, `turn.py`. Read next: `objects.py`.
+Read before: `checks.py`, `flat.py`, `links.py`, `messages.py`, `select.py`, `turn.py`. Read next: `objects.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from ddp.comm.call import Call
 from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, together, with_rows, write_back
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.links import Channels, Links, connect
+from ddp.comm.messages import Messages
 from ddp.comm.select import Auto, cheapest
 from ddp.comm.settings import Settings
 from ddp.comm.turn import Turns
@@ -110,6 +112,8 @@ class Communicator:
             self._links.close()
             raise
         self.settings = settings
+        self._messages = Messages(transport, self._turns, timeout_s=self.abort_s)
+        self._watchdog.know_messages(self._messages.posted, self._messages.in_flight)
         self._groups: list[Communicator] = []
         self._is_closed = False
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
@@ -330,6 +334,46 @@ class Communicator:
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
         way = IN_MEMORY if IN_MEMORY in self._links.ways else "recursive_doubling"
         return bool(self.all_reduce(votes, "max", algorithm=way, label="agree_any").item())
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, *, async_op: bool = False, label: str = "") -> Any:
+        """Sends `tensor` to rank `dst`, which calls `recv`; returns once that rank has taken it.
+
+        The messages from one rank to another are received in the order in which they were sent.
+
+        Args:
+            async_op: post the message and return a `Message` at once; leave `tensor` alone until its `wait` has
+                returned.
+            label: name of this call in errors and profiles.
+
+        Raises:
+            ConfigError: there is no such rank, or this cannot be sent.
+            PeerLost: `dst` did not receive it within the deadline, or both ranks wait for each other.
+            CommunicatorBroken: an earlier call failed.
+        """
+        checks.one_tensor(tensor)
+        checks.peer("dst", dst, me=self.rank, world_size=self.world_size)
+        message = self._messages.post("to", dst, tensor, label=label)
+        return message if async_op else message.wait()
+
+    def recv(self, tensor: Tensor, src: int, *, async_op: bool = False, label: str = "") -> Any:
+        """Fills `tensor` with what rank `src` has sent, and returns it.
+
+        Args:
+            tensor: of the sender's dtype, with as many elements as the sender's; it may be laid out otherwise.
+            async_op, label: as in `send`.
+
+        Raises:
+            ConfigError: there is no such rank, or this tensor cannot be received into.
+            PeerLost: `src` did not send it within the deadline, or both ranks wait for each other.
+            CommunicatorBroken: an earlier call failed.
+        """
+        checks.one_tensor(tensor)
+        checks.holds_result(tensor)
+        checks.peer("src", src, me=self.rank, world_size=self.world_size)
+        message = self._messages.post("from", src, tensor, label=label)
+        return message if async_op else message.wait()
 
     # --- waiting for what the ranks do by other means ----------------------------------------------------------------
 

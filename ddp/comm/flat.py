@@ -1,6 +1,6 @@
 """Turns a user's tensors into the flat buffers that collectives run on, and back.
 
-Read before: `checks.py`. Read next: `communicator.py`.
+Read before: `checks.py`. Read next: `messages.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ what a `PeerLost` carries. After an error the communicator refuses further calls
 last. With `debug=True` the ranks compare what they call before every collective, so that a wrong operation, shape or
 dtype is reported, where otherwise the result would be undefined.
 
+A wait for a message takes its turn, too, but has no number among the collectives, because only two ranks know of it.
+
 Read before: `call.py`, `watchdog.py`, `work.py`. Read next: `checks.py`.
 """
 
@@ -78,7 +80,7 @@ class Turns:
         Raises:
             CommunicatorBroken: an earlier collective failed.
         """
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         self.num_calls += 1
         if tensors is None:
             return Call(self.num_calls, operation, op, name=label, how=how)
@@ -88,6 +90,11 @@ class Turns:
             how = (*how, *((list(tensor.shape), tensor.dtype) for tensor in tensors))
         total = sum(tensor.numel() for tensor in tensors)
         return Call(self.num_calls, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
+
+    def refuse_if_broken(self) -> None:
+        """Raises CommunicatorBroken if an earlier call failed."""
+        if self.error is not None:
+            raise CommunicatorBroken(f"the communicator is out of use since: {self.error}") from self.error
 
     def run(self, call: Call, collective: Callable[[], Any], *, async_op: bool = False) -> Any:
         """Runs a collective now, or on the background thread: behind what is in flight.
@@ -107,13 +114,14 @@ class Turns:
 
     def run_here(self, call: Call, collective: Callable[[], Any]) -> Any:
         """Runs one collective in this thread, alone; a failure becomes a PeerLost with the culprit's name."""
-        self._refuse_if_broken()  # what was in flight may have failed since the call was made
+        self.refuse_if_broken()  # what was in flight may have failed since the call was made
         if not self._turn.acquire(False):
             self._refuse_second_thread(call)
         try:
             self._running = call
-            self._watchdog.begin(call, self._neighbour)
-            if self._gather is not None and (difference := disagreement(self._gather(call.describe().encode()))):
+            self._watchdog.begin(call, self._neighbour if call.message is None else call.message.peer)
+            gather = self._gather if call.message is None else None
+            if gather is not None and (difference := disagreement(gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
             if profiler._is_profiler_enabled:  # on any thread
                 with profiler.record_function(call.range):
@@ -207,16 +215,12 @@ class Turns:
                 runner.is_idle_within(LET_GO_S)
         self.error = self.error or CommunicatorBroken(reason or "the program has ended")
 
-    def _refuse_if_broken(self) -> None:
-        if self.error is not None:
-            raise CommunicatorBroken(f"the communicator is out of use since: {self.error}") from self.error
-
     def _refuse_second_thread(self, call: Call) -> None:
         """Raises RuntimeError, because two threads of a rank would take turns in an order that other ranks lack."""
         error = RuntimeError(
-            f"collective #{call.sequence} [{call.label}] began in thread {threading.current_thread().name!r} while "
-            f"#{self._running.sequence} [{self._running.label}] was running in another one; a communicator serves one "
-            "thread at a time: give each a communicator of its own, comm.subgroup(range(comm.world_size))"
+            f"{call.title} began in thread {threading.current_thread().name!r} while {self._running.title} was running "
+            "in another one; a communicator serves one thread at a time: give each a communicator of its own, "
+            "comm.subgroup(range(comm.world_size))"
         )
         self.error = self.error or error
         self._watchdog.fail(f"RuntimeError: {error}")

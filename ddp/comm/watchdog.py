@@ -13,11 +13,14 @@ tell five cases apart:
     the tick runs, a lower number      it is alive, but somewhere else       its Python stack says where
     the tick runs, same number         it waits too: the link between is cut
 
-After `warn_s` of waiting the watchdog prints a warning, once per collective. A rank that lives and computes is waited
-for until the deadline, `abort_s`. If the statuses show before that nobody can come any more, because a rank failed,
-left, or has shown no sign of life for `SILENCE_S`, the watchdog gives up: `in_vain` says so to whoever waits. In either
-case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a collective down, because a note is one
-assignment.
+A rank publishes its messages, too. Ranks that wait for each other in a circle, and messages whose two ends do not fit,
+are found by comparing them.
+
+After `warn_s` of waiting the watchdog prints a warning, once per call. A rank that lives and computes is waited for
+until the deadline, `abort_s`. If the statuses show before that nobody can come any more, because a rank failed, left,
+or has shown no sign of life for `SILENCE_S`, or because a message is stuck, the watchdog gives up: `in_vain` says so to
+whoever waits. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a collective down,
+because a note is one assignment.
 
 Read before: `status.py`. Read next: `wire.py`.
 """
@@ -30,13 +33,13 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.clock import PAUSED_S, now_s
-from ddp.comm.call import Call
+from ddp.comm.call import Call, Envelope
 from ddp.comm.status import STALE_S, Others, Status, Verdict
 from ddp.errors import PeerLost
 from ddp.log import log
@@ -79,10 +82,12 @@ class Watchdog:
         self._hosts: dict[int, str] = {}
         self._lives: dict[int, Life] = {}
         self._status = Status(rank, socket.gethostname(), os.getpid())
+        self._posted: Mapping[str, int] = {}
+        self._in_flight: Mapping[Envelope, object] = {}
         self._wait: Wait | None = None
         self._last_wait = Wait(Call(0, "start-up"), rank, now_s())
         self._verdict: Verdict | None = None
-        self._warned = -1
+        self._published = self._warned = self._last_wait.call
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
         self._observed_s = self._awake_since_s = now_s()
         self._main_thread = threading.main_thread().ident
@@ -102,6 +107,10 @@ class Watchdog:
         """
         self._hosts = dict(enumerate(names))
         self._lives = {rank: Life(pid) for rank, pid in pids.items() if rank != self._rank}
+
+    def know_messages(self, posted: Mapping[str, int], in_flight: Mapping[Envelope, object]) -> None:
+        """Takes the messages of this rank, which may go on changing: see `Status.posted` and `Status.in_flight`."""
+        self._posted, self._in_flight = posted, in_flight
 
     def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
         """Returns one for a group of some of the ranks, whose calls have numbers of their own."""
@@ -243,7 +252,8 @@ class Watchdog:
 
     def _lost(self, culprit: int, reason: str) -> PeerLost:
         call, host = self._last_wait.call, self._hosts.get(culprit, "unknown")
-        return PeerLost(culprit, host, self._generation, call.sequence, call.label, reason)
+        number, route = (call.sequence, "") if call.message is None else (call.message.number, call.message.route)
+        return PeerLost(culprit, host, self._generation, number, call.label, reason, route)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -264,8 +274,9 @@ class Watchdog:
         with self._lock:
             status, wait, call = self._status, self._wait, self._last_wait.call
             status.tick += 1
-            stands_still = status.sequence == call.sequence
-            status.sequence, status.label = call.sequence, call.label
+            stands_still, self._published = call is self._published, call
+            status.sequence, status.label, status.message = call.sequence, call.label, call.message
+            status.posted, status.in_flight = dict(self._posted), list(self._in_flight)
             if status.state in ("running", "waiting"):
                 status.state = "waiting" if wait else "running"
                 status.waiting_for = wait.peer if wait else None
@@ -295,7 +306,8 @@ class Watchdog:
                 self._last_change[rank] = status.tick, since_s
             silent_s[rank] = now_s() - since_s
         ended = [rank for rank, life in self._lives.items() if not life.goes_on()]
-        return Others(self._rank, self._last_wait.call, statuses, silent_s, ended)
+        mine = replace(self._status, posted=dict(self._posted), in_flight=list(self._in_flight))
+        return Others(mine, self._last_wait.call, statuses, silent_s, ended)
 
     def _begin_anew_if_paused(self) -> None:
         """Forgets what was seen before this process was paused, or had nobody to wait for."""
@@ -311,18 +323,18 @@ class Watchdog:
         statuses = {rank: Status(rank, "unknown", 0, label="start-up") for rank in others}
         for rank in others:
             if self._store.check([f"rank/{rank}"]):
-                statuses[rank] = Status(**json.loads(self._store.get(f"rank/{rank}")))
+                statuses[rank] = Status.read(self._store.get(f"rank/{rank}"))
         return statuses
 
     def _warn_if_late(self, others: Others) -> None:
         wait = self._wait
-        if wait is None or wait.call.sequence == self._warned or (waited_s := self._waited_s(wait)) < self._warn_s:
+        if wait is None or wait.call is self._warned or (waited_s := self._waited_s(wait)) < self._warn_s:
             return
-        self._warned = wait.call.sequence
+        self._warned = wait.call
         lines = [status.describe() for status in others.statuses.values()]
         log.warning(
-            "collective #%d [%s] has waited %.0f s for rank %d. The others:\n  %s",
-            *(wait.call.sequence, wait.call.label, waited_s, wait.peer, "\n  ".join(lines)),
+            "%s has waited %.0f s for rank %d. The others:\n  %s",
+            *(wait.call.title, waited_s, wait.peer, "\n  ".join(lines)),
         )
 
     def _waited_s(self, wait: Wait) -> float:
@@ -339,7 +351,7 @@ class Watchdog:
         if wait is None or self._verdict is not None or (waited_s := self._waited_s(wait)) < STALE_S:
             return  # what a rank sent before it failed may still be on its way
         missed = others.missed(wait.peer)
-        verdict = others.failed() or missed.gone()
+        verdict = others.stuck() or others.failed() or missed.gone()
         if verdict is None and waited_s >= self._silence_s:
             verdict = missed.elsewhere() or missed.silent(self._silence_s)
         if verdict is not None and wait is self._wait:

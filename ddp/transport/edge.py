@@ -55,9 +55,18 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    has_tags: bool  # False: all that a rank has in flight with a peer must be posted together, and in the peer's order
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Starts every transfer of one round."""
+
+    def for_message(self, number: int, kind: tuple[int, str]) -> Transport:
+        """Returns the edges for one message between two ranks, which meets only its other end; itself, without tags.
+
+        Args:
+            number: of the message, among those from the one rank to the other.
+            kind: what must agree between both ends; ends that differ in it never meet.
+        """
 
     def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> Transport:
         """Returns the edges between some of the ranks, numbered from 0 in the order given. Each of them calls it.

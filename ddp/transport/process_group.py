@@ -8,6 +8,11 @@ NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by 
         deadlocks, since NCCL runs the operations of a pair in launch order (NVIDIA/nccl#479). NCCL orders itself behind
         the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
 
+Note "tags". Gloo puts a message into the receive with the same tag. If that is shorter, the process aborts; if it is
+longer, nobody is told. So a message between two ranks (not of a round) has a tag that says what it is, and ends that do
+not fit never meet: then the watchdog can tell who did what. Bit 30 keeps these tags apart from those of rounds, which
+are channels, counted from 0.
+
 Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
 while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline and
 asks whether the wait is in vain. It ends a wait by a second one, for a message that nobody sends, with a timeout of a
@@ -26,6 +31,7 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -41,7 +47,7 @@ from ddp.transport.edge import InVain, Pending, Transfer, TransportError, has_ho
 POLL_S = 0.0002
 WATCH_EVERY_S = 0.25
 NO_DEADLINE, AT_ONCE = timedelta(days=3650), timedelta(milliseconds=1)
-NOBODY_SENDS = (1 << 31) - 1  # a tag that no channel has
+NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
 
 
 class GlooConnections:
@@ -118,8 +124,10 @@ class GlooTransport:
         ranks: the group's ranks, in the connections' numbers.
         rank: this one's place among them.
         in_vain: see `Transport.among`.
-        channel: tag of this group's messages; those of other groups over the same connections have others.
+        channel: tag of this group's rounds; those of other groups over the same connections have others.
     """
+
+    has_tags = True
 
     def __init__(
         self, connections: GlooConnections, ranks: Sequence[int], rank: int, in_vain: InVain, *, channel: int = 0
@@ -134,6 +142,11 @@ class GlooTransport:
         works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
         return _GlooRound(self._connections, works, self._in_vain)
 
+    def for_message(self, number: int, kind: tuple[int, str]) -> GlooTransport:
+        """Returns the same connections under the message's own tag (note "tags")."""
+        tag = message_tag(self._channel, number, kind)
+        return type(self)(self._connections, self._ranks, self.rank, self._in_vain, channel=tag)
+
     def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> GlooTransport:
         """Returns the same connections under another tag. They end when the last transport is forgotten."""
         names = [self._ranks[rank] for rank in ranks]
@@ -145,6 +158,16 @@ class GlooTransport:
             return operation([data], self._ranks[peer], self._channel)
         except RuntimeError as error:
             raise TransportError(peer, str(error).splitlines()[0]) from error
+
+
+def message_tag(channel: int, number: int, kind: tuple[int, str]) -> int:
+    """Returns the tag of a message between two ranks: bit 30, ten bits of its number, twenty of what else must agree.
+
+    Messages of one pair that are in flight together differ in their numbers, so that no two of them have the same tag
+    by chance.
+    """
+    agreed = zlib.crc32(f"{channel} {kind}".encode()) % ((1 << 20) - 1)  # never all ones: see NOBODY_SENDS
+    return 1 << 30 | (number & 1023) << 20 | agreed
 
 
 class _GlooRound:
@@ -199,6 +222,8 @@ class NcclTransport:
         in_vain: see `Transport.among`.
     """
 
+    has_tags = False
+
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], in_vain: InVain) -> None:
         self._group, self._ranks, self._in_vain = group, ranks, in_vain
         self.rank, self.world_size = ranks.index(group.rank()), len(ranks)
@@ -210,6 +235,10 @@ class NcclTransport:
         ]
         peer = (sends or receives)[0].peer
         return _NcclRound(peer, dist.batch_isend_irecv(ops), self._in_vain)
+
+    def for_message(self, number: int, kind: tuple[int, str]) -> NcclTransport:
+        """Returns itself, because NCCL knows no tags."""
+        return self
 
     def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> NcclTransport:
         """Makes a process group, because NCCL knows no tags. It ends with torch.distributed."""

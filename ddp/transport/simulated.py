@@ -3,17 +3,18 @@
     network = SimulatedNetwork(4)
     network.run(lambda transport: ...)      # called once per rank, each in a thread of its own
 
-Every directed edge is a first-in first-out queue of copied tensors. A send completes only when its receiver has taken
-it, as on the strictest real transport, so a schedule that would deadlock there deadlocks here (until its deadline).
+A send is a copied tensor that waits on its edge for a receive, or a receive waits there for a send; both come in order.
+A send completes only when it has met its receive, as on the strictest real transport, so a schedule that would deadlock
+there deadlocks here (until its deadline).
 
 Read before: `edge.py`. Read next: `process_group.py`.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -29,17 +30,24 @@ class SimulatedNetwork:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._edges: dict[tuple[int, int, int], queue.SimpleQueue[_Message]] = {}
+        self._edges: dict[Hashable, deque[_End]] = {}  # what waits on each edge: sends only, or receives only
         self._lock = threading.Lock()
 
     def transport(self, rank: int) -> SimulatedTransport:
         """Returns this rank's end of every edge."""
         return SimulatedTransport(self, range(self.world_size), rank, channel=0)
 
-    def edge(self, source: int, target: int, channel: int) -> queue.SimpleQueue[_Message]:
-        """Returns the messages on their way from one rank to another."""
+    def put(self, edge: Hashable, end: _End) -> None:
+        """Puts a send or a receive on an edge, where it meets the other one, or waits for it."""
         with self._lock:
-            return self._edges.setdefault((source, target, channel), queue.SimpleQueue())
+            waiting = self._edges.setdefault(edge, deque())
+            if waiting and waiting[0].is_send != end.is_send:
+                other = waiting.popleft()
+                end.meet(other) if other.is_send else other.meet(end)
+            else:
+                waiting.append(end)
+            if not waiting:
+                del self._edges[edge]
 
     def run(self, program: Callable[[SimulatedTransport], Result]) -> list[Result]:
         """Runs `program` on all ranks at once and returns its results by rank. Raises the first rank's error."""
@@ -48,9 +56,31 @@ class SimulatedNetwork:
             return [run.result() for run in runs]
 
 
-class _Message:
-    def __init__(self, data: Tensor) -> None:
-        self.data, self.taken = data.clone(), threading.Event()
+class _End:
+    """A message on the rank that sends it, or on the rank that receives it."""
+
+    def __init__(self, data: Tensor, *, is_send: bool) -> None:
+        self.data, self.is_send = data.clone() if is_send else data, is_send
+        self.has_met = threading.Event()
+        self._sent: Tensor | None = None
+
+    def meet(self, send: _End) -> None:
+        """Lets a receive take what was sent. A send of another length never completes."""
+        self._sent = send.data
+        self.has_met.set()
+        if send.data.numel() == self.data.numel():
+            send.has_met.set()
+
+    def wait(self, peer: int, timeout_s: float) -> None:
+        """Returns once a send has been taken, or what was sent is in a receive's tensor."""
+        if not self.has_met.wait(timeout_s):
+            what = "did not take its message" if self.is_send else "sent nothing"
+            raise TransportError(peer, f"{what} within {timeout_s:g} s", timed_out=True)
+        if self._sent is not None:
+            if self._sent.numel() != self.data.numel():
+                raise TransportError(peer, f"sent {self._sent.numel()} elements, expected {self.data.numel()}")
+            self.data.copy_(self._sent)
+            self._sent = None
 
 
 class SimulatedTransport:
@@ -59,48 +89,40 @@ class SimulatedTransport:
     Args:
         ranks: the group's ranks, in the network's numbers.
         rank: this one's place among them.
+        channel: tells this group's messages from those of others.
     """
 
-    def __init__(self, network: SimulatedNetwork, ranks: Sequence[int], rank: int, *, channel: int) -> None:
+    has_tags = True
+
+    def __init__(self, network: SimulatedNetwork, ranks: Sequence[int], rank: int, *, channel: Hashable) -> None:
         self.rank, self.world_size = rank, len(ranks)
         self._network, self._ranks, self._channel = network, ranks, channel
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         assert all(data.is_contiguous() for _, data in (*sends, *receives)), "as every real transport demands"
-        messages = [(peer, _Message(data)) for peer, data in sends]
-        for peer, message in messages:
-            self._edge(self.rank, peer).put(message)
-        return _SimulatedRound(self, messages, receives)
+        coming = [(peer, _End(data, is_send=False)) for peer, data in receives]
+        going = [(peer, _End(data, is_send=True)) for peer, data in sends]
+        for peer, end in coming:
+            self._network.put((self._ranks[peer], self._ranks[self.rank], self._channel), end)
+        for peer, end in going:
+            self._network.put((self._ranks[self.rank], self._ranks[peer], self._channel), end)
+        return _SimulatedRound([*coming, *going])
+
+    def for_message(self, number: int, kind: tuple[int, str]) -> SimulatedTransport:
+        """Returns the same edges on a channel of the message's own."""
+        channel = (self._channel, number, kind)
+        return SimulatedTransport(self._network, self._ranks, self.rank, channel=channel)
 
     def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> SimulatedTransport:
         """Returns the edges between some of the ranks."""
         names = [self._ranks[rank] for rank in ranks]
         return SimulatedTransport(self._network, names, list(ranks).index(self.rank), channel=channel)
 
-    def take(self, peer: int, timeout_s: float) -> _Message:
-        """Returns the oldest message from `peer`."""
-        try:
-            return self._edge(peer, self.rank).get(timeout=timeout_s)
-        except queue.Empty:
-            raise TransportError(peer, f"nothing arrived within {timeout_s:g} s", timed_out=True) from None
-
-    def _edge(self, source: int, target: int) -> queue.SimpleQueue[_Message]:
-        return self._network.edge(self._ranks[source], self._ranks[target], self._channel)
-
 
 class _SimulatedRound:
-    def __init__(
-        self, transport: SimulatedTransport, sent: list[tuple[int, _Message]], receives: Sequence[Transfer]
-    ) -> None:
-        self._transport, self._sent, self._receives = transport, sent, receives
+    def __init__(self, ends: Sequence[tuple[int, _End]]) -> None:
+        self._ends = ends
 
     def wait(self, timeout_s: float) -> None:
-        for peer, target in self._receives:
-            message = self._transport.take(peer, timeout_s)
-            if message.data.numel() != target.numel():
-                raise TransportError(peer, f"sent {message.data.numel()} elements, expected {target.numel()}")
-            target.copy_(message.data)
-            message.taken.set()
-        for peer, message in self._sent:
-            if not message.taken.wait(timeout_s):
-                raise TransportError(peer, f"did not take its message within {timeout_s:g} s", timed_out=True)
+        for peer, end in self._ends:
+            end.wait(peer, timeout_s)

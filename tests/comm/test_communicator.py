@@ -457,7 +457,7 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None
     is_refused = threading.Event()
     message, _ = SimulatedNetwork(2).run(program)
     assert "collective #2 [gradients] began in thread" in message
-    assert "while #1 [barrier] was running" in message
+    assert "while collective #1 [barrier] was running" in message
 
 
 @pytest.mark.parametrize("how", ["raise", "silent"])

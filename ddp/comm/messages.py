@@ -1,0 +1,137 @@
+"""Messages between two ranks: what one sends, the other receives.
+
+    rank 0   send(x, 1)  ── message #1 from 0 to 1 ──▶  recv(y, 0)   rank 1
+             recv(z, 1)  ◀── message #1 from 1 to 0 ──  send(y, 0)
+             send(x, 1)  ── message #2 from 0 to 1 ──▶  recv(y, 0)
+
+No other rank knows of a message, so it has no number among the collectives. Each rank counts what it sends to each peer
+and what it receives from there. Both ends count alike, and so they find each other.
+
+A message is posted at once, beside the collectives that are in flight. The wait for it takes its turn behind them
+(`Turns`), is watched, and has a deadline. A send ends when the peer has taken the message. So two ranks that both send
+first and receive later would wait for each other for ever; the watchdog tells them so.
+
+A transport without tags (NCCL) matches messages by their order alone, and deadlocks if they are posted one by one.
+There messages are kept until the first of them is waited for, and then posted together.
+
+Read before: `flat.py`, `turn.py`. Read next: `communicator.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ddp.comm.call import Call, Direction, Envelope
+from ddp.comm.flat import flatten, write_back
+from ddp.comm.turn import Turns
+from ddp.transport.edge import Pending, Transfer, Transport, TransportError
+
+
+class Messages:
+    """The messages of one rank.
+
+    Args:
+        timeout_s: longest wait for a peer that lives.
+
+    Attributes:
+        posted: how many there have been, by route ("to rank 1").
+        in_flight: those that have not been waited for to the end. It keeps their tensors, which Gloo writes to.
+    """
+
+    def __init__(self, transport: Transport, turns: Turns, *, timeout_s: float) -> None:
+        self.posted: dict[str, int] = {}
+        self.in_flight: dict[Envelope, Message] = {}
+        self._transport, self._turns, self._timeout_s = transport, turns, timeout_s
+        self._together = Posting(transport)  # what waits to be posted, where there are no tags
+
+    def post(self, direction: Direction, peer: int, tensor: Tensor, *, label: str = "") -> Message:
+        """Posts one end of a message; returns at once.
+
+        Raises:
+            CommunicatorBroken: an earlier call failed.
+        """
+        self._turns.refuse_if_broken()
+        route = f"{direction} rank {peer}"
+        number = self.posted.get(route, 0) + 1
+        envelope = Envelope(direction, peer, number, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if self._transport.has_tags:
+            posting = Posting(self._transport.for_message(number, envelope.kind))
+        else:
+            posting = self._together = Posting(self._transport) if self._together.is_posted else self._together
+        flat = flatten(tensor)
+        posting.add(direction, Transfer(peer, flat))
+        self.posted[route] = number
+        self.in_flight[envelope] = message = Message(self, envelope, posting, flat, tensor, label)
+        if self._transport.has_tags:
+            posting.post()
+        return message
+
+    def wait_for(self, message: Message) -> None:
+        """Waits in its turn until a message has arrived."""
+
+        def finish() -> None:
+            message.posting.wait(self._timeout_s)
+            if envelope.direction == "from":
+                write_back(message.flat, message.tensor)
+
+        envelope = message.envelope
+        verb = "send" if envelope.direction == "to" else "recv"
+        call = Call(self._turns.num_calls, verb, shape=tuple(envelope.shape), name=message.label, message=envelope)
+        self._turns.run(call, finish)
+        del self.in_flight[envelope]
+
+
+class Message:
+    """One end of a message, which has been posted. Leave its tensor alone until `wait` has returned."""
+
+    def __init__(
+        self, messages: Messages, envelope: Envelope, posting: Posting, flat: Tensor, tensor: Tensor, label: str
+    ) -> None:
+        self.envelope, self.posting, self.flat, self.tensor, self.label = envelope, posting, flat, tensor, label
+        self._messages = messages
+
+    def wait(self) -> Tensor | None:
+        """Returns the tensor of a `recv` once it is filled; None for a `send`, once the peer has taken it.
+
+        Call it for every message, also for one that you send: until then, its tensor is kept.
+
+        Raises:
+            PeerLost: the peer did not do its part within the deadline, or both wait for each other.
+            CommunicatorBroken: an earlier call failed.
+        """
+        if self.envelope in self._messages.in_flight:
+            self._messages.wait_for(self)
+        return self.tensor if self.envelope.direction == "from" else None
+
+
+class Posting:
+    """The transfers that go to the transport together: one, or with a transport without tags, several."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.is_posted = False
+        self._transport = transport
+        self._sends: list[Transfer] = []
+        self._receives: list[Transfer] = []
+        self._pending: Pending | None = None
+        self._error: TransportError | None = None
+
+    def add(self, direction: Direction, transfer: Transfer) -> None:
+        (self._sends if direction == "to" else self._receives).append(transfer)
+
+    def post(self) -> None:
+        """Posts what has been added. If that fails, `wait` says so, which has its turn and finds out why."""
+        self.is_posted = True
+        try:
+            self._pending = self._transport.post(self._sends, self._receives)
+        except TransportError as error:
+            self._error = error
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once all transfers are done, as often as it is called."""
+        if not self.is_posted:
+            self.post()
+        if self._error is not None:
+            raise self._error
+        if self._pending is not None:
+            self._pending.wait(timeout_s)
+            self._pending = None
