@@ -11,15 +11,13 @@ Read before: `draw.py`. Read next: `simulate.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from colorsys import hls_to_rgb
-from html import escape
 from itertools import zip_longest
 from typing import NamedTuple
 
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Proof, Recv, Round, Schedule, Send, SymbolicRun, Value
+from ddp.svg import FAINT, INK, PANEL, PAPER, QUIET, color_of, page, rect, text
 
-INK, FAINT, PAPER, PANEL = "#1f2937", "#94a3b8", "#ffffff", "#f1f5f9"
 MARGIN, LABELS, HEADER, FOOTER = 28, 74, 108, 84  # left of everything; round labels; title; legend
 CELL_HEIGHT, TIP_HEIGHT, READABLE = 26, 10, 9  # a cell less wide than the last bears no number
 
@@ -34,24 +32,20 @@ def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) ->
         ScheduleError: the schedule is wrong.
     """
     proof = schedule.check(num_ranks)
-    page = _Page(num_ranks, proof.num_chunks, num_buffers=2 if schedule.goal is Goal.ALL_TO_ALL else 1, hosts=hosts)
+    sheet = _Page(num_ranks, proof.num_chunks, num_buffers=2 if schedule.goal is Goal.ALL_TO_ALL else 1, hosts=hosts)
     run = SymbolicRun(num_ranks, schedule.goal, proof.num_chunks, root=0)
-    height = page.top(proof.num_rounds) + page.state_height + FOOTER
+    height = sheet.top(proof.num_rounds) + sheet.state_height + FOOTER
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {page.width:.0f} {height:.0f}" '
-        f'width="{page.width:.0f}" height="{height:.0f}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">',
-        f"<title>{escape(title)}</title>",
-        _rect(0, 0, page.width, height, fill=PAPER, stroke="none"),
         *_heading(schedule, proof, title),
-        *(part for number in range(1, proof.num_rounds + 1) for part in page.panel(number)),
-        *page.names(height),
-        *page.state(run, 0),
+        *(part for number in range(1, proof.num_rounds + 1) for part in sheet.panel(number)),
+        *sheet.names(height),
+        *sheet.state(run, 0),
     ]
     rounds = zip_longest(*(schedule.algorithm(rank, num_ranks) for rank in range(num_ranks)))
     for number, ops in enumerate(rounds, start=1):
         run.play(ops)
-        parts += [*page.flights(ops, number), *page.state(run, number)]
-    return "\n".join([*parts, *page.legend(height, schedule.goal), "</svg>\n"])
+        parts += [*sheet.flights(ops, number), *sheet.state(run, number)]
+    return page(title, sheet.width, height, [*parts, *sheet.legend(height, schedule.goal)])
 
 
 def _heading(schedule: Schedule, proof: Proof, title: str) -> Iterator[str]:
@@ -61,9 +55,9 @@ def _heading(schedule: Schedule, proof: Proof, title: str) -> Iterator[str]:
         f"{_count(proof.num_rounds, 'round')}  ·  a rank sends at most {_count(most, 'message')}, {share} × the buffer"
     )
     order = "  ·  canonical order of additions" if schedule.goal.adds and proof.canonical else ""
-    yield _text(MARGIN, 34, title, size=20, weight="bold")
-    yield _text(MARGIN, 54, f"Goal: {schedule.goal.value}.", size=12)
-    yield _text(MARGIN, 71, counts + order, size=12)
+    yield text(MARGIN, 34, title, size=20, weight="bold")
+    yield text(MARGIN, 54, f"Goal: {schedule.goal.value}.", size=12)
+    yield text(MARGIN, 71, counts + order, size=12)
 
 
 class _Page:
@@ -94,17 +88,17 @@ class _Page:
         for number, host in enumerate(self.hosts if len(self.hosts) > 1 else ()):
             x = self.left(host[0], 0) - self.gap / 2 + 3
             width = self.left(host[-1], self.num_chunks) + self.gap / 2 - 3 - x
-            yield _rect(x, HEADER - 18, width, height - FOOTER - HEADER + 18, fill="none", stroke=FAINT, dash="4 3")
-            yield _text(x + 6, HEADER - 4, f"host {number}", size=11, fill="#64748b")
+            yield rect(x, HEADER - 18, width, height - FOOTER - HEADER + 18, fill="none", stroke=FAINT, dash="4 3")
+            yield text(x + 6, HEADER - 4, f"host {number}", size=11, fill=QUIET)
         for rank in range(self.num_ranks):
-            yield _text(self.left(rank, 0) + self.column / 2, HEADER + 20, f"rank {rank}", size=12, anchor="middle")
-        yield _text(MARGIN, self.top(0) + 18, "at first", size=12)
+            yield text(self.left(rank, 0) + self.column / 2, HEADER + 20, f"rank {rank}", size=12, anchor="middle")
+        yield text(MARGIN, self.top(0) + 18, "at first", size=12)
 
     def panel(self, number: int) -> Iterator[str]:
         """Draws the background of a round, and its number."""
         y = self.top(number) - self.flight_height
-        yield _rect(MARGIN - 10, y, self.width - 2 * MARGIN + 20, self.flight_height - 5, fill=PANEL, stroke="none")
-        yield _text(MARGIN, y + self.flight_height / 2, f"round {number}", size=13, weight="bold")
+        yield rect(MARGIN - 10, y, self.width - 2 * MARGIN + 20, self.flight_height - 5, fill=PANEL, stroke="none")
+        yield text(MARGIN, y + self.flight_height / 2, f"round {number}", size=13, weight="bold")
 
     def state(self, run: SymbolicRun, number: int) -> Iterator[str]:
         """Draws every rank's buffers, cell by cell; fuller ones last, so that their edges are seen."""
@@ -122,18 +116,18 @@ class _Page:
 
     def _cell(self, x: float, y: float, chunk: int, value: Value | None, run: SymbolicRun) -> Iterator[str]:
         if value is None:
-            yield _rect(x, y, self.cell, CELL_HEIGHT, fill=PAPER, stroke=FAINT, dash="2 2")
+            yield rect(x, y, self.cell, CELL_HEIGHT, fill=PAPER, stroke=FAINT, dash="2 2")
             return
         full = _fullness(value, run)
         hue = chunk if run.goal is not Goal.ALL_TO_ALL else value.contributors.bit_length() - 1
         filled, edge = full * CELL_HEIGHT, INK if full == 1 else FAINT
-        color = _color(hue, self.num_chunks)
-        yield _rect(x, y + CELL_HEIGHT - filled, self.cell, filled, fill=color, stroke="none")
-        yield _rect(x, y, self.cell, CELL_HEIGHT, fill="none", stroke=edge, thickness=min(1, self.cell / 10))
+        color = color_of(hue, self.num_chunks)
+        yield rect(x, y + CELL_HEIGHT - filled, self.cell, filled, fill=color, stroke="none")
+        yield rect(x, y, self.cell, CELL_HEIGHT, fill="none", stroke=edge, thickness=min(1, self.cell / 10))
         if self.cell >= READABLE:
             label = value.contributors.bit_count() if run.goal.adds else value.expression
             size = min(12, int(self.cell * 0.8))
-            yield _text(x + self.cell / 2, y + CELL_HEIGHT / 2 + size / 3, str(label), size=size, anchor="middle")
+            yield text(x + self.cell / 2, y + CELL_HEIGHT / 2 + size / 3, str(label), size=size, anchor="middle")
 
     def flights(self, rounds: tuple[Round, ...], number: int) -> Iterator[str]:
         """Draws the transfers of a round, far ones below near ones."""
@@ -144,7 +138,7 @@ class _Page:
         tip = self.top(number) - TIP_HEIGHT - 2
         for message in messages:
             for chunk, landing in zip(message.send.chunks, message.receive.chunks, strict=True):
-                color = _color(chunk if not message.receive.buffer else message.rank, self.num_chunks)
+                color = color_of(chunk if not message.receive.buffer else message.rank, self.num_chunks)
                 yield _ribbon(
                     self.left(message.rank, chunk), self.left(message.peer, landing), self.cell, y, tip, color
                 )
@@ -160,16 +154,16 @@ class _Page:
         cells = [(1 / 3, "some contributions"), (1.0, "all of them")] if goal.adds else moves
         for place, (full, meaning) in enumerate(cells):
             x = MARGIN + 150.0 * place
-            yield _rect(x, y + 18 - 18 * full, 18, 18 * full, fill=_color(0, 1), stroke="none")
-            yield _rect(x, y, 18, 18, fill="none", stroke=INK if full == 1 else FAINT, dash="" if full else "2 2")
-            yield _text(x + 26, y + 13, meaning, size=11)
+            yield rect(x, y + 18 - 18 * full, 18, 18 * full, fill=color_of(0, 1), stroke="none")
+            yield rect(x, y, 18, 18, fill="none", stroke=INK if full == 1 else FAINT, dash="" if full else "2 2")
+            yield text(x + 26, y + 13, meaning, size=11)
         if self.cell >= READABLE:
             meaning = "number: how many contributions" if goal.adds else "number: whose it is"
-            yield _text(MARGIN + 150 * len(cells), y + 13, meaning, size=11)
+            yield text(MARGIN + 150 * len(cells), y + 13, meaning, size=11)
         tips = [(True, "is added")] if goal.adds else []
         for place, (filled, meaning) in enumerate([*tips, (False, "is written over what was there")]):
             yield _tip(MARGIN + 150.0 * place, y + 30, 18, filled=filled)
-            yield _text(MARGIN + 150 * place + 26, y + 39, meaning, size=11)
+            yield text(MARGIN + 150 * place + 26, y + 39, meaning, size=11)
 
 
 class _Message(NamedTuple):
@@ -198,12 +192,6 @@ def _fullness(value: Value | None, run: SymbolicRun) -> float:
     return value.contributors.bit_count() / run.num_ranks if run.goal.adds else 1.0
 
 
-def _color(hue: int, num_hues: int) -> str:
-    lightness = 0.66 if hue % 2 == 0 or num_hues < 9 else 0.56  # neighbours stay apart where hues are many
-    red, green, blue = hls_to_rgb((0.58 + hue / num_hues) % 1.0, lightness, 0.62)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
-
-
 def _ribbon(x0: float, x1: float, width: float, y0: float, y1: float, color: str) -> str:
     above, below = y0 + 0.3 * (y1 - y0), y1 - 0.3 * (y1 - y0)
     there = f"M{x0:.1f},{y0:.1f} C{x0:.1f},{above:.1f} {x1:.1f},{below:.1f} {x1:.1f},{y1:.1f}"
@@ -215,21 +203,6 @@ def _ribbon(x0: float, x1: float, width: float, y0: float, y1: float, color: str
 def _tip(x: float, y: float, width: float, *, filled: bool) -> str:
     points = f"{x - 1:.1f},{y:.1f} {x + width + 1:.1f},{y:.1f} {x + width / 2:.1f},{y + TIP_HEIGHT:.1f}"
     return f'<polygon points="{points}" fill="{INK if filled else PAPER}" stroke="{INK}" stroke-linejoin="round"/>'
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, *, fill: str, stroke: str, dash: str = "", thickness: float = 1
-) -> str:
-    box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"'
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<rect {box} stroke="{stroke}" stroke-width="{thickness:.2g}"{dashes}/>'
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int, anchor: str = "start", weight: str = "normal", fill: str = INK
-) -> str:
-    style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
 def _count(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ which torch's profiler records only if it is told to:
 
     torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
 
-Read before: `backward.py`. Read next: `bucketed.py`.
+Read before: `backward.py`. Read next: `timeline_picture.py`.
 """
 
 from __future__ import annotations
