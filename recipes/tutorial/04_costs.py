@@ -64,8 +64,8 @@ def fitted(measured: dict[tuple[str, int], float]) -> tuple[float, float]:
 
 
 def hosts(p: int, alpha: float, beta: float) -> Network:
-    """Returns a network of p hosts with one rank each, on which additions cost nothing."""
-    return Network(equal_hosts(p, 1), inside=Link(alpha, beta), between=Link(alpha, beta), gamma_s=0.0)
+    """Returns a network of p hosts with one rank each, so that nothing moves inside of one; additions cost nothing."""
+    return Network(equal_hosts(p, 1), inside=Link(0.0, 0.0), between=Link(alpha, beta), gamma_s=0.0)
 
 
 if __name__ == "__main__":

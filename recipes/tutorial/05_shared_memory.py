@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from problem import NUM_SAMPLES, answer, gradient_of_sum, seconds_of, share
+from problem import NUM_PARAMETERS, NUM_SAMPLES, answer, gradient_of_sum, seconds_of, share
 
 import ddp
 
@@ -56,47 +56,51 @@ def all_reduce(comm: ddp.Communicator, tensors: list[torch.Tensor]) -> None:
     comm.barrier()
 
 
-def on_each_rank(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Returns the gradient by hand and by the library, and the seconds of every way for a large tensor."""
+def on_each_rank(folder: Path) -> tuple[torch.Tensor, dict[str, float]]:
+    """Returns the gradient, and the seconds of every way for a large tensor; compares what they add up."""
     comm = ddp.init()
-    in_memory = "shared_memory" in comm.ways()
-    mine = gradient_of_sum(*share(comm.rank, comm.world_size))
-    tensors = everyones(comm, folder, len(mine))
-    tensors[comm.rank].copy_(mine)
-    all_reduce(comm, tensors)
-    library_s = comm.all_reduce(mine.clone(), algorithm="shared_memory" if in_memory else "tree")
+    gradients = everyones(comm, folder, NUM_PARAMETERS)
+    gradients[comm.rank].copy_(gradient_of_sum(*share(comm.rank, P)))
+    all_reduce(comm, gradients)
 
-    large, ordinary = everyones(comm, folder, LARGE), torch.zeros(LARGE, dtype=torch.float64)
-    times = {"by hand": seconds_of(comm, lambda: all_reduce(comm, large))}
-    times["ring of messages"] = seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm="ring"))
-    if in_memory:
-        allocated = comm.allocate(LARGE, torch.float64)  # where the neighbours reach it, as in `everyones`
-        times["library, its own memory"] = seconds_of(comm, lambda: comm.all_reduce(allocated))
-        copied_s = seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm="shared_memory"))
-        times["library, ordinary memory"] = copied_s
-    return tensors[comm.rank] / NUM_SAMPLES, library_s / NUM_SAMPLES, times
+    numbers = torch.randn(LARGE, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+    large, ordinary, allocated = everyones(comm, folder, LARGE), numbers.clone(), comm.allocate(LARGE, torch.float64)
+    way = "shared_memory" if "shared_memory" in comm.ways() else "tree"  # without shared memory, the library sends
+    for tensor in (large[comm.rank], allocated):
+        tensor.copy_(numbers)
+    all_reduce(comm, large)
+    for tensor in (ordinary, allocated):
+        comm.all_reduce(tensor, algorithm=way)
+        assert torch.equal(tensor, large[comm.rank])  # bit by bit what we have added by hand
+    return gradients[comm.rank] / NUM_SAMPLES, {
+        "by hand": seconds_of(comm, lambda: all_reduce(comm, large)),
+        "library, memory of all": seconds_of(comm, lambda: comm.all_reduce(allocated, algorithm=way)),
+        "library, ordinary memory": seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm=way)),
+        "library, ring of messages": seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm="ring")),
+        "memory is shared": float(way == "shared_memory"),
+    }
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         results = ddp.launch(on_each_rank, Path(folder), workers=P)
-    for ours, library_s, _ in results:
-        assert torch.allclose(ours, answer())
-        assert torch.equal(ours, library_s) and torch.equal(ours, results[0][0])
-    times = results[0][2]
+    for gradient, _ in results:
+        assert torch.allclose(gradient, answer()) and torch.equal(gradient, results[0][0])
+    times = results[0][1]
+    is_shared = bool(times.pop("memory is shared"))
     for name, seconds in times.items():
-        print(f"8 MB, {P} ranks, {name:24} {1e3 * seconds:6.2f} ms")
-    if "library, its own memory" not in times:
-        print("here ranks share no memory with the library's ways (it needs Linux), so it has added up by messages")
+        print(f"8 MB, {P} ranks, {name:25} {1e3 * seconds:6.2f} ms")
+    if is_shared:
+        assert times["library, memory of all"] < times["library, ring of messages"]
     else:
-        assert times["library, its own memory"] < times["ring of messages"]
+        print("here the library cannot share memory between ranks (that needs Linux), so it has added up by messages")
 
 # ## What to look at
 #
-# The gradient is compared with `torch.equal`: the library adds in the same order as the line above, nearest neighbours
-# first, like the tree of chapter 03. So a sum has the same bits by memory and by tree, wherever the slices begin. An
-# ordinary tensor costs two more copies, into memory that all ranks see and back. So gradients live there from the
-# start; chapter 07 puts them there.
+# The results are compared by `torch.equal`: the library adds in the same order as `all_reduce` above, nearest
+# neighbours first, like the tree of chapter 03. So a sum has the same bits by memory and by tree, wherever the slices
+# begin. An ordinary tensor costs two more copies, into memory that all ranks see and back. So gradients live there from
+# the start; chapter 07 puts them there.
 #
 # ## The number that surprised
 #

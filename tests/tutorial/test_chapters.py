@@ -1,4 +1,4 @@
-"""Every chapter of the tutorial runs, proves its claim, and keeps to the form; no word stands before it is explained."""
+"""Every chapter of the tutorial runs, proves its claim, and keeps to the form; words stand where they are explained."""
 
 from __future__ import annotations
 
