@@ -19,6 +19,9 @@ Read before: `flat.py`, `turn.py`. Read next: `communicator.py`.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 from ddp.comm.call import Call, Direction, Envelope
@@ -53,7 +56,7 @@ class Messages:
         self._turns.refuse_if_broken()
         route = f"{direction} rank {peer}"
         number = self.posted.get(route, 0) + 1
-        envelope = Envelope(direction, peer, number, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        envelope = Envelope(direction, peer, number, tuple(tensor.shape), name_of(tensor.dtype))
         if self._transport.has_tags:
             posting = Posting(self._transport.for_message(number, envelope.kind))
         else:
@@ -102,6 +105,12 @@ class Message:
         if self.envelope in self._messages.in_flight:
             self._messages.wait_for(self)
         return self.tensor if self.envelope.direction == "from" else None
+
+
+@cache  # a message of a few bytes takes a few microseconds
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the dtype as it is called in messages: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Posting:

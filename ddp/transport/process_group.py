@@ -34,6 +34,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -166,8 +167,13 @@ def message_tag(channel: int, number: int, kind: tuple[int, str]) -> int:
     Messages of one pair that are in flight together differ in their numbers, so that no two of them have the same tag
     by chance.
     """
-    agreed = zlib.crc32(f"{channel} {kind}".encode()) % ((1 << 20) - 1)  # never all ones: see NOBODY_SENDS
-    return 1 << 30 | (number & 1023) << 20 | agreed
+    return 1 << 30 | (number & 1023) << 20 | _agreed(channel, kind)
+
+
+@lru_cache(1024)
+def _agreed(channel: int, kind: tuple[int, str]) -> int:
+    """Returns twenty bits, but never all ones: see NOBODY_SENDS."""
+    return zlib.crc32(f"{channel} {kind}".encode()) % ((1 << 20) - 1)
 
 
 class _GlooRound:
