@@ -1,10 +1,11 @@
 """Checks a reader's replicas: what stands in `p.grad` after backward, beside what one process finds on the whole batch.
 
-Ranks are threads on a simulated network, numbers are float64. The ranks compare what they call before every collective,
-and an asynchronous all-reduce begins only when somebody waits for it. So a call that other ranks do not make, and a wait
-that was forgotten, show at once and every time.
+Ranks are threads on a simulated network, and numbers are float64. Before every collective, the ranks compare what they
+call. An asynchronous all-reduce begins only when somebody waits for it. So a call that other ranks do not make, or a
+wait that was forgotten, shows every time.
 
-A wrong gradient is compared with what the usual mistakes give: the sum, the rank's own gradient, the mean divided twice.
+A wrong gradient is compared with what the usual mistakes give: the sum, the rank's own gradient, the mean divided
+twice.
 
 Read before: `schedule_checks.py`, `replica/naive.py`, `replica/backward.py`. Read next: `sampler_checks.py`.
 """
@@ -191,13 +192,16 @@ def _check_launches(step: str, rank: int, replica: Replica) -> None:
     backward: Any = replica._last
     layout, ready = backward.layout, set[int]()
     in_backward = layout.buckets[:-1] if layout.verdicts_ride else layout.buckets
+    before = 0
     for parameter, num_launched in backward.noted:
         ready.add(parameter)
         num_full = next((bucket.index for bucket in in_backward if not bucket.ids <= ready), len(in_backward))
         after = f"rank {rank}, after the gradient of {layout.slot_of[parameter].name}"
         if num_launched < num_full:
             label = layout.buckets[num_launched].label
-            hint = "a gradient may make several buckets full at once; none may wait for the end but the last"
+            hint = "look at every gradient if its bucket is full now; only the last bucket waits for the end"
+            if num_launched > before:
+                hint = "a gradient may make several buckets full at once: go on up to the first that is not"
             raise Mistake(step, f"{after}: {label} is full, and so is all before it, but it is not launched", hint)
         if num_launched > num_full:
             label = layout.buckets[num_full].label
@@ -205,6 +209,7 @@ def _check_launches(step: str, rank: int, replica: Replica) -> None:
             if num_full == len(in_backward):
                 hint = "the last bucket carries the verdicts, which are known only at the end"
             raise Mistake(step, f"{after}: {label} was launched too early", hint)
+        before = num_launched
 
 
 def _try_unused(module: ModuleType, make: MakeReplica, trial: Trial) -> None:
@@ -214,7 +219,7 @@ def _try_unused(module: ModuleType, make: MakeReplica, trial: Trial) -> None:
         replica = make(_net(), comm)
         for paths in (BOTH, trial.paths[comm.rank]):  # the first backward learns the order
             replica.zero_grad()
-            trial._replace(paths=[paths] * comm.world_size).loss(replica, comm.rank).backward()  # type: ignore[no-untyped-call]
+            trial._replace(paths=[paths] * comm.world_size).loss(replica, comm.rank).backward()
         assert isinstance(replica, BucketedDataParallel)
         return replica._last.error is not None
 
@@ -228,7 +233,7 @@ def _try_unused(module: ModuleType, make: MakeReplica, trial: Trial) -> None:
 
 
 class Outcome(NamedTuple):
-    """What a rank has after a trial."""
+    """The gradients of a rank after a trial, and what else was seen."""
 
     gradients: Gradients
     forgotten: list[str]  # all-reduces that nobody waited for
@@ -309,12 +314,12 @@ def _outcome(trial: Trial, make: MakeReplica, comm: Deferring, *, num_steps: int
         for number in range(trial.num_backwards):
             if trial.no_sync and number < trial.num_backwards - 1:
                 with replica.no_sync():
-                    trial.loss(replica, rank).backward()  # type: ignore[no-untyped-call]
+                    trial.loss(replica, rank).backward()
                 continue
             loss = trial.loss(replica, rank)
             if trial.rides:
                 replica.ride_along(Totals(loss.detach(), trial.shares[rank]))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     named = dict(replica.module.named_parameters())
     gradients = {name: None if each.grad is None else each.grad.clone() for name, each in named.items()}
     return Outcome(gradients, comm.forgotten(), _overlapping(named), replica)
@@ -433,14 +438,14 @@ def _expected(trial: Trial) -> Gradients:
     net = _net()
     for _ in range(trial.num_backwards):
         losses = [trial.loss(net, rank) for rank in range(len(trial.shares))]
-        (torch.stack(losses).sum() / trial.divisor).backward()  # type: ignore[no-untyped-call]
+        (torch.stack(losses).sum() / trial.divisor).backward()
     return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
 def _own(trial: Trial, rank: int) -> Gradients:
     """Returns what a rank computes by itself."""
     net = _net()
-    trial.loss(net, rank).backward()  # type: ignore[no-untyped-call]
+    trial.loss(net, rank).backward()
     return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 

@@ -6,7 +6,7 @@ A hole is a comment in the library, such as `# exercise 02: …`, and all that f
 up to the first that is indented less. The comment stays in the exercise, where it says what to write. So an exercise
 never goes stale: it is the library as it is today, and a test cuts it again.
 
-Read before: `__init__.py`. Read next: `mistake.py`.
+Read before: `collectives/ring.py`. Read next: `mistake.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SOURCES = {
     "08": "data/sampler.py",
 }
 MARK = re.compile(r"( +)# exercise (\d\d): ")
-NOT_WRITTEN = "not written yet"
 
 
 def name_of(number: str) -> str:
@@ -80,12 +79,13 @@ def exercise(number: str) -> str:
     for hole in reversed(found):
         indent = lines[hole.first - 1].partition("#")[0]
         name = hole.function.rpartition(".")[2]
-        cut = [f'{indent}raise NotImplementedError("{name}: {NOT_WRITTEN}")']
+        cut = [f'{indent}raise NotImplementedError("{name}")']
         if hole.yields:
             cut.append(f"{indent}yield  # keeps this a generator")
         lines[hole.first : hole.stop] = cut
     copy, check = f"cp recipes/tutorial/exercises/{name_of(number)} .", f"python -m ddp exercise {number}"
-    head = f'''"""Exercise {number}: write {" and ".join(f"`{hole.function}`" for hole in found)}, where it says "{NOT_WRITTEN}".
+    functions = " and ".join(f"`{hole.function}`" for hole in found)
+    head = f'''"""Exercise {number}: write {functions}, where it says `NotImplementedError`.
 
     {copy}    makes a copy of your own, in any folder
     {check.ljust(len(copy))}    finds it there, and says what is wrong with it

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
-from ddp.tutorial.holes import NOT_WRITTEN
+from ddp.wording import shown
 
 Check = Callable[[ModuleType], Iterator[str]]
 
@@ -48,8 +49,8 @@ def raised(step: str, error: BaseException, module: ModuleType) -> Mistake | Non
         frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == module.__file__]
         if not frames:
             continue
-        where = [f"\n  {frame.filename}, line {frame.lineno}: {frame.line}" for frame in frames]
-        if isinstance(cause, NotImplementedError) and NOT_WRITTEN in str(cause):
-            return Mistake(step, f"{cause}{where[-1]}")
+        where = [f"\n  {shown(Path(frame.filename))}, line {frame.lineno}: {frame.line}" for frame in frames]
+        if isinstance(cause, NotImplementedError):
+            return Mistake("not written yet", f"{cause}{where[-1]}")
         return Mistake(step, f"{type(cause).__name__}: {cause}{''.join(where)}")
     return None

@@ -21,7 +21,7 @@ LENGTH, GLOBAL_BATCH = 33, 10  # steps of 10, 10, 10 and 3 samples
 
 
 class Cut(NamedTuple):
-    """How steps are cut."""
+    """The numbers by which steps are cut."""
 
     world_size: int
     num_shards: int
@@ -96,7 +96,10 @@ def _check_samples(step: str, plans: Sequence[StepPlan], samples: range) -> None
             hint = "yield the samples, which are the values in `step`, not their positions in it"
             raise Mistake(step, f"sample {index} on rank {ranks[index][0]} does not belong to this step", hint)
         if count[index] > 1:
-            hint = "nothing is padded, and neighbours share a border: the end of one is the beginning of the next"
+            last = plans[int(ranks[index][-1])]
+            hint = "nothing is padded: where sizes do not divide, some shares are smaller"
+            if last.micros[0].indices[0] == index:
+                hint = "neighbours share a border: where one share ends, the next begins"
             raise Mistake(step, f"sample {index} is there twice, on ranks {' and '.join(ranks[index])}", hint)
     if missing := [index for index in samples if index not in count]:
         hint = "the last share is not smaller than its samples: nothing is dropped where sizes do not divide"

@@ -1,6 +1,6 @@
 """Checks a reader's schedules: proven for every small world, no dearer than the library's, and run on numbers.
 
-What is wrong, `Schedule.check` says: rank, round and chunk. Why, says the first transfer that differs from the library's:
+`Schedule.check` says what is wrong: rank, round and chunk. The first transfer that differs from the library's says why:
 a wrong neighbour, a chunk beside the right one, an addition in place of a copy.
 
 Read before: `mistake.py`. Read next: `gradient_checks.py`.
@@ -70,7 +70,7 @@ def prove(module: ModuleType, name: str, solution: Schedule, sizes: Sequence[int
         ):
             if here > enough:
                 hint = first_difference(written, solution, num_ranks)
-                raise Mistake(step, f"the sums are right, but it takes {here} {what} where {enough} suffice", hint)
+                raise Mistake(step, f"the sums are right, but {what}: {here}, where {enough} is enough", hint)
         if best.canonical and not proof.canonical:
             raise Mistake(
                 step,

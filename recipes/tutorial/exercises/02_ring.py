@@ -1,7 +1,7 @@
-"""Exercise 02: write `reduce_scatter` and `all_gather`, where it says "not written yet".
+"""Exercise 02: write `reduce_scatter` and `all_gather`, where it says `NotImplementedError`.
 
-    cp recipes/tutorial/exercises/02_ring.py .        a copy of your own, in any folder
-    python -m ddp exercise 02                          finds it there, and says what is wrong with it
+    cp recipes/tutorial/exercises/02_ring.py .    makes a copy of your own, in any folder
+    python -m ddp exercise 02                     finds it there, and says what is wrong with it
 
 The rest of this file is a copy of ddp/collectives/ring.py, which is the solution.
 
@@ -37,14 +37,14 @@ from ddp.collectives.schedule import Recv, Round, Send
 def reduce_scatter(rank: int, num_ranks: int) -> Iterator[Round]:
     """Rank r ends with the sum of chunk r."""
     # exercise 02: in p−1 rounds, pass the sum of one chunk on to the right, and add the one that comes to your own part
-    raise NotImplementedError("reduce_scatter: not written yet")
+    raise NotImplementedError("reduce_scatter")
     yield  # keeps this a generator
 
 
 def all_gather(rank: int, num_ranks: int) -> Iterator[Round]:
     """Rank r starts with chunk r; every rank ends with all."""
     # exercise 02: in p−1 rounds, pass the chunk that came last on to the right, and take the next one
-    raise NotImplementedError("all_gather: not written yet")
+    raise NotImplementedError("all_gather")
     yield  # keeps this a generator
 
 

@@ -1,6 +1,6 @@
-"""Exercise 03: write `halving_doubling`, where it says "not written yet".
+"""Exercise 03: write `halving_doubling`, where it says `NotImplementedError`.
 
-    cp recipes/tutorial/exercises/03_butterfly.py .        a copy of your own, in any folder
+    cp recipes/tutorial/exercises/03_butterfly.py .    makes a copy of your own, in any folder
     python -m ddp exercise 03                          finds it there, and says what is wrong with it
 
 The rest of this file is a copy of ddp/collectives/butterfly.py, which is the solution.
@@ -60,7 +60,7 @@ def recursive_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
     """All-reduces a chunk per rank among a power of two of ranks."""
     # exercise 03: halve what is yours with partners at distance 1, 2, 4, …; then go back, exchanging finished parts
-    raise NotImplementedError("halving_doubling: not written yet")
+    raise NotImplementedError("halving_doubling")
     yield  # keeps this a generator
 
 

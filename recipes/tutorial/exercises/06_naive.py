@@ -1,7 +1,7 @@
-"""Exercise 06: write `NaiveDataParallel._average`, where it says "not written yet".
+"""Exercise 06: write `NaiveDataParallel._average`, where it says `NotImplementedError`.
 
-    cp recipes/tutorial/exercises/06_naive.py .        a copy of your own, in any folder
-    python -m ddp exercise 06                          finds it there, and says what is wrong with it
+    cp recipes/tutorial/exercises/06_naive.py .    makes a copy of your own, in any folder
+    python -m ddp exercise 06                      finds it there, and says what is wrong with it
 
 The rest of this file is a copy of ddp/replica/naive.py, which is the solution.
 
@@ -84,7 +84,7 @@ class NaiveDataParallel(Replica):
         totals = Totals(sums[0].item(), int(sums[1]), int(sums[2]))
         divisor = self.comm.world_size if mine is None else max(1, totals.num_items)
         for (name, parameter), anyone in zip(named, has_gradient.tolist(), strict=True):
-            # exercise 06: if any rank has this gradient, it becomes the sum over all ranks, divided; here as well
-            raise NotImplementedError("_average: not written yet")
+            # exercise 06: if any rank has this gradient, every rank gets the sum over all ranks, divided
+            raise NotImplementedError("_average")
         self._is_in_backward = False
         return totals

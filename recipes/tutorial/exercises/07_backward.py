@@ -1,7 +1,7 @@
-"""Exercise 07: write `Backward.note` and `Backward._launch_full`, where it says "not written yet".
+"""Exercise 07: write `Backward.note` and `Backward._launch_full`, where it says `NotImplementedError`.
 
-    cp recipes/tutorial/exercises/07_backward.py .        a copy of your own, in any folder
-    python -m ddp exercise 07                          finds it there, and says what is wrong with it
+    cp recipes/tutorial/exercises/07_backward.py .    makes a copy of your own, in any folder
+    python -m ddp exercise 07                         finds it there, and says what is wrong with it
 
 The rest of this file is a copy of ddp/replica/backward.py, which is the solution.
 
@@ -188,7 +188,7 @@ class Backward:
             return False
         reduction = self.reductions[index]
         # exercise 07: add the parameter to those that are ready; once there are enough, `_launch_if_full` looks closer
-        raise NotImplementedError("note: not written yet")
+        raise NotImplementedError("note")
 
     def note_other(self, parameter: Tensor) -> bool:
         """Notes a gradient while no synchronised backward is running, or while the order of gradients is not known.
@@ -237,7 +237,7 @@ class Backward:
     def _launch_full(self) -> None:
         """Launches every full bucket whose turn it is; the one that carries the verdicts waits for the end."""
         # exercise 07: fill and launch one bucket after another, from the first not launched to the first not full
-        raise NotImplementedError("_launch_full: not written yet")
+        raise NotImplementedError("_launch_full")
 
     def _fill(self, bucket: Bucket) -> None:
         """Moves a bucket's gradients to their places in it."""

@@ -1,7 +1,7 @@
-"""Exercise 08: write `TrainSampler._micros`, where it says "not written yet".
+"""Exercise 08: write `TrainSampler._micros`, where it says `NotImplementedError`.
 
-    cp recipes/tutorial/exercises/08_sampler.py .        a copy of your own, in any folder
-    python -m ddp exercise 08                          finds it there, and says what is wrong with it
+    cp recipes/tutorial/exercises/08_sampler.py .    makes a copy of your own, in any folder
+    python -m ddp exercise 08                        finds it there, and says what is wrong with it
 
 The rest of this file is a copy of ddp/data/sampler.py, which is the solution.
 
@@ -160,8 +160,8 @@ class TrainSampler:
 
     def _micros(self, step: Tensor) -> Iterator[Micro]:
         """Yields this rank's parts of the samples of a step, [size]."""
-        # exercise 08: cut the step into shards, take those of this rank, and cut each into parts of `micro_size` at most
-        raise NotImplementedError("_micros: not written yet")
+        # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
+        raise NotImplementedError("_micros")
         yield  # keeps this a generator
 
     def commit(self, plan: StepPlan) -> None:
