@@ -418,6 +418,9 @@ def _explanation(trial: Trial, rank: int, name: str, found: Tensor, wanted: Tens
         ("zeros: the gradient was overwritten, or never copied to where it is reduced", torch.zeros_like(wanted)),
     ]
     usual += [(f"this is the gradient of {other}", each) for other, each in _expected(trial).items() if other != name]
+    if trial.rides and len(having) == len(own):
+        means = [gradient / share for gradient, share in zip(having, trial.shares, strict=True)]
+        usual.append(("a mean of the ranks' means, although their shares differ", torch.stack(means).mean(0)))
     for one, other in combinations(range(len(own)), 2):
         if len(own) > 2 and own[one] is not None and own[other] is not None:
             usual.append((f"only ranks {one} and {other} are in it", (own[one] + own[other]) / divisor))  # type: ignore[operator]

@@ -228,6 +228,13 @@ TYPICAL = {
         "                gradient.div_(divisor)\n",
         "rank 0, gradient of right.weight: found None, expected [",
     ),
+    "naive: mean of means": Typical(
+        "06",
+        REDUCE + ASSIGN,
+        '                    self.comm.all_reduce(gradient.div_(mine.num_items if mine else 1), "mean", label=name)\n'
+        "                parameter.grad = gradient\n",
+        "hint: a mean of the ranks' means",
+    ),
     "naive: rank 0 alone": Typical(
         "06",
         "            if anyone:\n",
