@@ -4,7 +4,7 @@
 
 Each question is one function below: it adds its subcommand, and defines how to answer it.
 
-Read before: `under_torchrun.py`. Read next: `bench/__init__.py`.
+Read before: `under_torchrun.py`. Read next: `bench/__init__.py`, `tutorial/__init__.py`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ examples:
   python -m ddp check my_module:chain 4                                a schedule of your own
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
   python -m ddp explain 25MB --workers 2
+  python -m ddp exercise 02                                            checks your solution in 02_ring.py
 
 python -m ddp QUESTION --help lists the options of a question."""
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         title="questions", metavar="QUESTION", required=True, dest="question", prog=parser.prog
     )
     questions.add_parser("train", help="trains a model on this host's workers; its --help lists all settings")
-    for add_question in (draw_question, check_question, simulate_question, explain_question):
+    for add_question in (draw_question, check_question, simulate_question, explain_question, exercise_question):
         add_question(questions)
     options = parser.parse_args(argv)
     try:
@@ -211,6 +212,35 @@ def explained(nbytes: int, *, shared_memory: bool) -> str:
     answer = comm.explain(nbytes)
     ddp.shutdown()
     return answer
+
+
+def exercise_question(questions: Questions) -> None:
+    """Adds `exercise`: is the reader's solution right, and if it is not, what is wrong with it?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        from ddp.launcher import launch
+        from ddp.tutorial.exercise import checked, checked_schedule, passed
+        from ddp.tutorial.holes import SOURCES
+        from ddp.tutorial.own_schedule import TRAINED
+
+        if options.number != "schedule":
+            number = options.number.zfill(2)
+            if not passed(checked(number, options.file)):
+                sys.exit(1)
+            return f"solved; the library has it in ddp/{SOURCES[number]}"
+        name = options.file or ""
+        if not is_address(name):
+            raise ValueError(f"schedule {name!r}: give the address of an all-reduce of yours, e.g. my_module:chain")
+        schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
+        train = partial(launch, workers=TRAINED, threads_per_worker=1, timeout_s=60)
+        if not passed(checked_schedule(name, schedule, train=train)):
+            sys.exit(1)
+        return f"train with it: {program()} train comm.algorithm={name}"
+
+    parser = questions.add_parser("exercise", help="checks your solution of an exercise of recipes/tutorial")
+    parser.add_argument("number", help="02, 03, 06, 07 or 08; or schedule, for an all-reduce of your own")
+    parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
+    parser.set_defaults(answer=answer)
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:

@@ -59,5 +59,5 @@ def test_help_has_a_line_and_an_example_for_every_question(capsys: pytest.Captur
     assert ended.value.code == 0
     text = capsys.readouterr().out
     listed, _, examples = text.partition("examples:")
-    for question in ("train", "draw", "check", "simulate", "explain"):
+    for question in ("train", "draw", "check", "simulate", "explain", "exercise"):
         assert f"\n    {question} " in listed and f"\n  python -m ddp {question} " in examples

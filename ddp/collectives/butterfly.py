@@ -52,6 +52,7 @@ def recursive_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 
 def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
     """All-reduces a chunk per rank among a power of two of ranks."""
+    # exercise 03: halve what is yours with partners at distance 1, 2, 4, …; then go back, exchanging finished parts
     mine, exchanges, distance = range(num_ranks), [], 1
     while distance < num_ranks:
         peer, half = rank ^ distance, len(mine) // 2

@@ -29,6 +29,7 @@ from ddp.collectives.schedule import Recv, Round, Send
 
 def reduce_scatter(rank: int, num_ranks: int) -> Iterator[Round]:
     """Rank r ends with the sum of chunk r."""
+    # exercise 02: in p−1 rounds, pass the sum of one chunk on to the right, and add the one that comes to your own part
     right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     for step in range(num_ranks - 1):
         outgoing, incoming = (rank - 1 - step) % num_ranks, (rank - 2 - step) % num_ranks
@@ -37,6 +38,7 @@ def reduce_scatter(rank: int, num_ranks: int) -> Iterator[Round]:
 
 def all_gather(rank: int, num_ranks: int) -> Iterator[Round]:
     """Rank r starts with chunk r; every rank ends with all."""
+    # exercise 02: in p−1 rounds, pass the chunk that came last on to the right, and take the next one
     right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     for step in range(num_ranks - 1):
         outgoing, incoming = (rank - step) % num_ranks, (rank - 1 - step) % num_ranks

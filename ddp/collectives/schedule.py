@@ -255,8 +255,8 @@ class SymbolicRun:
     def _sum(self, rank: int, chunk: int, here: Value | None, value: Value) -> Value:
         if here is None:
             raise self._error(rank, f"adds to chunk {chunk}, where it has nothing of use")
-        if here.contributors & value.contributors:
-            raise self._error(rank, f"adds a contribution to chunk {chunk} twice")
+        if twice := here.contributors & value.contributors:
+            raise self._error(rank, f"adds the contribution of {_ranks(twice)} to chunk {chunk} twice")
         # A pair has no order (a + b is b + a): the part with the smallest rank is written first.
         smallest = [part.contributors & -part.contributors for part in (here, value)]
         first, second = (here, value) if smallest[0] < smallest[1] else (value, here)
@@ -279,7 +279,9 @@ class SymbolicRun:
         holders = self._holders(chunk)
         value = self.buffers[holders[0]][0, chunk]
         if value is None or value.contributors != self._wanted(chunk):
-            raise self._error(holders[0], f"chunk {chunk} ends as {_shown(value)}: not each contribution once")
+            missing = self._wanted(chunk) & ~(value.contributors if value else 0)
+            what = f"chunk {chunk} ends as {_shown(value)}: not each contribution once"
+            raise self._error(holders[0], f"{what}, that of {_ranks(missing)} is missing")
         for rank in holders:
             other = self.buffers[rank][0, chunk]
             if other is not value:
@@ -307,6 +309,12 @@ class SymbolicRun:
 
 def _shown(value: Value | None) -> str:
     return "nothing of use" if value is None else str(value.expression)
+
+
+def _ranks(mask: int) -> str:
+    """Returns the names of the ranks whose bits are set."""
+    ranks = [str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
 def _named(chunks: range) -> str:

@@ -153,6 +153,7 @@ class TrainSampler:
 
     def _micros(self, step: Tensor) -> Iterator[Micro]:
         """Yields this rank's parts of the samples of a step, [size]."""
+        # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
         size, num_shards = len(step), self.num_shards
         first, end = (rank * num_shards // self.world_size for rank in (self.rank, self.rank + 1))
         for shard in range(first, end):

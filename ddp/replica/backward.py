@@ -180,6 +180,7 @@ class Backward:
         if index is None:
             return False
         reduction = self.reductions[index]
+        # exercise 07: add the parameter to those that are ready; once there are enough, `_launch_if_full` looks closer
         reduction.ready.append(parameter)
         if len(reduction.ready) >= reduction.enough:
             self._launch_if_full(reduction, parameter)
@@ -231,6 +232,7 @@ class Backward:
 
     def _launch_full(self) -> None:
         """Launches every full bucket whose turn it is; the one that carries the verdicts waits for the end."""
+        # exercise 07: fill and launch one bucket after another, from the first not launched to the first not full
         for reduction in self.reductions[self._num_launched :]:
             waits_for_end = self.layout.verdicts_ride and reduction is self.reductions[-1]
             if waits_for_end or not reduction.is_full:

@@ -77,6 +77,7 @@ class NaiveDataParallel(Replica):
         totals = Totals(sums[0].item(), int(sums[1]), int(sums[2]))
         divisor = self.comm.world_size if mine is None else max(1, totals.num_items)
         for (name, parameter), anyone in zip(named, has_gradient.tolist(), strict=True):
+            # exercise 06: if any rank has this gradient, every rank gets the sum over all ranks, divided
             if anyone:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 with self.waited.running():

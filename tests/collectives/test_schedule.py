@@ -141,11 +141,11 @@ def test_a_contribution_twice() -> None:
         for _ in range(2):
             yield (Send(1, BOTH),) if rank == 0 else (Recv(0, BOTH, add=True),)
 
-    rejects(again, "rank 1 in round 1: adds a contribution to chunk 0 twice")
+    rejects(again, "rank 1 in round 1: adds the contribution of rank 0 to chunk 0 twice")
 
 
 def test_a_missing_contribution() -> None:
-    rejects(lambda rank, num_ranks: iter(()), "chunk 0 ends as 0: not each contribution once")
+    rejects(lambda rank, num_ranks: iter(()), "0: not each contribution once, that of rank 1 is missing")
 
 
 def test_ranks_that_disagree() -> None:

@@ -1,4 +1,4 @@
-"""Functions with one thing wrong: a constant, an operator, a comparison, a flag, a name, a missing yield.
+"""Functions with one thing wrong: a constant, an operator, a comparison, a flag, a name, a missing yield or call.
 
 A test that passes for a mutant has not looked there.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -47,11 +48,11 @@ def mutated(function: FunctionType, mutant: Mutant) -> Iterator[None]:
 
 
 def _parsed(function: FunctionType) -> ast.AST:
-    """The function's source, without annotations."""
-    tree = ast.parse(inspect.getsource(function))
+    """The function's source, without annotations and decorators."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            node.returns = None
+            node.returns, node.decorator_list = None, []
         elif isinstance(node, ast.arg):
             node.annotation = None
     return tree
@@ -73,7 +74,7 @@ def _changes_of(node: ast.AST) -> list[Callable[[], object]]:
             return [lambda: setattr(node, "op", OPERATORS[type(node.op)]())]
         case ast.Compare() if type(node.ops[0]) in COMPARISONS:
             return [lambda: node.ops.__setitem__(0, COMPARISONS[type(node.ops[0])]())]
-        case ast.Expr(value=ast.Yield() | ast.YieldFrom()):
+        case ast.Expr(value=ast.Yield() | ast.YieldFrom() | ast.Call()):
             return [lambda: setattr(node, "value", ast.Constant(None))]
         case ast.BoolOp():
             return [lambda: setattr(node, "op", ast.And() if isinstance(node.op, ast.Or) else ast.Or())]
@@ -101,6 +102,8 @@ COMPARISONS = {
     ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
     ast.GtE: ast.Gt,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }

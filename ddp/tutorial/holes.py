@@ -1,0 +1,107 @@
+"""Exercises: files of the library whose central lines are cut out, for the reader to write them again.
+
+    python -m ddp.tutorial.holes        writes recipes/tutorial/exercises/02_ring.py and the others anew
+
+A hole is a comment in the library, such as `# exercise 02: …`, and all that follows it in the same block: every line
+up to the first that is indented less. The comment stays in the exercise, where it says what to write. So an exercise
+never goes stale: it is the library as it is today, and a test cuts it again.
+
+Read before: `collectives/ring.py`. Read next: `mistake.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+LIBRARY = Path(__file__).parent.parent
+FOLDER = LIBRARY.parent / "recipes" / "tutorial" / "exercises"
+SOURCES = {
+    "02": "collectives/ring.py",
+    "03": "collectives/butterfly.py",
+    "06": "replica/naive.py",
+    "07": "replica/backward.py",
+    "08": "data/sampler.py",
+}
+MARK = re.compile(r"( +)# exercise (\d\d): ")
+
+
+def name_of(number: str) -> str:
+    """Returns the name of an exercise's file, such as 02_ring.py."""
+    return f"{number}_{Path(SOURCES[number]).name}"
+
+
+class Hole(NamedTuple):
+    """A hole: the function that it is in, and its first line and the line after its last, counted from 0."""
+
+    function: str  # with its class: "Backward.note"
+    first: int
+    stop: int
+    yields: bool  # the lines that are cut out make the function a generator
+
+
+def holes(number: str) -> list[Hole]:
+    """Returns the holes of an exercise, from top to bottom."""
+    return list(_holes((LIBRARY / SOURCES[number]).read_text(encoding="utf-8"), number))
+
+
+def _holes(text: str, number: str) -> Iterator[Hole]:
+    lines = text.splitlines()
+    for mark, line in enumerate(lines):
+        found = MARK.match(line)
+        if found is None or found[2] != number:
+            continue
+        first = stop = mark + 1
+        while stop < len(lines) and (not lines[stop] or lines[stop].startswith(found[1])):
+            stop += 1
+        while not lines[stop - 1]:
+            stop -= 1
+        name, function = _function_around(ast.parse(text), mark + 1)
+        yields = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Yield | ast.YieldFrom)]
+        yield Hole(name, first, stop, yields=bool(yields) and all(first < lineno <= stop for lineno in yields))
+
+
+def _function_around(node: ast.AST, lineno: int, name: str = "") -> tuple[str, ast.AST]:
+    """Returns the innermost function or class around a line, with its name."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.lineno <= lineno <= (child.end_lineno or 0):
+            return _function_around(child, lineno, f"{name}.{child.name}".removeprefix("."))
+    return name, node
+
+
+def exercise(number: str) -> str:
+    """Returns the text of an exercise's file."""
+    source = (LIBRARY / SOURCES[number]).read_text(encoding="utf-8")
+    lines, found = source.splitlines(), list(_holes(source, number))
+    for hole in reversed(found):
+        indent = lines[hole.first - 1].partition("#")[0]
+        name = hole.function.rpartition(".")[2]
+        cut = [f'{indent}raise NotImplementedError("{name}")']
+        if hole.yields:
+            cut.append(f"{indent}yield  # keeps this a generator")
+        lines[hole.first : hole.stop] = cut
+    copy, check = f"cp recipes/tutorial/exercises/{name_of(number)} .", f"python -m ddp exercise {number}"
+    functions = " and ".join(f"`{hole.function}`" for hole in found)
+    head = f'''"""Exercise {number}: write {functions}, where it says `NotImplementedError`.
+
+    {copy}    makes a copy of your own, in any folder
+    {check.ljust(len(copy))}    finds it there, and says what is wrong with it
+
+The rest of this file is a copy of ddp/{SOURCES[number]}, which is the solution.
+
+'''
+    return head + "\n".join(lines).removeprefix('"""') + "\n"
+
+
+def main() -> None:
+    """Writes the files of all exercises."""
+    FOLDER.mkdir(exist_ok=True)
+    for number in SOURCES:
+        (FOLDER / name_of(number)).write_text(exercise(number), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A mistake in the reader's solution of an exercise, and the lines of the reader's file that an error came from.
+
+A check is a generator: it yields a line for each step that the solution has passed, and raises `Mistake` at the first
+one that it has not.
+
+Read before: `holes.py`. Read next: `schedule_checks.py`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from ddp.wording import shown
+
+Check = Callable[[ModuleType], Iterator[str]]
+
+
+class Mistake(Exception):
+    """A solution is wrong.
+
+    Args:
+        step: what was tried.
+        found: what came of it, and what should have.
+        hint: what may have caused it.
+    """
+
+    def __init__(self, step: str, found: str, hint: str = "") -> None:
+        super().__init__("\n".join([f"{step}: {found}", *([f"hint: {hint}"] if hint else [])]))
+        self.step, self.found, self.hint = step, found, hint
+
+
+def raised(step: str, error: BaseException, module: ModuleType) -> Mistake | None:
+    """Returns the mistake behind an exception that was raised in the reader's file; None if the file had no part in it.
+
+    Args:
+        module: the reader's file.
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(cause)
+        cause = cause.__cause__
+    for cause in reversed(chain):
+        if isinstance(cause, Mistake):
+            return cause
+        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == module.__file__]
+        if not frames:
+            continue
+        where = [f"\n  {shown(Path(frame.filename))}, line {frame.lineno}: {frame.line}" for frame in frames]
+        if isinstance(cause, NotImplementedError):
+            return Mistake("not written yet", f"{cause}{where[-1]}")
+        return Mistake(step, f"{type(cause).__name__}: {cause}{''.join(where)}")
+    return None

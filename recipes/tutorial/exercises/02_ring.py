@@ -1,0 +1,58 @@
+"""Exercise 02: write `reduce_scatter` and `all_gather`, where it says `NotImplementedError`.
+
+    cp recipes/tutorial/exercises/02_ring.py .    makes a copy of your own, in any folder
+    python -m ddp exercise 02                     finds it there, and says what is wrong with it
+
+The rest of this file is a copy of ddp/collectives/ring.py, which is the solution.
+
+Ring: every rank talks to its two neighbours only, and every link is busy in every round.
+
+All-reduce of a buffer of N bytes by p ranks, cut into p chunks, in two halves (Patarasuk & Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009):
+
+    reduce-scatter   p−1 rounds; partial sums travel to the right, each rank adds its own part. Rank r ends with the sum
+                     of chunk r.
+    all-gather       p−1 rounds; the finished chunks travel on to the right until all ranks have them.
+
+    rounds 2(p−1)  ·  bytes sent per rank 2(p−1)/p·N  ·  time 2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
+
+Note "two ranks". Right and left neighbour are then the same rank, and both halves fold into one exchange of whole
+buffers: the same bytes in one round instead of two, although both ranks then add everything. On one busy host, where
+waking a process up takes longer than moving the bytes, a message of 64 KB becomes several times faster.
+
+The β term is the lower bound for point-to-point algorithms; the α term grows with p, so a tree is faster for small
+messages. Every chunk is summed in another rotation of the ranks: replicas agree bitwise, but the bits depend on where
+the chunk borders lie. `python -m ddp draw ring 4` shows the rounds.
+
+Read before: `all_to_all.py`. Read next: `tree.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp.collectives.schedule import Recv, Round, Send
+
+
+def reduce_scatter(rank: int, num_ranks: int) -> Iterator[Round]:
+    """Rank r ends with the sum of chunk r."""
+    # exercise 02: in p−1 rounds, pass the sum of one chunk on to the right, and add the one that comes to your own part
+    raise NotImplementedError("reduce_scatter")
+    yield  # keeps this a generator
+
+
+def all_gather(rank: int, num_ranks: int) -> Iterator[Round]:
+    """Rank r starts with chunk r; every rank ends with all."""
+    # exercise 02: in p−1 rounds, pass the chunk that came last on to the right, and take the next one
+    raise NotImplementedError("all_gather")
+    yield  # keeps this a generator
+
+
+def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:
+    """Every rank ends with the sum of every chunk."""
+    if num_ranks == 2:  # note "two ranks"
+        whole, peer = range(2), 1 - rank
+        yield Send(peer, whole), Recv(peer, whole, add=True)
+        return
+    yield from reduce_scatter(rank, num_ranks)
+    yield from all_gather(rank, num_ranks)

@@ -1,0 +1,90 @@
+"""Exercise 06: write `NaiveDataParallel._average`, where it says `NotImplementedError`.
+
+    cp recipes/tutorial/exercises/06_naive.py .    makes a copy of your own, in any folder
+    python -m ddp exercise 06                      finds it there, and says what is wrong with it
+
+The rest of this file is a copy of ddp/replica/naive.py, which is the solution.
+
+The naive replica: one all-reduce per parameter, once backward has ended. It is the whole idea of data parallelism.
+
+    every rank has a copy of the model, and its own part of the batch
+    forward, backward      each rank by itself: the gradients of its own part
+    all-reduce, divide     each gradient becomes the mean over all ranks; where totals ride along, over all samples
+    optimizer step         the same everywhere, so the copies stay equal
+
+Nothing overlaps, and every parameter costs the latency of a message, so it is slow. But it is simple enough to check by
+eye. It is the first lesson, and both the reference and the baseline for the bucketed replica.
+
+Read before: `replica.py`. Read next: `parameters.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.setup import current
+from ddp.gradients.totals import Totals
+from ddp.replica.broadcast import broadcast_state
+from ddp.replica.buffers import BufferSync
+from ddp.replica.parameters import check_trainable
+from ddp.replica.replica import Replica
+from ddp.replica.sink import accumulates, watch_backward
+
+
+class NaiveDataParallel(Replica):
+    """Averages gradients by one all-reduce per parameter after backward.
+
+    A parameter that has no gradient on any rank, or is frozen on all, is left alone.
+
+    Args:
+        module: at least one parameter must need a gradient. Its parameters and buffers become rank 0's.
+        broadcast_buffers: before each forward in training mode, buffers become rank 0's.
+        comm: the ranks that take part; all by default.
+
+    Raises:
+        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
+        ConfigError: no parameter needs a gradient.
+    """
+
+    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
+        comm = comm or current()
+        check_trainable(list(module.named_parameters()))
+        broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
+        super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
+        self._is_in_backward = False
+
+    def prepare(self) -> None:
+        """Forgets a backward that broke off. It has left nothing in flight, because averaging begins at its end."""
+        self._is_in_backward = False
+
+    def _watch_outputs(self, outputs: Any) -> None:
+        watch_backward(outputs, self._begin, self._finish)
+
+    def _begin(self) -> bool:
+        """Notes that backward has reached an output. Returns True for the first one, if parameters get gradients."""
+        if self._is_in_backward or not accumulates(list(self.module.parameters())):
+            return False
+        self._is_in_backward = True
+        return True
+
+    @torch.no_grad()
+    def _average(self) -> Totals:
+        """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
+        mine = self._take_totals()
+        named = list(self.module.named_parameters())
+        sums = torch.tensor(list(mine or Totals()), dtype=torch.float64, device=self.comm.device)
+        has_gradient = torch.tensor([p.requires_grad and p.grad is not None for _, p in named], device=self.comm.device)
+        with self.waited.running():
+            self.comm.all_reduce(sums, label="totals")
+            self.comm.all_reduce(has_gradient, "max", label="who has a gradient")
+        totals = Totals(sums[0].item(), int(sums[1]), int(sums[2]))
+        divisor = self.comm.world_size if mine is None else max(1, totals.num_items)
+        for (name, parameter), anyone in zip(named, has_gradient.tolist(), strict=True):
+            # exercise 06: if any rank has this gradient, every rank gets the sum over all ranks, divided
+            raise NotImplementedError("_average")
+        self._is_in_backward = False
+        return totals

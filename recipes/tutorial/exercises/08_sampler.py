@@ -1,0 +1,263 @@
+"""Exercise 08: write `TrainSampler._micros`, where it says `NotImplementedError`.
+
+    cp recipes/tutorial/exercises/08_sampler.py .    makes a copy of your own, in any folder
+    python -m ddp exercise 08                        finds it there, and says what is wrong with it
+
+The rest of this file is a copy of ddp/data/sampler.py, which is the solution.
+
+Samplers say which samples a rank reads, in which order. Their state is three numbers or nothing.
+
+    TrainSampler         for `fit`: each sample exactly once per epoch, in steps of a global batch
+    EvaluationSampler    each sample exactly once over all ranks, one contiguous run per rank
+
+The state is (seed, epoch, consumed), and `consumed` counts *global* samples of the epoch. No rank occurs in it, so it
+is O(1), equal on all ranks, and valid at any other world size.
+
+TrainSampler cuts an epoch like this (B = 10 samples a step, V = 4 shards, W = 2 workers, micro-batches of at most 2):
+
+    permutation   |............ consumed ............|  0  1  2  3  4  5  6  7  8  9  |.......
+    shards        boundary i at position i*B//V         0  1 |2  3  4 |5  6 |7  8  9 |
+    workers       boundary r at shard r*V//W            rank 0        |rank 1        |
+    micro-batches parts of one shard, evenly            01   |2  34   |56   |7  89   |
+
+Proof that the shares of two workers differ by at most one sample if W divides V: rank r begins at shard rV/W, that
+is at position floor((rV/W) B/V) = floor(rB/W), and consecutive floors of multiples of B/W differ by floor(B/W) or
+ceil(B/W). The same holds for the shards with V for W. If W does not divide V, one worker computes at most one shard
+more than another, so that shares differ by at most one shard and one sample.
+
+Shards depend on V alone, and micro-batches on their shard alone. So a step's parts, and the random streams keyed by
+them, are the same at every world size.
+
+Cost: one permutation per epoch (8 bytes a sample); a step costs its own indices.
+
+Read before: `streams.py`. Read next: `distributed_sampler.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from ddp.data.streams import order_generator
+from ddp.errors import ConfigError
+
+
+class SamplerState(NamedTuple):
+    """The position of a run in its data."""
+
+    seed: int
+    epoch: int
+    consumed: int  # samples of this epoch that all ranks together have trained on
+
+
+class Micro(NamedTuple):
+    """The samples of one forward and backward: part `part` of shard `shard` of a step."""
+
+    shard: int
+    part: int
+    indices: tuple[int, ...]  # never empty
+
+
+class StepPlan(NamedTuple):
+    """One step: `size` samples from global `position` of `epoch`; `micros` are this rank's (none if it has none)."""
+
+    epoch: int
+    position: int
+    size: int
+    micros: tuple[Micro, ...]
+
+
+class TrainSampler:
+    """Plans steps of a global batch over an epoch's permutation, without padding or dropping samples.
+
+    The last step of an epoch may be smaller, and a rank may then have no sample at all.
+
+    A step is a transaction: `plans()` looks ahead without moving, `commit(plan)` moves once the step has happened.
+
+        for plan in sampler.plans():    # from the state to the end of its epoch
+            ...                         # forward, backward, agree, optimizer step
+            sampler.commit(plan)
+
+    Args:
+        length: number of samples of the data set.
+        global_batch: samples per step of all ranks together, at least `world_size`.
+        rank, world_size: whose share to plan.
+        num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
+            is a multiple of the world size, shares differ by at most one sample.
+        micro_size: most samples in one forward; None for whole shards.
+        seed, shuffle: of the order.
+
+    Raises:
+        ConfigError: an argument cannot work; the message says which one, and the remedy.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        num_shards: int | None = None,
+        micro_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        num_shards = world_size if num_shards is None else num_shards
+        if length < 1:
+            raise ConfigError(f"the training set has {length} samples; check its path and its split")
+        replicas(world_size, rank)
+        if global_batch < world_size:
+            raise ConfigError(
+                f"a global batch of {global_batch} cannot be shared by {world_size} workers: "
+                f"raise it to {world_size} or more, or use {max(global_batch, 1)} worker(s)"
+            )
+        if num_shards < world_size:
+            raise ConfigError(
+                f"num_shards={num_shards} is less than {world_size} workers, so some would compute nothing: "
+                f"set it to a multiple of {world_size}"
+            )
+        if micro_size is not None and micro_size < 1:
+            raise ConfigError(f"micro_size must be at least 1, got {micro_size}; leave it out for whole shards")
+        self.length, self.global_batch, self.num_shards, self.micro_size = length, global_batch, num_shards, micro_size
+        self.rank, self.world_size, self.shuffle = rank, world_size, shuffle
+        self._state = SamplerState(seed, epoch=0, consumed=0)
+        self._ordered: tuple[tuple[int, int], Tensor] | None = None  # ((seed, epoch), permutation [length])
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        """Returns the number of steps of a whole epoch, the smaller last one included."""
+        return math.ceil(self.length / self.global_batch)
+
+    @property
+    def state(self) -> SamplerState:
+        """Returns the position after the last committed step."""
+        return self._state
+
+    def plans(self) -> Iterator[StepPlan]:
+        """Yields the steps from the present state to the end of its epoch. The state stays where it is."""
+        return self._plans_from(self._state)  # the state at this call, not at the first next()
+
+    def _plans_from(self, state: SamplerState) -> Iterator[StepPlan]:
+        order = self._order(state.seed, state.epoch)
+        for position in range(state.consumed, self.length, self.global_batch):
+            step = order[position : position + self.global_batch]
+            yield StepPlan(state.epoch, position, len(step), tuple(self._micros(step)))
+
+    def _order(self, seed: int, epoch: int) -> Tensor:
+        """Returns the samples of an epoch in the order of training, [length]."""
+        if self._ordered is None or self._ordered[0] != (seed, epoch):
+            generator = order_generator(seed, epoch)
+            order = torch.randperm(self.length, generator=generator) if self.shuffle else torch.arange(self.length)
+            self._ordered = (seed, epoch), order
+        return self._ordered[1]
+
+    def _micros(self, step: Tensor) -> Iterator[Micro]:
+        """Yields this rank's parts of the samples of a step, [size]."""
+        # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
+        raise NotImplementedError("_micros")
+        yield  # keeps this a generator
+
+    def commit(self, plan: StepPlan) -> None:
+        """Moves the state past a step that has happened, at the end of an epoch to the beginning of the next one.
+
+        Raises:
+            ConfigError: the plan does not begin at the state (a step was left out, or committed twice).
+        """
+        seed, epoch, consumed = self._state
+        if (plan.epoch, plan.position) != (epoch, consumed):
+            raise ConfigError(
+                f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler is at "
+                f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
+            )
+        consumed += plan.size
+        self._state = SamplerState(seed, epoch, consumed)
+        if consumed >= self.length:
+            self._state = SamplerState(seed, epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns {seed, epoch, consumed}: equal on all ranks, and valid at any world size, batch or num_shards."""
+        return self._state._asdict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a saved state, with its seed.
+
+        Raises:
+            ConfigError: a field is missing, or the position lies outside this data set.
+        """
+        self._state = read_state(state, length=self.length)
+
+
+class EvaluationSampler(Sampler[int]):
+    """Gives each sample to exactly one rank: rank r reads [r*n//W, (r+1)*n//W), in the data set's order.
+
+    Shares differ by at most one sample, and a rank may have none. So reduce metrics as (sum, count).
+
+    Attributes:
+        share: the indices of this rank.
+
+    Raises:
+        ConfigError: `rank` outside [0, num_replicas), or no default for them.
+    """
+
+    def __init__(
+        self, dataset_or_length: Sized | int, *, num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        self.num_replicas, self.rank = replicas(num_replicas, rank)
+        length = dataset_or_length if isinstance(dataset_or_length, int) else len(dataset_or_length)
+        begin, end = (r * length // self.num_replicas for r in (self.rank, self.rank + 1))
+        self.share = range(begin, end)
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.share)
+
+
+# -------------------------------------------------------------------------------------------------- arguments and state
+
+
+def replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Returns number of ranks and rank, from `torch.distributed` where they are None.
+
+    Raises:
+        ConfigError: `rank` outside [0, num_replicas), or no default for them.
+    """
+    if num_replicas is None or rank is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"num_replicas={num_replicas} and rank={rank} have no default, as torch.distributed is not "
+                "initialised: call ddp.init() first, or pass both"
+            )
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        rank = dist.get_rank() if rank is None else rank
+    if num_replicas < 1:
+        raise ConfigError(f"the number of workers must be at least 1, got {num_replicas}")
+    if not 0 <= rank < num_replicas:
+        raise ConfigError(f"invalid rank {rank}: with {num_replicas} workers it must lie in [0, {num_replicas - 1}]")
+    return num_replicas, rank
+
+
+def read_state(state: Mapping[str, Any], *, length: int) -> SamplerState:
+    """Returns the position that a sampler saved, or the next epoch's beginning if that epoch was over.
+
+    Raises:
+        ConfigError: a field is missing, or the position lies outside this data set.
+    """
+    missing = [name for name in SamplerState._fields if name not in state]
+    if missing:
+        raise ConfigError(f"a sampler's state needs {', '.join(SamplerState._fields)}; missing: {', '.join(missing)}")
+    loaded = SamplerState(*(int(state[name]) for name in SamplerState._fields))
+    if loaded.epoch < 0 or not 0 <= loaded.consumed <= length:
+        raise ConfigError(
+            f"{loaded} is no position in a data set of {length} samples: "
+            "it was saved with another data set; give that one, or start without the sampler's state"
+        )
+    return loaded if loaded.consumed < length else SamplerState(loaded.seed, loaded.epoch + 1, 0)

@@ -1,0 +1,433 @@
+"""The exercises: cut from the library as it is, and checks that find out what a reader may do wrong."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+from mutants import Mutant, mutants, mutated
+
+from ddp.__main__ import main
+from ddp.tutorial import exercise, gradient_checks, sampler_checks, schedule_checks
+from ddp.tutorial.holes import FOLDER, LIBRARY, SOURCES, holes, name_of
+from ddp.tutorial.holes import exercise as cut
+from ddp.tutorial.mistake import Mistake
+
+# The same checks, with fewer ranks: most mistakes show with two.
+QUICK: dict[str, Callable[[ModuleType], Iterator[str]]] = {
+    "02": partial(schedule_checks.ring, sizes=(1, 2, 3, 4)),
+    "03": partial(schedule_checks.butterfly, sizes=(1, 2, 3, 4)),
+    "06": partial(gradient_checks.naive, sizes=(2,)),
+    "07": partial(gradient_checks.buckets, sizes=(2,)),
+    "08": partial(sampler_checks.sampler, sizes=(1, 2, 3, 5)),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (schedule_checks, gradient_checks):
+        monkeypatch.setattr(module, "SILENCE_S", 1.0)
+
+
+def solution(number: str) -> ModuleType:
+    return exercise.loaded(LIBRARY / SOURCES[number], number)
+
+
+def verdict(number: str, module: ModuleType) -> str:
+    """Returns the mistake that the check finds, or an empty text."""
+    try:
+        list(QUICK[number](module))
+    except Mistake as mistake:
+        return str(mistake)
+    return ""
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", SOURCES)
+def test_the_files_are_the_library_as_it_is(number: str) -> None:
+    written = (FOLDER / name_of(number)).read_text(encoding="utf-8")
+    assert written == cut(number), "write them anew: python -m ddp.tutorial.holes"
+    library = (LIBRARY / SOURCES[number]).read_text(encoding="utf-8")
+    kept, cut_out = set(written.splitlines()), sum(hole.stop - hole.first for hole in holes(number))
+    assert 5 <= cut_out <= 12  # about ten lines
+    assert len([line for line in library.splitlines() if line not in kept]) <= cut_out + 1  # one opens the docstring
+
+
+def test_there_is_a_check_for_every_file_and_no_other_file() -> None:
+    assert set(exercise.CHECKS) == set(SOURCES) == set(QUICK)
+    assert {path.name for path in FOLDER.glob("*.py")} == {name_of(number) for number in SOURCES}
+
+
+@pytest.mark.parametrize("number", SOURCES)
+def test_a_hole_is_not_written_yet(number: str) -> None:
+    found = verdict(number, exercise.loaded(FOLDER / name_of(number), number))
+    assert found.startswith("not written yet: ")
+    assert f"{name_of(number)}, line " in found and "raise NotImplementedError(" in found
+
+
+@pytest.mark.parametrize("number", SOURCES)
+def test_the_library_is_right(number: str) -> None:
+    assert len(list(exercise.CHECKS[number](solution(number)))) >= 3
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+def hole_mutants(number: str, module: ModuleType) -> Iterator[tuple[FunctionType, Mutant]]:
+    """Yields every function with one thing wrong in its hole."""
+    lines = (LIBRARY / SOURCES[number]).read_text(encoding="utf-8").splitlines()
+    for hole in holes(number):
+        found: Any = module
+        for part in hole.function.split("."):
+            found = getattr(found, part)
+        function = inspect.unwrap(found)
+        block = ast.unparse(ast.parse(textwrap.dedent("\n".join(lines[hole.first : hole.stop]))))
+        inside = {line.strip() for line in block.splitlines()}
+        yield from ((function, mutant) for mutant in mutants(function) if mutant.before in inside)
+
+
+SAME = {  # a part of what a line becomes, and why that is right all the same
+    "03": {"if rank <= peer": "never are they equal"},
+    "08": {"max(2, len(indices))": "a shard of one sample is one part, and one without any is none"},
+}
+
+
+@pytest.mark.parametrize("number", SOURCES)
+def test_every_one_line_mutant_is_found_out(number: str) -> None:
+    module, survivors, count = solution(number), list[str](), 0
+    for function, mutant in hole_mutants(number, module):
+        count += 1
+        with mutated(function, mutant):
+            if not verdict(number, module):
+                survivors.append(mutant.after)
+    known = SAME.get(number, {})
+    assert [line for line in survivors if not any(part in line for part in known)] == []
+    assert [part for part in known if not any(part in line for line in survivors)] == []
+    assert count >= 2
+
+
+class Typical(NamedTuple):
+    """A mistake that a reader may make: lines of the solution, what stands there instead, and what must be said."""
+
+    number: str
+    right: str
+    wrong: str
+    says: str
+
+
+REDUCE = "                    self.comm.all_reduce(gradient, label=name)\n"
+ASSIGN = "                parameter.grad = gradient.div_(divisor)\n"
+FILL_AND_LAUNCH = "            self._fill(reduction.bucket)\n            self._launch(reduction)\n"
+UNTIL_FULL = "            if waits_for_end or not reduction.is_full:\n                return\n"
+SHARE = "step[shard * size // num_shards : (shard + 1) * size // num_shards]"
+TYPICAL = {
+    "ring: off by one chunk": Typical(
+        "02",
+        "(rank - 1 - step) % num_ranks, (rank - 2 - step) % num_ranks",
+        "(rank - step) % num_ranks, (rank - 1 - step) % num_ranks",
+        "hint: off by one chunk: found “send chunk 0 to rank 1”, expected “send chunk 1 to rank 1” (rank 0 in round 0)",
+    ),
+    "ring: wrong neighbour": Typical(
+        "02",
+        "yield Send(right,",
+        "yield Send(left,",
+        "reduce_scatter with 3 ranks: rank 0 in round 0: deadlock: rank 2 sends no chunk 1 in this round\n"
+        "hint: wrong neighbour: found “send chunk 2 to rank 2”, expected “send chunk 2 to rank 1”",
+    ),
+    "ring: overwriting": Typical("02", "add=True)", "add=False)", "hint: overwrites in place of adding"),
+    "ring: adding what is complete": Typical("02", "add=False)", "add=True)", "hint: adds in place of overwriting"),
+    "ring: no receive": Typical(
+        "02",
+        ", Recv(left, range(incoming, incoming + 1), add=True)",
+        ",",
+        "deadlock: rank 1 takes no chunk 1 in this round\nhint: a missing receive: expected “add chunk 0 from rank 1”",
+    ),
+    "ring: a round too few": Typical("02", "(num_ranks - 1):", "(num_ranks - 2):", "hint: a round too few"),
+    "ring: everything each time": Typical(
+        "02",
+        "yield Send(right, range(outgoing, outgoing + 1)), Recv(left, range(incoming, incoming + 1), add=True)",
+        "yield Send(right, range(num_ranks)), Recv(left, range(num_ranks), add=True)",
+        "reduce_scatter with 2 ranks: the sums are right, but chunks sent by a rank: 2, where 1 is enough\n"
+        "hint: wrong chunks: found “send chunks 0-1 to rank 1”, expected “send chunk 1 to rank 1”",
+    ),
+    "ring: aliasing": Typical(
+        "02",
+        "(rank - step) % num_ranks, (rank - 1 - step) % num_ranks",
+        "(rank - step) % num_ranks, (rank - step) % num_ranks",
+        "all_gather with 2 ranks: rank 0 in round 0: a chunk is overwritten while in use",
+    ),
+    "ring: no range": Typical("02", "Send(right, range(outgoing, outgoing + 1))", "Send(right, outgoing)", "no range"),
+    "ring: an error": Typical(
+        "02", "(num_ranks - 1):", "(num_ranks - one):", "NameError: name 'one' is not defined\n  "
+    ),
+    "butterfly: the farthest first": Typical(
+        "03",
+        "    while distance < num_ranks:\n        peer, half = rank ^ distance, len(mine) // 2\n",
+        "    while distance < num_ranks:\n        peer, half = rank ^ (num_ranks // 2 // distance), len(mine) // 2\n",
+        "hint: farthest first: begin with the partner at distance 1",
+    ),
+    "butterfly: wrong neighbour": Typical(
+        "03",
+        "rank ^ distance",
+        "(rank + distance) % num_ranks",
+        "deadlock: rank 1 sends no chunks 0-1 in this round\nhint: wrong neighbour: ",
+    ),
+    "butterfly: both keep the same half": Typical(
+        "03", " if rank < peer else (mine[half:], mine[:half])", "", "expects chunk 0, rank 1 sends chunk 1\n"
+    ),
+    "butterfly: forth once more": Typical(
+        "03",
+        "in reversed(exchanges)",
+        "in exchanges",
+        "halving_doubling with 4 ranks: rank 3 in round 4: chunk 0 ends as (2, 3), but as ((0, 1), (2, 3)) on rank 0",
+    ),
+    "butterfly: not back": Typical(
+        "03",
+        "in reversed(exchanges)",
+        "in []",
+        "hint: a round too few",
+    ),
+    "naive: sum in place of mean": Typical("06", ".div_(divisor)", "", "hint: a sum in place of a mean"),
+    "naive: divided twice": Typical("06", ".div_(divisor)", ".div_(divisor).div_(divisor)", "hint: divided twice"),
+    "naive: own gradient": Typical("06", REDUCE + ASSIGN, "                    pass\n", "hint: nothing was reduced: "),
+    "naive: a copy is reduced": Typical(
+        "06", "all_reduce(gradient,", "all_reduce(gradient.clone(),", "hint: nothing was reduced, but it was divided"
+    ),
+    "naive: missing wait": Typical(
+        "06", "label=name)", "label=name, async_op=True)", "missing wait: nobody on rank 0 waits for the all-reduce of "
+    ),
+    "naive: aliasing": Typical(
+        "06",
+        "parameter.grad = gradient.div_(divisor)",
+        "self.__dict__.setdefault('flat', gradient.new_empty(25))\n"
+        "                flat = self.flat[: gradient.numel()].view_as(gradient)\n"
+        "                parameter.grad = flat.copy_(gradient.div_(divisor))",
+        "aliasing: the gradients of ",
+    ),
+    "naive: who has no gradient stays away": Typical(
+        "06",
+        "            if anyone:\n",
+        "            if parameter.grad is not None:\n",
+        "a branch that rank 1 alone takes: ranks call different collectives.",
+    ),
+    "naive: who has no gradient gets none": Typical(
+        "06",
+        ASSIGN,
+        "                gradient.div_(divisor)\n",
+        "rank 0, gradient of right.weight: found None, expected [",
+    ),
+    "naive: mean of means": Typical(
+        "06",
+        REDUCE + ASSIGN,
+        '                    self.comm.all_reduce(gradient.div_(mine.num_items if mine else 1), "mean", label=name)\n'
+        "                parameter.grad = gradient\n",
+        "hint: a mean of the ranks' means",
+    ),
+    "naive: rank 0 alone": Typical(
+        "06",
+        "            if anyone:\n",
+        "            if anyone and self.comm.rank == 0:\n",
+        "deadlock: rank 0: lost rank 1",
+    ),
+    "naive: gradients that nobody has": Typical(
+        "06", "            if anyone:\n", "            if True:\n", "right.weight: found one, expected None"
+    ),
+    "naive: the number of ranks": Typical(
+        "06",
+        "div_(divisor)",
+        "div_(self.comm.world_size)",
+        "hint: divided by the number of ranks, not by the number of ",
+    ),
+    "buckets: before it is full": Typical(
+        "07", UNTIL_FULL, "            if waits_for_end:\n                return\n", "is launched before it is full"
+    ),
+    "buckets: all at the end": Typical(
+        "07", ">= reduction.enough", "> reduction.enough", "hint: look at every gradient"
+    ),
+    "buckets: another order": Typical(
+        "07",
+        UNTIL_FULL,
+        "            if waits_for_end or reduction.is_launched or not reduction.is_full:\n                continue\n",
+        "ranks call different collectives.",
+    ),
+    "buckets: one at a time": Typical(
+        "07",
+        FILL_AND_LAUNCH,
+        FILL_AND_LAUNCH + "            return\n",
+        "it is not launched\nhint: a gradient may make several buckets full at once",
+    ),
+    "buckets: verdicts too early": Typical(
+        "07", "if waits_for_end or not", "if not", "hint: the last bucket carries the verdicts"
+    ),
+    "buckets: aliasing": Typical(
+        "07", FILL_AND_LAUNCH, "            self._launch(reduction)\n", "hint: aliasing: the bucket's memory is reduced"
+    ),
+    "buckets: twice": Typical("07", "self.reductions[self._num_launched :]:\n", "self.reductions:\n", "launched twice"),
+    "buckets: no answer": Typical(
+        "07", "        return True\n\n    def note_other", "\n    def note_other", "returned None"
+    ),
+    "sampler: samples twice": Typical(
+        "08",
+        "num_shards].tolist()",
+        "num_shards + 1].tolist()",
+        "sample 5 is there twice, on ranks 0 and 1\nhint: neighbours share a border",
+    ),
+    "sampler: the tail is dropped": Typical(
+        "08",
+        SHARE,
+        "step[shard * (size // num_shards) : (shard + 1) * (size // num_shards)]",
+        "a step of 3 samples from 30 on: sample 32 is missing: no rank has it",
+    ),
+    "sampler: the tail is padded": Typical(
+        "08",
+        SHARE,
+        "torch.cat([step, step])[shard * -(-size // num_shards) : (shard + 1) * -(-size // num_shards)]",
+        "hint: nothing is padded",
+    ),
+    "sampler: the last rank has the rest": Typical(
+        "08",
+        SHARE,
+        "step[shard * (size // num_shards) : (shard + 1) * (size // num_shards) if shard < num_shards - 1 else size]",
+        "shares differ by more than one: the ranks have [0, 0, 0, 0, 3] samples",
+    ),
+    "sampler: in turn": Typical(
+        "08", SHARE, "step[shard::num_shards]", "shard 0 has samples [0, 2, 4, 6, 8], expected "
+    ),
+    "sampler: positions": Typical(
+        "08", "tuple(indices[begin:stop])", "tuple(range(begin, stop))", "hint: yield the samples, which are the values"
+    ),
+    "sampler: parts without samples": Typical(
+        "08", "math.ceil(len(indices) / (", "max(1, len(indices) // (", "has a part without samples"
+    ),
+    "sampler: parts too large": Typical(
+        "08", "num_parts = math.ceil(", "num_parts = int(", "parts have at most micro_size="
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_a_typical_mistake_is_named(name: str, tmp_path: Path) -> None:
+    number, right, wrong, says = TYPICAL[name]
+    text = (LIBRARY / SOURCES[number]).read_text(encoding="utf-8")
+    assert right in text, "the library has changed"
+    path = tmp_path / name_of(number)
+    path.write_text(text.replace(right, wrong, 1), encoding="utf-8")
+    with pytest.raises(Mistake) as found:
+        list(QUICK[number](exercise.loaded(path, number)))
+    assert says in str(found.value)
+    others = {other.says for other in TYPICAL.values() if other.number == number} - {says}
+    assert [other for other in others if other in str(found.value)] == []
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Returns the exit status of `python -m ddp exercise`, and what it prints."""
+    try:
+        status = main(["exercise", *words])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+def test_the_file_in_this_folder_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, text = run(capsys, "02")
+    assert status == 1 and "✗ not written yet: reduce_scatter" in text
+    shutil.copy(LIBRARY / SOURCES["02"], "02_ring.py")
+    status, text = run(capsys, "2")
+    assert (status, text.splitlines()[0]) == (0, "02_ring.py")
+    assert text.endswith("solved; the library has it in ddp/collectives/ring.py\n")
+    assert text == run(capsys, "02", "02_ring.py")[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def f(:\n", "✗ mine.py, line 1: invalid syntax"),
+        ("x = 1\nx.y\n", "✗ mine.py: AttributeError: 'int' object has no attribute 'y'\n  mine.py, line 2: x.y\n"),
+        ("x = 1\n", "✗ mine.py: there is no reduce_scatter in it any more\nhint: start from a fresh copy"),
+        (
+            "def reduce_scatter(rank, num_ranks): return []\ndef all_gather(rank, num_ranks): return []\n",
+            "✗ reduce_scatter: is no generator\nhint: a schedule yields its rounds",
+        ),
+        (
+            "def reduce_scatter(rank, num_ranks):\n    while True:\n        yield ()\ndef all_gather(): 0\n",
+            "reduce_scatter with 1 rank: rank 0 in round 10010: goes on and on; a schedule ends",
+        ),
+    ],
+)
+def test_a_file_that_does_not_get_far(
+    code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(code)
+    status, text = run(capsys, "02", "mine.py")
+    assert status == 1 and says in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("11", "there is no exercise 11; there are 02, 03, 06, 07, 08, and `schedule` for an all-reduce of yours"),
+        ("ring", "there is no exercise ring; there are 02, "),
+        ("02 nowhere.py", "there is no file nowhere.py; begin with a copy of recipes/tutorial/exercises/02_ring.py"),
+        ("schedule", "schedule '': give the address of an all-reduce of yours, e.g. my_module:chain"),
+        ("schedule mine", "schedule 'mine': give the address of an all-reduce of yours, e.g. my_module:chain"),
+    ],
+)
+def test_bad_input(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, *words.split())
+    assert status == 2 and says in text
+
+
+def test_an_endless_loop_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "endless.py"
+    path.write_text("import sys\nwhile sys.ended is None:\n    pass\n")
+    monkeypatch.setattr(sys, "ended", None, raising=False)
+    monkeypatch.setattr(os, "_exit", partial(setattr, sys, "ended"))
+    with exercise.deadline(path, seconds=0.1):
+        exec(compile(path.read_text(), path, "exec"))
+    assert sys.ended == 1  # type: ignore[attr-defined]
+    text = capsys.readouterr().out
+    assert "✗ still running after 0.1 s; does a loop never end?" in text and "endless.py, line " in text
+
+
+def test_a_schedule_of_one_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(Path(__file__).parent.parent / "mine.py", "own_chain.py")
+    status, text = run(capsys, "schedule", "own_chain:chain")
+    assert status == 0
+    assert "✓ proven for 1 to 64 ranks" in text and Path("chain.svg").read_text().startswith("<svg ")
+    assert "3 workers: the replicas are equal bit by bit, and the loss fell from " in text
+    prices = {line.split()[0]: line.split("  ") for line in text.splitlines() if ":chain " in line or "ring " in line}
+    assert set(prices) == {"own_chain:chain", "ring"}
+    assert text.endswith("train with it: python -m ddp train comm.algorithm=own_chain:chain\n")
+
+    half = Path("own_chain.py").read_text().partition("    for step in range(last, 0, -1)")[0]
+    Path("own_half.py").write_text(half)
+    status, text = run(capsys, "schedule", "own_half:chain")
+    assert status == 1
+    assert text == (
+        "✗ with 2 ranks: rank 0 in round 1: chunk 0 ends as 0: not each contribution once, that of rank 1 is missing\n"
+    )
