@@ -111,7 +111,7 @@ if __name__ == "__main__":
 #
 # 1. Run `master_worker` and `tree` on 5 ranks. Why does the butterfly need another idea there? See "any number" in
 #    `ddp/collectives/butterfly.py`.
-# 2. Write the tree as a schedule, and let `python -m ddp exercise 03` judge it.
+# 2. Write the butterfly that exchanges halves, and sends no more than a ring: `python -m ddp exercise 03` judges it.
 #
 # ## Next
 #

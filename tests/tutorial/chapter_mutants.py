@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/tutorial/chapter_mutants.py [CHAPTER …]     ten mutants of each chapter's subject; minutes
 
-A mutant is a copy of the package in which one spot of one function is changed (tests/collectives/mutants.py).
+A mutant is a copy of the package in which one spot of one function is changed (tests/mutants.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "collectives"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants import changes  # noqa: E402
 
