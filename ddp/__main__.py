@@ -34,6 +34,7 @@ from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
+from ddp.tutorial.holes import SOURCES
 from ddp.wording import program
 
 if TYPE_CHECKING:
@@ -220,7 +221,6 @@ def exercise_question(questions: Questions) -> None:
     def answer(options: argparse.Namespace) -> str:
         from ddp.launcher import launch
         from ddp.tutorial.exercise import checked, checked_schedule, passed
-        from ddp.tutorial.holes import SOURCES
         from ddp.tutorial.own_schedule import TRAINED
 
         if options.number != "schedule":
@@ -238,7 +238,7 @@ def exercise_question(questions: Questions) -> None:
         return f"train with it: {program()} train comm.algorithm={name}"
 
     parser = questions.add_parser("exercise", help="checks your solution of an exercise of recipes/tutorial")
-    parser.add_argument("number", help="02, 03, 06, 07 or 08; or schedule, for an all-reduce of your own")
+    parser.add_argument("number", help=f"{', '.join(SOURCES)}; or schedule, for an all-reduce of your own")
     parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
     parser.set_defaults(answer=answer)
 

@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from ddp.collectives.schedule import Schedule
 from ddp.tutorial import gradient_checks, sampler_checks, schedule_checks
 from ddp.tutorial.holes import FOLDER, holes, name_of
@@ -55,6 +57,7 @@ def checked(number: str, file: str | None) -> Iterator[str]:
     path = _found(number, file)
     yield str(shown(path))
     module = loaded(path, number)
+    torch.set_num_threads(1)  # the ranks are threads already
     with deadline(path):
         yield from _ticked(CHECKS[number](module))
 
@@ -62,7 +65,7 @@ def checked(number: str, file: str | None) -> Iterator[str]:
 def checked_schedule(name: str, schedule: Schedule, *, train: Train) -> Iterator[str]:
     """Yields a line for each step that an all-reduce of the reader's has passed (`open_exercise`)."""
     module = sys.modules[name.partition(":")[0]]
-    with deadline(Path(module.__file__ or "")):
+    with deadline(Path(module.__file__ or ""), 2 * DEADLINE_S):  # it starts workers, too
         yield from _ticked(open_exercise(name, schedule, module, train=train))
 
 
@@ -99,7 +102,7 @@ def loaded(path: Path, number: str) -> ModuleType:
             spec.loader.exec_module(module)
     except SyntaxError as error:
         raise Mistake(f"{shown(Path(error.filename or path))}, line {error.lineno}", str(error.msg)) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise raised(str(shown(path)), error, module) or Mistake(str(shown(path)), str(error)) from None
     for hole in holes(number):
         found: object = module

@@ -146,6 +146,7 @@ def test_a_contribution_twice() -> None:
 
 def test_a_missing_contribution() -> None:
     rejects(lambda rank, num_ranks: iter(()), "0: not each contribution once, that of rank 1 is missing")
+    rejects(lambda rank, num_ranks: iter(()), "that of ranks 1, 2 is missing", 3)
 
 
 def test_ranks_that_disagree() -> None:
