@@ -183,11 +183,12 @@ def cost_s(
     num_ranks = network.num_ranks
     if num_ranks == 1:
         return 0.0
-    if _about_messages(schedule, num_ranks) > SIMULATED_MESSAGES and not repeats(schedule, network.hosts):
+    numel, num_chunks = -(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks)
+    one_host_stands_for_all = numel > num_chunks and repeats(schedule, network.hosts)  # all chunks have one length
+    if _about_messages(schedule, num_ranks) > SIMULATED_MESSAGES and not one_host_stands_for_all:
         seconds = textbook(name, nbytes, network)
         if seconds is not None:
             return seconds
-    numel, num_chunks = -(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks)
     if numel > num_chunks:
         numel = whole_chunks(numel, num_chunks)
     return simulate(schedule, network, numel, segment_bytes=segment_bytes).makespan_s

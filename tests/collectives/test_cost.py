@@ -107,6 +107,12 @@ def test_too_many_messages_are_predicted_by_the_formula() -> None:
     assert cost_s("ring", ring, 400 * 400, network) == simulate(ring, network, 400 * 100).makespan_s
 
 
+def test_a_buffer_of_fewer_elements_than_chunks_is_not_simulated_for_ten_thousand_ranks() -> None:
+    """A ring's ranks have different chunks then, so one of them cannot stand for all."""
+    network = Network(equal_hosts(10_000, 1), LINK, LINK, GAMMA)
+    assert cost_s("ring", ALL_REDUCE["ring"], 4096, network) == textbook("ring", 4096, network)
+
+
 # --- counts and bandwidths -------------------------------------------------------------------------------------------
 
 
