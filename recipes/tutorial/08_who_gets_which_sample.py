@@ -82,7 +82,7 @@ if __name__ == "__main__":
                 for sampler in (DistributedSampler, ddp.DistributedSampler):
                     theirs = sampler(whole, num_replicas=p, rank=rank, shuffle=True)
                     theirs.set_epoch(5)
-                    assert list(theirs) == strided(order(length, 5), rank, p)
+                    assert list(theirs) == strided(order(length, 5), rank, p) and len(theirs) == -(-length // p)
 
     for p in (1, 2, 4, 8):
         padded, means, exact = accuracies([0] + 9 * [1], p)
