@@ -40,12 +40,14 @@ from ddp.wording import program
 if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
 
+OVERLAP = "draw overlap"  # a question of two words, because it draws a run, not a schedule
 MOST_RANKS_SHOWN = 64
 MOST_RANKS_PROVEN = 256  # of a schedule of the user's own that is drawn or simulated
 EXAMPLES = """\
 examples:
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
   python -m ddp draw ring 4                                            as text; with --svg ring.svg as a picture
+  python -m ddp draw overlap --workers 2                               the timeline of a step; with --svg, too
   python -m ddp check hierarchical 6 --hosts 3,3                       ranks 0 to 2 on one host, 3 to 5 on another
   python -m ddp check my_module:chain 4                                a schedule of your own
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
@@ -78,8 +80,10 @@ def main(argv: Sequence[str]) -> int:
         title="questions", metavar="QUESTION", required=True, dest="question", prog=parser.prog
     )
     questions.add_parser("train", help="trains a model on this host's workers; its --help lists all settings")
-    for add_question in (draw_question, check_question, simulate_question, explain_question, exercise_question):
+    for add_question in QUESTIONS:
         add_question(questions)
+    if argv[:2] == OVERLAP.split():
+        argv = [OVERLAP, *argv[2:]]
     options = parser.parse_args(argv)
     try:
         print(options.answer(options), flush=True)
@@ -108,16 +112,65 @@ def draw_question(questions: Questions) -> None:
         if options.svg is None:
             return draw(schedule.algorithm, options.num_ranks)
         title = f"{options.schedule}, {options.num_ranks} ranks"
-        try:
-            options.svg.write_text(svg(schedule, options.num_ranks, title=title, hosts=hosts), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write {options.svg}: {error.strerror}; name another file after --svg") from error
+        write_picture(options.svg, svg(schedule, options.num_ranks, title=title, hosts=hosts))
         return f"{options.svg}: {title}"
 
-    parser = questions.add_parser("draw", help="draws the rounds of a schedule, as text or as a picture")
+    parser = questions.add_parser(
+        "draw",
+        help='draws the rounds of a schedule, or, as "draw overlap", the timeline of a step',
+        epilog=f"{program()} {OVERLAP} --help: the timeline of a step.",
+    )
     add_schedule(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of printing text")
     parser.set_defaults(answer=answer)
+
+
+def overlap_question(questions: Questions) -> None:
+    """Adds `draw overlap`: how much of the reductions does backward hide on this machine?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        if options.workers < 2:
+            raise ValueError(f"--workers {options.workers}: one worker alone has nothing to reduce; take 2 or more")
+        if options.bucket_mb <= 0:
+            raise ValueError(f"--bucket-mb {options.bucket_mb:g}: give a size above 0")
+        from ddp.launcher import launch
+        from ddp.replica.timeline_picture import timeline_svg, timeline_text
+
+        if options.svg is not None and not options.svg.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {options.svg}: there is no such folder; name another file after --svg")
+        measured = launch(overlap_here, options.bucket_mb, workers=options.workers, threads_per_worker=1, timeout_s=300)
+        background, foreground, default = measured[0]
+        if options.svg is not None:
+            write_picture(options.svg, timeline_svg(background, foreground))
+            return f"{options.svg}: a step of {options.workers} workers"
+        text = timeline_text(background, foreground)
+        return f"{text}\n\nBackward and reductions in ms. Here ddp reduces {default} unless it is told otherwise."
+
+    parser = questions.add_parser(OVERLAP, description="Trains a small network, and draws the timeline of a step.")
+    parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=4.0, metavar="MB", help="size of a bucket, in MiB (default: %(default)s)"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of printing text")
+    parser.set_defaults(answer=answer)
+
+
+def overlap_here(bucket_mb: float) -> tuple[object, ...]:
+    """Returns, as one rank of a new world, the timelines of a step."""
+    import ddp
+    from ddp.tutorial.measure import overlap
+
+    measured = overlap(ddp.init(), bucket_mb=bucket_mb)
+    ddp.shutdown()
+    return measured
+
+
+def write_picture(path: Path, picture: str) -> None:
+    """Writes a picture to the file that was named."""
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another file after --svg") from error
 
 
 def check_question(questions: Questions) -> None:

@@ -6,8 +6,8 @@ rank 0  backward  ████████████████████�
         bucket 0        ░░░░░░░░░░
         bucket 1                   ·░░░░░░░░
 
-A run is a list of what `BucketedDataParallel.logging_data()` returns, rank by rank. Several runs are drawn one above the
-other with the same length for a millisecond, so that they can be compared.
+A run is a list of what `BucketedDataParallel.logging_data()` returns, rank by rank. Several runs are drawn one above
+the other with the same length for a millisecond, so that they can be compared.
 
 Zero is the moment at which a rank's own backward began. No clock is common to ranks of several hosts, and none is
 needed: what the ranks wait for shows in the times between ready and done.
@@ -62,7 +62,8 @@ def _block(run: Run, longest_s: float) -> Iterator[str]:
         yield f"rank {rank:<3}backward  {cells:<{COLUMNS}}{_ms(step['backward_s']):>24}{step['overlap']:>8.0%}"
         for bucket in step["buckets"]:
             ready_s, launched_s, done_s = bucket["ready_s"], bucket["launched_s"], bucket["done_s"]
-            cells = _painted(_painted("", ready_s, launched_s, longest_s, "·"), launched_s, done_s, longest_s, "░", least=1)
+            cells = _painted("", ready_s, launched_s, longest_s, "·")
+            cells = _painted(cells, launched_s, done_s, longest_s, "░", least=1)
             times = f"{_ms(ready_s):>8}{_ms(launched_s):>9}{_ms(done_s):>7}{bucket['overlap']:>8.0%}"
             yield f"{'':8}bucket {bucket['index']:<3}{cells:<{COLUMNS}}{times}"
 

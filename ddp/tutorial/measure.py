@@ -1,0 +1,131 @@
+"""Measures what the pictures of the read-along show, in the ranks that are there.
+
+    overlap    the timeline of a step, with reductions in the background of backward, and in the foreground
+    costs      α, β and γ of the link between two ranks, in seconds, as `ddp/comm/calibrate.py` measures them
+    scaling    samples per second of a training with a global batch of 240 images
+
+`python -m torch.distributed.run --standalone --nproc-per-node 2 -m ddp.tutorial.measure costs` prints one of them.
+
+Read before: `replica/timeline_picture.py`, `bench/workloads.py`. Read next: `chart.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ddp.bench.workloads import WORKLOADS
+from ddp.clock import now_s
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.comm.setup import init, shutdown
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.timeline_picture import Run, ended_s
+
+WIDTH, DEPTH, BATCH = 1024, 5, 64  # of the network whose step is drawn; samples of a rank
+WARM_UP, NUM_STEPS = 3, 15
+GLOBAL_BATCH, NUM_TURNS, TURN_S = 240, 7, 1.0
+
+
+class Overlap(NamedTuple):
+    """The timelines of two steps.
+
+    Attributes:
+        default: what the replica does here if it is not told: "in the background" or "in the foreground".
+    """
+
+    background: Run
+    foreground: Run
+    default: str
+
+
+def overlap(comm: Communicator, *, bucket_mb: float = 4.0) -> Overlap:
+    """Trains a network for some steps in either way, and returns the step of median length. Collective."""
+    runs = [_timeline(comm, bucket_mb=bucket_mb, overlap=overlap) for overlap in (True, False)]
+    return Overlap(runs[0], runs[1], "in the background" if comm.overlaps else "in the foreground")
+
+
+def _timeline(comm: Communicator, *, bucket_mb: float, overlap: bool) -> Run:
+    layers = OrderedDict[str, nn.Module]()
+    for number in range(1, DEPTH + 1):
+        layers[f"hidden{number}"], layers[f"relu{number}"] = nn.Linear(WIDTH, WIDTH), nn.ReLU()
+    model = BucketedDataParallel(
+        nn.Sequential(layers | {"output": nn.Linear(WIDTH, 10)}), bucket_cap_mb=bucket_mb, overlap=overlap, comm=comm
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, classes = torch.randn(BATCH, WIDTH), torch.randint(0, 10, (BATCH,))
+    mine = []
+    for _ in range(WARM_UP + NUM_STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), classes).backward()
+        optimizer.step()
+        mine.append(model.logging_data())
+    steps = list(zip(*all_gather_object(comm, mine[WARM_UP:]), strict=True))
+    lengths_s = [max(map(ended_s, step)) for step in steps]
+    return steps[lengths_s.index(median_low(lengths_s))]
+
+
+def costs(comm: Communicator) -> dict[str, float]:
+    """Returns the figures of the cost model. The communicator must not use shared memory. Collective."""
+    comm.predict(4)  # the first question measures
+    crossing = comm.auto.ranking(4)[0].crossing
+    assert crossing is not None
+    link = crossing.network.inside
+    return {
+        "alpha_s": link.alpha_s,
+        "beta_s": link.beta_s,
+        "gap_s": link.gap_s,
+        "gamma_s": crossing.network.gamma_s,
+    }
+
+
+def scaling(comm: Communicator) -> list[float]:
+    """Returns the samples per second of every turn, of all ranks together. Collective."""
+    workload, share = WORKLOADS["cnn-b64"], GLOBAL_BATCH // comm.world_size
+    model = BucketedDataParallel(workload.make(), comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, classes = torch.randn(share, 1, 28, 28), torch.randint(0, 10, (share,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), classes).backward()
+        optimizer.step()
+
+    def steps_s(num_steps: int) -> float:
+        comm.barrier()
+        start_s = now_s()
+        for _ in range(num_steps):
+            step()
+        comm.barrier()
+        return now_s() - start_s
+
+    steps_s(WARM_UP)
+    a_step_s = torch.tensor(steps_s(WARM_UP) / WARM_UP)
+    num_steps = max(1, int(TURN_S / float(comm.broadcast(a_step_s, 0))))
+    return [num_steps * share * comm.world_size / steps_s(num_steps) for _ in range(NUM_TURNS)]
+
+
+MEASUREMENTS: dict[str, Callable[[Communicator], Any]] = {"overlap": overlap, "costs": costs, "scaling": scaling}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures what is named, under torchrun; rank 0 prints it as JSON."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    comm = init(device="cpu", shared_memory=argv[0] != "costs")
+    measured = MEASUREMENTS[argv[0]](comm)
+    if comm.rank == 0:
+        print(json.dumps(measured), flush=True)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
