@@ -53,6 +53,7 @@ examples:
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
   python -m ddp explain 25MB --workers 2
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
+  python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
 
 python -m ddp QUESTION --help lists the options of a question."""
 
@@ -80,7 +81,10 @@ def main(argv: Sequence[str]) -> int:
         title="questions", metavar="QUESTION", required=True, dest="question", prog=parser.prog
     )
     questions.add_parser("train", help="trains a model on this host's workers; its --help lists all settings")
-    for add_question in QUESTIONS:
+    for add_question in (
+        *(draw_question, overlap_question, check_question, simulate_question, explain_question),
+        *(exercise_question, tutorial_question),
+    ):
         add_question(questions)
     if argv[:2] == OVERLAP.split():
         argv = [OVERLAP, *argv[2:]]
@@ -255,6 +259,19 @@ def explain_question(questions: Questions) -> None:
     parser.add_argument("bytes", help="size of the tensor, e.g. 25MB")
     parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
     parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
+    parser.set_defaults(answer=answer)
+
+
+def tutorial_question(questions: Questions) -> None:
+    """Adds `tutorial`: how does data-parallel training come about, step by step?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        from ddp.tutorial.web import write_site
+
+        return write_site(options.html)
+
+    parser = questions.add_parser("tutorial", help="writes the read-along, prose beside code, as pages for a browser")
+    parser.add_argument("--html", type=Path, required=True, metavar="FOLDER", help="the folder to write them into")
     parser.set_defaults(answer=answer)
 
 

@@ -1,0 +1,125 @@
+"""Writes the read-along as pages for a browser: prose beside code, one file per page, nothing from elsewhere.
+
+    python -m ddp tutorial --html site/
+
+    ┌──────────────────────────────────────────┐
+    │ the read-along                Chapters ▾ │
+    ├──────────────────────────────────────────┤
+    │ 02 · Ring all-reduce                     │
+    │ the question        ┌─ drawing ────────┐ │   a row: prose, and the pictures, drawings and code that it is about,
+    │                     └──────────────────┘ │   side by side where there is room, and one after another on a phone
+    │ The ring            ┌─ code ───────────┐ │   a row
+    │ Every rank sends …  └──────────────────┘ │
+    │ What to look at │ Exercises │ Next       │   prose without code after it: its sections side by side
+    ├──────────────────────────────────────────┤
+    │ ← 01 · Send and …     03 · Tree, … →     │
+    └──────────────────────────────────────────┘
+
+The frame is page.html, and what it looks like is page.css.
+
+Read before: `prose.py`. Read next: `__main__.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from markdown_it.token import Token
+
+from ddp.errors import ConfigError
+from ddp.files import make_folder, write_whole
+from ddp.tutorial.chapters import FOLDER, Block, Chapter, read_chapters, read_preface
+from ddp.tutorial.prose import Prose, code_block, is_wide, parse, parse_line, plain
+from ddp.wording import counted
+
+FRAME, STYLE = (Path(__file__).with_name(name) for name in ("page.html", "page.css"))
+
+
+def write_site(site: Path, *, chapters: Path = FOLDER) -> str:
+    """Writes all pages into the folder `site`, and returns a sentence that says so.
+
+    Raises:
+        ConfigError: a chapter is wrong, or the folder cannot be written.
+    """
+    written = pages(chapters)
+    try:
+        make_folder(site)
+        for name, page in written.items():
+            write_whole(site / name, page)
+    except OSError as error:
+        raise ConfigError(f"cannot write pages into {site}: {error.strerror}; name a folder after --html") from error
+    return f"{counted(len(written), 'page')} in {site}: open {site / 'index.html'} in a browser"
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """Returns the pages of a folder of chapters by their names; the same chapters give the same pages.
+
+    Raises:
+        ConfigError: a chapter is wrong: it does not parse, or shows a picture that is not there.
+    """
+    walk = [read_preface(folder), *read_chapters(folder)]
+    names = {each.path.name: f"{each.path.stem}.html" for each in walk} | {"README.md": "index.html"}
+    return {names[each.path.name]: _page(each, walk, names) for each in walk}
+
+
+def _page(chapter: Chapter, walk: Sequence[Chapter], names: Mapping[str, str]) -> str:
+    """Returns one page. `walk`: the preface and all chapters in their order; `names`: their pages."""
+    prose, place = Prose(chapter.path, names), walk.index(chapter)
+
+    def link(to: Chapter, relation: str = "") -> str:
+        current = ' aria-current="page"' if to is chapter else ""
+        return f'<a href="{names[to.path.name]}"{relation}{current}>{escape(plain(to.title))}</a>'
+
+    neighbours = [link(each, ' rel="prev"') for each in walk[:place][-1:]]
+    neighbours += [link(each, ' rel="next"') for each in walk[place + 1 :][:1]]
+    return Template(FRAME.read_text(encoding="utf-8")).substitute(
+        style=STYLE.read_text(encoding="utf-8"),
+        title=escape(" — ".join(plain(each.title) for each in dict.fromkeys((chapter, walk[0])))),
+        description=escape(plain(chapter.question)),
+        home=link(walk[0]),
+        contents="\n".join(f"<li>{link(each)}</li>" for each in walk[1:]),
+        kind="preface" if place == 0 else "chapter",
+        heading=prose.write(parse_line(chapter.title)),
+        file=escape("/".join(chapter.path.parts[-3:])),
+        body="\n".join(_body(chapter.blocks, prose)),
+        neighbours="\n".join(neighbours),
+    )
+
+
+def _body(blocks: Sequence[Block], prose: Prose) -> Iterator[str]:
+    for block in blocks:
+        parts = parse(block.prose)
+        yield from _rows(parts, block.code, prose) if block.code else _sections(parts, prose)
+
+
+def _rows(parts: Sequence[list[Token]], code: str, prose: Prose) -> Iterator[str]:
+    """Yields a block as rows, each of which ends before the prose that follows something wide."""
+    text, wide = "", ""
+    for part in parts:
+        if is_wide(part):
+            wide += prose.write(part)
+            continue
+        if wide:
+            yield _row(text, wide)
+            text, wide = "", ""
+        text += prose.write(part)
+    yield _row(text, wide + code_block(code))
+
+
+def _row(text: str, wide: str) -> str:
+    text = f'<div class="text">\n{text}</div>\n' if text else ""
+    return f'<div class="row">\n{text}<div class="wide">\n{wide}</div>\n</div>'
+
+
+def _sections(parts: Sequence[list[Token]], prose: Prose) -> Iterator[str]:
+    """Yields prose without code, one section for each heading of the second level."""
+    sections = [""]
+    for part in parts:
+        if part[0].tag == "h2":
+            sections.append("")
+        sections[-1] += prose.write(part)
+    inside = "".join(f"<section>\n{section}</section>\n" for section in sections if section)
+    yield f'<div class="sections">\n{inside}</div>'
