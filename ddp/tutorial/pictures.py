@@ -26,7 +26,7 @@ from ddp.collectives.cost import textbook
 from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network
 from ddp.replica.timeline_picture import timeline_svg
-from ddp.svg import FAINT, PANEL, line, marks, page, rect, text
+from ddp.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
 from ddp.tutorial.chart import Axis, Panel
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "tutorial" / "pictures"
@@ -97,18 +97,19 @@ def scaling() -> str:
     parts = [
         text(28, 34, "Samples per second over the number of workers", size=20, weight="bold"),
         text(28, 54, "Training of a small CNN, always 240 images in a step, which the workers share.", size=12),
-        text(28, 71, f"Median of {len(next(iter(turns.values())))} turns; bars: the slowest and the fastest ({place(kept)}).", size=12),
+        text(28, 71, f"Median of the turns; bars: the slowest and the fastest ({place(kept)}).", size=12),
     ]  # fmt: skip
     if beyond < right:
+        middle, bottom = (beyond + right) / 2, panel.top + panel.height
         parts += [
             rect(beyond, panel.top, right - beyond, panel.height, fill=PANEL, stroke="none"),
-            text((beyond + right) / 2, panel.top + panel.height - 12, f"they share {cores} cores", size=11, anchor="middle"),
-        ]  # fmt: skip
+            text(middle, bottom - 12, f"they share {cores} cores", size=11, anchor="middle"),
+        ]
     ideal = [panel.at((n, n * alone)) for n in (1.0, most)]
     parts += [
         *panel.frame("", x_name="workers", y_name="samples/s"),
         line(ideal, stroke=FAINT, thickness=2, dash="6 4"),
-        text(ideal[1][0] + 24, ideal[1][1] + 4, f"ideal: {most:.0f} × one worker", size=11, weight="bold", fill="#64748b"),
+        text(ideal[1][0] + 24, ideal[1][1] + 4, f"ideal: {most:.0f} × one worker", size=11, weight="bold", fill=QUIET),
         *panel.points(curve, [(min(speeds), max(speeds)) for speeds in turns.values()]),
         text(x + 24, y + 4, "measured", size=11, weight="bold"),
     ]  # fmt: skip
