@@ -92,8 +92,8 @@ if __name__ == "__main__":
 #
 # ## The number that surprised
 #
-# 2. A rank sends 2(p − 1)/p times its gradient: 1.50 times with 4 ranks, 1.75 times with 8, and never more than twice,
-#    even with 10,000. No all-reduce by messages can make its busiest rank send less. What grows with p are the rounds.
+# Never more than 2: a rank sends 2(p − 1)/p times its gradient, 1.5 times with 4 ranks, 1.75 times with 8, and 1.9998
+# times with 10,000. No all-reduce by messages can make its busiest rank send less. What grows with p are the rounds.
 #
 # ## Exercises
 #
