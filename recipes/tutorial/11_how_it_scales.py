@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import ddp
 
-MOST_WORKERS, BATCHES, NUM_STEPS = 4, (16, 512), 10
+MOST_WORKERS, BATCHES, NUM_STEPS = 4, (16, 256), 8
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # ## One measurement
