@@ -107,7 +107,10 @@ class Prose(RendererHTML):
             inside = list(takewhile(lambda token: token.type != "link_close", tokens[idx + 1 :]))
             text = self.renderInlineAsText(inside, options, env)
             name = target.removeprefix("../../")  # from recipes/tutorial to the top
-            opening, closing = "", "" if Path(name).name in text else f" (<code>{escape(name, quote=False)}</code>)"
+            if text in (name, Path(name).name) and inside[0].type == "text":
+                opening, closing = "<code>", "</code>"
+            else:
+                opening, closing = "", "" if Path(name).name in text else f" (<code>{escape(name, quote=False)}</code>)"
         else:
             raise ConfigError(f"{self._source} links to {href}, which is not there: correct the link")
         self._closing.append(closing)
@@ -166,8 +169,8 @@ def parse(markdown: str) -> list[list[Token]]:
 
 
 def is_wide(part: list[Token]) -> bool:
-    """Returns whether a part of the prose is a picture or a drawing, which wants more room than lines of text."""
-    return part[0].tag == "figure" or part[0].type in ("fence", "code_block")
+    """Returns whether a part of the prose is a picture, drawing or table, which wants more room than lines of text."""
+    return part[0].tag in ("figure", "code", "table")
 
 
 def parse_line(markdown: str) -> list[Token]:

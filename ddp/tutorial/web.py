@@ -10,7 +10,7 @@
     │                     └──────────────────┘ │   side by side where there is room, and one after another on a phone
     │ The ring            ┌─ code ───────────┐ │   a row
     │ Every rank sends …  └──────────────────┘ │
-    │ What to look at │ Exercises │ Next       │   prose without code after it: its sections side by side
+    │ What surprised │ Exercises │ Next        │   prose without code after it: its sections side by side
     ├──────────────────────────────────────────┤
     │ ← 01 · Send and …     03 · Tree, … →     │
     └──────────────────────────────────────────┘
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from string import Template
 
@@ -84,7 +85,7 @@ def _page(chapter: Chapter, walk: Sequence[Chapter], names: Mapping[str, str]) -
         kind="preface" if place == 0 else "chapter",
         heading=prose.write(parse_line(chapter.title)),
         file=escape("/".join(chapter.path.parts[-3:])),
-        body="\n".join(_body(chapter.blocks, prose)),
+        body="\n".join(_body(chapter.blocks, prose) if place else map(prose.write, parse(chapter.blocks[0].prose))),
         neighbours="\n".join(neighbours),
     )
 
@@ -92,11 +93,11 @@ def _page(chapter: Chapter, walk: Sequence[Chapter], names: Mapping[str, str]) -
 def _body(blocks: Sequence[Block], prose: Prose) -> Iterator[str]:
     for block in blocks:
         parts = parse(block.prose)
-        yield from _rows(parts, block.code, prose) if block.code else _sections(parts, prose)
+        yield from _rows(parts, prose, code=block.code) if block.code else _closing(parts, prose)
 
 
-def _rows(parts: Sequence[list[Token]], code: str, prose: Prose) -> Iterator[str]:
-    """Yields a block as rows, each of which ends before the prose that follows something wide."""
+def _rows(parts: Sequence[list[Token]], prose: Prose, *, code: str = "") -> Iterator[str]:
+    """Yields prose and code as rows, each of which ends before the prose that follows something wide."""
     text, wide = "", ""
     for part in parts:
         if is_wide(part):
@@ -106,20 +107,27 @@ def _rows(parts: Sequence[list[Token]], code: str, prose: Prose) -> Iterator[str
             yield _row(text, wide)
             text, wide = "", ""
         text += prose.write(part)
-    yield _row(text, wide + code_block(code))
+    yield _row(text, wide + (code_block(code) if code else ""))
 
 
 def _row(text: str, wide: str) -> str:
-    text = f'<div class="text">\n{text}</div>\n' if text else ""
-    return f'<div class="row">\n{text}<div class="wide">\n{wide}</div>\n</div>'
+    inside = [f'<div class="{name}">\n{part}</div>\n' for name, part in (("text", text), ("wide", wide)) if part]
+    return f'<div class="row">\n{"".join(inside)}</div>'
 
 
-def _sections(parts: Sequence[list[Token]], prose: Prose) -> Iterator[str]:
-    """Yields prose without code, one section for each heading of the second level."""
-    sections = [""]
+def _closing(parts: Sequence[list[Token]], prose: Prose) -> Iterator[str]:
+    """Yields prose without code: sections with something wide as rows, those between them side by side."""
+    sections: list[list[list[Token]]] = [[]]
     for part in parts:
         if part[0].tag == "h2":
-            sections.append("")
-        sections[-1] += prose.write(part)
-    inside = "".join(f"<section>\n{section}</section>\n" for section in sections if section)
-    yield f'<div class="sections">\n{inside}</div>'
+            sections.append([])
+        sections[-1].append(part)
+    yield '<div class="closing">'
+    for has_wide, group in groupby(filter(None, sections), lambda section: any(map(is_wide, section))):
+        if has_wide:
+            for section in group:
+                yield from _rows(section, prose)
+        else:
+            inside = "".join(f"<section>\n{''.join(map(prose.write, section))}</section>\n" for section in group)
+            yield f'<div class="sections">\n{inside}</div>'
+    yield "</div>"

@@ -121,6 +121,30 @@ def test_prose_stands_beside_its_code_with_links_and_pictures(folder: Path) -> N
     assert 'fill="url(#picture-1-b)"' in page and 'aria-label="a picture"' in page
 
 
+def test_a_closing_section_with_a_picture_is_a_row_and_the_others_stand_side_by_side(folder: Path) -> None:
+    prose = ("## Look", "Here:", "![it](pictures/p.svg)", "## Exercises", "1. Do.", "## Next", "Go.")
+    (folder / "01_next.py").write_text(f"{NEXT}x = 1\n\n# " + "\n#\n# ".join(prose) + "\n")
+    _, page = pages(folder)["01_next.html"].split('<div class="closing">')
+    row, sections = page.split('<div class="sections">')
+    assert row.count('<div class="row">') == 1 and row.index("Here:") < row.index('class="wide"') < row.index("<svg")
+    assert sections.count("<section>") == 2
+
+
+def test_a_link_to_a_file_without_a_page_names_the_file(folder: Path) -> None:
+    shown = {
+        "[p.svg](pictures/p.svg)": "<code>p.svg</code>",
+        "[`pictures/p.svg`](pictures/p.svg)": "<code>pictures/p.svg</code>",
+        "[a square](pictures/p.svg)": "a square (<code>pictures/p.svg</code>)",
+        "[out](https://pytorch.org/x)": '<a href="https://pytorch.org/x">out</a>',
+    }
+    (folder / "README.md").write_text("# A book\n\n" + "\n\n".join(shown))
+    page = pages(folder)["index.html"]
+    assert [html for html in shown.values() if f"<p>{html}</p>" not in page] == []
+    (folder / "README.md").write_text("# A book\n\n[gone](02_gone.py)\n")
+    with pytest.raises(ConfigError, match=r"README\.md links to 02_gone\.py, which is not there"):
+        pages(folder)
+
+
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [
