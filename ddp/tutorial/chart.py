@@ -89,7 +89,7 @@ class Panel:
                 yield text((left + right) / 2, y + 13, name, size=11, anchor="middle", fill="#ffffff", weight="bold")
 
     def points(self, curve: Curve, ranges: Sequence[tuple[float, float]]) -> Iterator[str]:
-        """Draws points that lines join, each with its value beside it, and a bar over the range of what was measured."""
+        """Draws points that lines join, each with its value beside it, and a bar over what was measured."""
         yield line(map(self.at, curve), stroke=COLORS[0], thickness=2.5)
         for (value, height), ends in zip(curve, ranges, strict=True):
             x, y = self.at((value, height))

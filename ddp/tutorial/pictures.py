@@ -13,7 +13,6 @@ Read before: `collectives/picture.py`, `measure.py`, `chart.py`. Read next: `lau
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -57,20 +56,24 @@ def schedule(name: str, num_ranks: int) -> str:
 
 def overlap() -> str:
     """Returns the timeline of a step, in the background and in the foreground."""
-    background, foreground, _ = measured("overlap")["rounds"]["2"][0]
-    return timeline_svg(background, foreground)
+    kept = measured("overlap")
+    background, foreground, _ = kept["rounds"]["2"][0]
+    return timeline_svg(background, foreground, title=f"One step of 2 workers on {kept['cores']} cores")
 
 
 def costs() -> str:
     """Returns the time of all-reduces over their bytes, for few and for many ranks, by the formulas of the model."""
     kept = measured("costs")
-    figures = min(kept["rounds"]["2"], key=lambda figures: figures["alpha_s"])
+    rounds = kept["rounds"]["2"]
+    figures = min(rounds, key=lambda figures: figures["alpha_s"])
     link = Link(figures["alpha_s"], figures["beta_s"], figures["gap_s"])
     speed = f"α = {format_time(link.alpha_s)} for a message, 1/β = {1e-9 / link.beta_s:.2g} GB/s for each link."
     parts = [
         text(28, 34, "What an all-reduce costs: α for every message, β for every byte", size=20, weight="bold"),
         text(28, 54, f"By the formulas of ddp/collectives/cost.py. {speed}", size=12),
-        text(28, 71, f"That is how two processes talk through sockets, {place(kept)}.", size=12),
+        text(
+            28, 71, f"Two processes talk through sockets, the fastest of {len(rounds)} rounds, {place(kept)}.", size=12
+        ),
     ]
     sizes = [2.0 ** (power / 2) for power in range(16, 61)]
     bytes_axis = Axis(sizes[0], sizes[-1], [2.0**power for power in (10, 20, 30)], lambda n: format_size(int(n)), True)
@@ -162,8 +165,7 @@ def measure(name: str) -> None:
     for workers in plan.workers * plan.num_rounds:
         ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
         command = [sys.executable, "-m", *ranks, "-m", "ddp.tutorial.measure", name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torchrun's default, but without its warning
-        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         rounds[str(workers)].append(json.loads(said.splitlines()[-1], parse_float=_four_digits))
     kept = {
         "command": "python -m ddp.tutorial.pictures --measure",
