@@ -12,8 +12,8 @@ from math import log
 from ddp.svg import FAINT, INK, QUIET, line, rect, text
 
 Curve = Sequence[tuple[float, float]]
-COLORS = ("#1b2a52", "#e08a1e", "#2f8f6b", "#b3243b", "#6fa8dc")
-"""Of unequal darkness, so that they differ without colour too."""
+COLORS = ("#1b2a52", "#b8690b", "#2b8563", "#b3243b", "#3b78b8")
+"""Dark enough for words on white, which name every curve where it ends."""
 
 
 @dataclass(frozen=True)
