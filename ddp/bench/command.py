@@ -7,7 +7,7 @@
 A job is a function that every rank runs; it returns cells. The script passes `ddp.launch` in, because that stands on a
 higher floor than this package.
 
-Read before: `report.py`, `strangers.py`. Read next: `launcher.py`.
+Read before: `report.py`, `strangers.py`. Read next: `tutorial/measure.py`, `launcher.py`.
 """
 
 from __future__ import annotations

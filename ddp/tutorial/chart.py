@@ -12,8 +12,8 @@ from math import log
 from ddp.svg import FAINT, INK, QUIET, line, rect, text
 
 Curve = Sequence[tuple[float, float]]
-COLORS = ("#1b2a52", "#e08a1e", "#2f8f6b", "#b3243b", "#6fa8dc")
-"""Of unequal darkness, so that they differ without colour too."""
+COLORS = ("#1b2a52", "#b8690b", "#2b8563", "#b3243b", "#3b78b8")
+"""Dark enough for words on white, which name every curve where it ends."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Panel:
                 yield text((left + right) / 2, y + 13, name, size=11, anchor="middle", fill="#ffffff", weight="bold")
 
     def points(self, curve: Curve, ranges: Sequence[tuple[float, float]]) -> Iterator[str]:
-        """Draws points with a bar from the least to the greatest value that was measured, and the value beside."""
+        """Draws points that lines join, each with its value beside it, and a bar over what was measured."""
         yield line(map(self.at, curve), stroke=COLORS[0], thickness=2.5)
         for (value, height), ends in zip(curve, ranges, strict=True):
             x, y = self.at((value, height))

@@ -1,9 +1,11 @@
 """Draws the pictures of the read-along, recipes/tutorial/pictures/, from schedules and from what was measured.
 
     python -m ddp.tutorial.pictures              draws all of them again, from the JSON files beside them
-    python -m ddp.tutorial.pictures --measure    measures first; takes two minutes, best on a machine with nothing to do
+    python -m ddp.tutorial.pictures --measure    measures first: minutes on a machine with nothing else to do
 
-A JSON file says on what it was measured. Drawing is exact: the same files give the same bytes.
+A JSON file says on what it was measured. Drawing is exact: the same files give the same bytes. A machine whose speed
+drifts spoils a comparison, so the numbers of workers take turns. Other programs can only slow a round down, so the
+fastest round counts; `scaling.svg` shows the median, too.
 
 Read before: `collectives/picture.py`, `measure.py`, `chart.py`. Read next: `launcher.py`.
 """
@@ -17,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp.bench.place import available_cores
 from ddp.bench.units import format_size, format_time
@@ -30,8 +32,16 @@ from ddp.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
 from ddp.tutorial.chart import Axis, Panel
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "tutorial" / "pictures"
-WORLDS = {"overlap": (2,), "costs": (2,), "scaling": (1, 2, 3, 4)}
-"""By measurement, the numbers of workers that it is made with."""
+
+
+class Plan(NamedTuple):
+    """Says with which numbers of workers something is measured, and in how many rounds."""
+
+    workers: tuple[int, ...]
+    num_rounds: int
+
+
+PLANS = {"overlap": Plan((2,), 1), "costs": Plan((2,), 9), "scaling": Plan((1, 2, 3, 4), 7)}
 
 # --- schedules -------------------------------------------------------------------------------------------------------
 
@@ -46,21 +56,25 @@ def schedule(name: str, num_ranks: int) -> str:
 
 def overlap() -> str:
     """Returns the timeline of a step, in the background and in the foreground."""
-    background, foreground, _ = measured("overlap")["2 workers"]
-    return timeline_svg(background, foreground)
+    kept = measured("overlap")
+    background, foreground, _ = kept["rounds"]["2"][0]
+    return timeline_svg(background, foreground, title=f"One step of 2 workers on {kept['cores']} cores")
 
 
 def costs() -> str:
     """Returns the time of all-reduces over their bytes, for few and for many ranks, by the formulas of the model."""
     kept = measured("costs")
-    figures = kept["2 workers"]
+    rounds = kept["rounds"]["2"]
+    figures = min(rounds, key=lambda figures: figures["alpha_s"])
     link = Link(figures["alpha_s"], figures["beta_s"], figures["gap_s"])
+    speed = f"α = {format_time(link.alpha_s)} for a message, 1/β = {1e-9 / link.beta_s:.2g} GB/s for each link."
     parts = [
         text(28, 34, "What an all-reduce costs: α for every message, β for every byte", size=20, weight="bold"),
-        text(28, 54, f"By the formulas of ddp/collectives/cost.py, at α = {format_time(link.alpha_s)} per message and "
-             f"{1e-9 / link.beta_s:.2g} GB/s per link.", size=12),
-        text(28, 71, f"α and β are those of two processes that talk through sockets ({place(kept)}).", size=12),
-    ]  # fmt: skip
+        text(28, 54, f"By the formulas of ddp/collectives/cost.py. {speed}", size=12),
+        text(
+            28, 71, f"Two processes talk through sockets, the fastest of {len(rounds)} rounds, {place(kept)}.", size=12
+        ),
+    ]
     sizes = [2.0 ** (power / 2) for power in range(16, 61)]
     bytes_axis = Axis(sizes[0], sizes[-1], [2.0**power for power in (10, 20, 30)], lambda n: format_size(int(n)), True)
     time_axis = Axis(1e-4, 5e4, [10.0**power for power in range(-4, 6, 2)], _short_time, True)
@@ -85,34 +99,33 @@ def costs() -> str:
 def scaling() -> str:
     """Returns samples per second over the number of workers, beside what they would be without any loss."""
     kept = measured("scaling")
-    turns = {workers: kept[f"{workers} worker{'s' * (workers > 1)}"] for workers in WORLDS["scaling"]}
-    curve = [(float(workers), median(speeds)) for workers, speeds in turns.items()]
-    most, (_, alone), cores = curve[-1][0], curve[0], kept["cores"]
+    rounds = {float(workers): speeds for workers, speeds in kept["rounds"].items()}
+    curve = [(workers, max(speeds)) for workers, speeds in rounds.items()]
+    (_, alone), (most, fastest), cores = curve[0], curve[-1], kept["cores"]
     top = most * alone * 1.05
-    axis = Axis(0.0, top, marks(top, 6), lambda speed: f"{speed:,.0f}")
-    panel = Panel(100, 122, 420, 340, Axis(0.6, most + 0.4, list(map(float, turns)), lambda n: f"{n:.0f}"), axis)
-    beyond = panel.at((cores + 0.5, 0.0))[0]
-    right = panel.left + panel.width
-    x, y = panel.at(curve[-1])
+    x_axis = Axis(0.6, most + 0.4, list(rounds), lambda workers: f"{workers:.0f}")
+    panel = Panel(100, 122, 420, 340, x_axis, Axis(0.0, top, marks(top, 6), lambda speed: f"{speed:,.0f}"))
+    counted = f"The fastest of {len(rounds[most])} rounds; bars: down to the median. {place(kept).capitalize()}."
     parts = [
         text(28, 34, "Samples per second over the number of workers", size=20, weight="bold"),
         text(28, 54, "Training of a small CNN, always 240 images in a step, which the workers share.", size=12),
-        text(28, 71, f"Median of the turns; bars: the slowest and the fastest ({place(kept)}).", size=12),
-    ]  # fmt: skip
+        text(28, 71, counted, size=12),
+    ]
+    beyond, right, bottom = panel.at((cores + 0.5, 0.0))[0], panel.left + panel.width, panel.top + panel.height
     if beyond < right:
         middle, bottom = (beyond + right) / 2, panel.top + panel.height
         parts += [
             rect(beyond, panel.top, right - beyond, panel.height, fill=PANEL, stroke="none"),
-            text(middle, bottom - 12, f"they share {cores} cores", size=11, anchor="middle"),
+            text((beyond + right) / 2, bottom - 12, f"they share {cores} cores", size=11, anchor="middle"),
         ]
-    ideal = [panel.at((n, n * alone)) for n in (1.0, most)]
+    ideal, last = panel.at((most, most * alone)), panel.at((most, fastest))
     parts += [
         *panel.frame("", x_name="workers", y_name="samples/s"),
-        line(ideal, stroke=FAINT, thickness=2, dash="6 4"),
-        text(ideal[1][0] + 24, ideal[1][1] + 4, f"ideal: {most:.0f} × one worker", size=11, weight="bold", fill=QUIET),
-        *panel.points(curve, [(min(speeds), max(speeds)) for speeds in turns.values()]),
-        text(x + 24, y + 4, "measured", size=11, weight="bold"),
-    ]  # fmt: skip
+        line([panel.at((1.0, alone)), ideal], stroke=FAINT, thickness=2, dash="6 4"),
+        text(ideal[0] + 24, ideal[1] + 4, f"ideal: {most:.0f} × one worker", size=11, weight="bold", fill=QUIET),
+        *panel.points(curve, [(median(speeds), max(speeds)) for speeds in rounds.values()]),
+        text(last[0] + 24, last[1] + 4, "measured", size=11, weight="bold"),
+    ]
     return page("Samples per second over the number of workers", 680, 520, parts)
 
 
@@ -148,16 +161,19 @@ def measure(name: str) -> None:
     """Runs a measurement with each of its numbers of workers, and keeps what it prints."""
     import torch
 
-    kept: dict[str, Any] = {
-        "command": "python -m ddp.tutorial.pictures --measure",
-        "cores": available_cores(),
-        "torch": torch.__version__.partition("+")[0],
-    }
-    for workers in WORLDS[name]:
+    plan = PLANS[name]
+    rounds: dict[str, list[Any]] = {str(workers): [] for workers in plan.workers}
+    for workers in plan.workers * plan.num_rounds:
         ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
         command = [sys.executable, "-m", *ranks, "-m", "ddp.tutorial.measure", name]
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        kept[f"{workers} worker{'s' * (workers > 1)}"] = json.loads(said.splitlines()[-1], parse_float=_four_digits)
+        rounds[str(workers)].append(json.loads(said.splitlines()[-1], parse_float=_four_digits))
+    kept = {
+        "command": "python -m ddp.tutorial.pictures --measure",
+        "cores": available_cores(),
+        "torch": torch.__version__.partition("+")[0],
+        "rounds": rounds,
+    }
     (FOLDER / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
@@ -167,7 +183,7 @@ def _four_digits(number: str) -> float:
 
 def main(argv: Sequence[str]) -> None:
     """Draws all pictures; measures first if told so."""
-    for name in WORLDS if "--measure" in argv else ():
+    for name in PLANS if "--measure" in argv else ():
         measure(name)
     for name, draw in PICTURES.items():
         (FOLDER / name).write_text(draw(), encoding="utf-8")

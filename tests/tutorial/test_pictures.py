@@ -1,84 +1,84 @@
-"""The pictures of the read-along are drawn again, and timelines are true to their times."""
+"""The pictures of the read-along are what their schedules and measurements give, byte for byte."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from ddp.__main__ import main
-from ddp.replica.timeline_picture import timeline_svg, timeline_text
-from ddp.tutorial.pictures import FOLDER, PICTURES
+from ddp.replica.timeline_picture import timeline_text
+from ddp.svg import marks
+from ddp.tutorial import pictures
+from ddp.tutorial.chart import Axis, Panel
+from tests.ranks import run_ranks
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_drawn_again_from_schedules_and_measurements(name: str) -> None:
-    picture = PICTURES[name]()
-    assert picture == (FOLDER / name).read_text()
-    assert ElementTree.fromstring(picture).attrib["viewBox"]
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_drawn_again_it_has_the_same_bytes(name: str) -> None:
+    drawn = pictures.PICTURES[name]()
+    assert drawn == (pictures.FOLDER / name).read_text(encoding="utf-8"), "run python -m ddp.tutorial.pictures"
+    assert ElementTree.fromstring(drawn).findtext(f"{SVG}title")
+    assert len(drawn) < 200_000
 
 
-def test_no_other_pictures_lie_there() -> None:
-    assert {path.name for path in FOLDER.glob("*.svg")} == set(PICTURES)
+def test_nothing_else_lies_there() -> None:
+    kept = {f"{name}.json" for name in pictures.PLANS}
+    assert {path.name for path in pictures.FOLDER.iterdir()} == kept | set(pictures.PICTURES)
 
 
-def step(*, shift_s: float) -> dict[str, Any]:
-    """The last backward of a rank: two buckets, the first launched in the middle."""
-    buckets = [
-        {"index": 0, "parameters": ["b", "a"], "bytes": 1024, "ready_s": 0.01, "launched_s": 0.01, "done_s": 0.03},
-        {"index": 1, "parameters": ["x"], "bytes": 2048, "ready_s": 0.02, "launched_s": 0.03, "done_s": 0.04 + shift_s},
+@pytest.mark.parametrize("name", pictures.PLANS)
+def test_a_measurement_says_what_it_is_of(name: str) -> None:
+    kept, plan = pictures.measured(name), pictures.PLANS[name]
+    assert set(kept) == {"command", "cores", "torch", "rounds"}
+    assert {int(workers): len(rounds) for workers, rounds in kept["rounds"].items()} == dict.fromkeys(
+        plan.workers, plan.num_rounds
+    )
+
+
+def test_curves_stand_where_their_values_say() -> None:
+    """Two powers of ten on the left edge, in the middle, and on the right edge; the lower curve wins on each side."""
+    x = Axis(1.0, 100.0, [1.0, 10.0, 100.0], str, logarithmic=True)
+    panel = Panel(50, 20, 200, 100, x, Axis(0.0, 10.0, [0.0, 10.0], str))
+    curves = {"up": [(1.0, 0.0), (10.0, 5.0), (100.0, 10.0)], "down": [(1.0, 9.0), (10.0, 4.0), (100.0, 1.0)]}
+    lines = [part for part in panel.curves(curves) if "2.5" in part]
+    assert [part.split('"')[1] for part in lines] == [
+        "50.0,120.0 150.0,70.0 250.0,20.0",
+        "50.0,30.0 150.0,80.0 250.0,110.0",
     ]
-    for bucket, overlap in zip(buckets, (0.5, 0.0), strict=True):
-        bucket |= {"overlap": overlap, "numel": 1, "dtype": "float32"}
-    return {
-        "num_steps": 1,
-        "world_size": 2,
-        "num_parameters": 3,
-        "order_is_learned": True,
-        "runs": "in the background",
-        "bytes": 3072,
-        "backward_s": 0.02,
-        "overlap": 0.33,
-        "buckets": buckets,
-    }
-
-
-def test_bars_are_as_long_as_the_times() -> None:
-    run = [step(shift_s=0.0), step(shift_s=0.01)]
-    lines = timeline_text(run).splitlines()
-    bars = [re.search("[█░]+", line) for line in lines if re.match(r"(rank \d|\s+bucket)", line)]
-    starts = [bar.start() - bars[0].start() for bar in bars if bar and bars[0]]
-    lengths = [len(bar[0]) for bar in bars if bar]
-    unit = lengths[0] / 2  # columns for 10 ms
-    assert lengths == pytest.approx([2 * unit, 2 * unit, unit, 2 * unit, 2 * unit, 2 * unit], abs=1)
-    assert starts == pytest.approx([0, unit, 3 * unit, 0, unit, 3 * unit], abs=1)
-    root = ElementTree.fromstring(timeline_svg(run))
-    shown = "".join(root.itertext())
-    assert "rank 0" in shown and "rank 1" in shown and "bucket 0" in shown and "33% hidden" in shown
-
-
-def test_draw_overlap_measures_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["draw", "overlap", "--bucket-mb", "8"]) == 0
-    text = capsys.readouterr().out
-    assert text.count("rank 0 ") == text.count("rank 1 ") == 2  # in the background, and in the foreground
-    assert "in the background" in text and "in the foreground" in text
+    bands = [ElementTree.fromstring(part) for part in panel.winners(curves, 0) if part.startswith("<rect")]
+    assert [(band.get("x"), band.get("width")) for band in bands] == [("50.0", "100.0"), ("150.0", "100.0")]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("draw overlap --workers 0", "one worker alone has nothing to reduce; take 2 or more"),
-        ("draw overlap --workers 1", "one worker alone has nothing to reduce; take 2 or more"),
-        ("draw overlap --bucket-mb 0", "--bucket-mb 0: give a size above 0"),
-        ("draw overlap --svg no/where.svg", "cannot write no/where.svg: there is no such folder"),
-        ("draw overlap 4", "unrecognized arguments: 4"),
-        ("draw overlop 4", "there is no schedule 'overlop'"),
-    ],
+    ("most", "expected"), [(1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (47.0, [0, 10, 20, 30, 40]), (5.0, [0, 1, 2, 3, 4, 5])]
 )
-def test_what_draw_overlap_refuses(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words.split())
-    assert ended.value.code == 2
-    assert says in capsys.readouterr().err
+def test_marks_are_round_numbers(most: float, expected: list[float]) -> None:
+    assert marks(most, 5) == pytest.approx(expected)
+
+
+def test_measurements_can_be_made_again() -> None:
+    def measure() -> dict[str, Any]:
+        from ddp.comm.setup import init, shutdown
+        from ddp.tutorial import measure
+
+        measure.WARM_UP, measure.NUM_STEPS, measure.NUM_TURNS, measure.TURN_S = 1, 3, 1, 0.05
+        comm = init(device="cpu", shared_memory=False)
+        measured = {name: measured(comm) for name, measured in measure.MEASUREMENTS.items()}
+        shutdown()
+        return measured
+
+    first, second = run_ranks(measure, 2)
+    assert first["costs"] == second["costs"] and first["costs"]["alpha_s"] > 0
+    assert first["scaling"] > 0
+    background, foreground, default = first["overlap"]
+    assert default == "in the background"  # since there is a wire to wait for
+    assert [step["runs"] for run in (background, foreground) for step in run] == 2 * [default] + 2 * [
+        "in the foreground"
+    ]
+    assert all(step["overlap"] == 0 for step in foreground)
+    text = timeline_text(background, foreground)
+    assert text.count("backward  █") == 4 and text.count("bucket 4") == 5
+    assert "hidden1.bias … hidden1.weight" in text
