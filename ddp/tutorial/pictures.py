@@ -113,7 +113,6 @@ def scaling() -> str:
     ]
     beyond, right, bottom = panel.at((cores + 0.5, 0.0))[0], panel.left + panel.width, panel.top + panel.height
     if beyond < right:
-        middle, bottom = (beyond + right) / 2, panel.top + panel.height
         parts += [
             rect(beyond, panel.top, right - beyond, panel.height, fill=PANEL, stroke="none"),
             text((beyond + right) / 2, bottom - 12, f"they share {cores} cores", size=11, anchor="middle"),
