@@ -35,10 +35,14 @@ SAME = {  # what a line may become without being wrong, and why
     "all_reduce(self, flat, op, *, divide_by=0": "the caller always says it",
     "// self.size * dtype.itemsize": "larger blocks are only slower",
     "self.posted.get(route, -1)": "both ends count from another number alike",
+    "self.posted.get(route, 1)": "both ends count from another number alike",
+    "flat.nbytes < SMALL_BYTES": "a tensor of just that size may go either way",
+    "-(-numel * (size * unit))": "one rank adds everything, which is right, and slow",
+    "pack[-1].new_empty": "the tensors of a pack have one type",
     "everything.kind": "a name that does not exist, in a case that does not occur: all messages have one shape",
 }
 SUBJECTS = {  # chapter → the functions that it is about
-    "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/status.py: chain, stuck, _deadlock"],
+    "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/status.py: stuck, _deadlock"],
     "02_ring": ["collectives/ring.py: reduce_scatter, all_gather, all_reduce"],
     "03_trees": [
         "collectives/tree.py: reduce, broadcast, distances",
