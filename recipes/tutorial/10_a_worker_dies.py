@@ -47,28 +47,31 @@ class Accident(ddp.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(run_dir: Path, *callbacks: ddp.Callback) -> tuple[int, Tensor]:
-    """Returns after how many steps this call began, and the weights at the end."""
+def train(run_dir: Path, *callbacks: ddp.Callback) -> tuple[int, Tensor, float]:
+    """Returns after how many steps this call began, and the weights and the test loss at the end."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    begins, state = Beginning(), {"checkpoint_dir": run_dir, "checkpoint_every_steps": SAVE_EVERY, "resume": "auto"}
-    ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, **state,
-            progress=False, curves=False, callbacks=[begins, *callbacks])
-    return begins.num_steps, nn.utils.parameters_to_vector(model.parameters()).detach()
+    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    begins, keep = Beginning(), {"checkpoint_dir": run_dir, "checkpoint_every_steps": SAVE_EVERY, "resume": "auto"}
+    state = ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, **keep,
+                    schedule=rates, schedule_every="step", test_data=batch(), progress=False, curves=False,
+                    callbacks=[begins, *callbacks])
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return begins.num_steps, weights, state.evaluation["test_loss"]
 
 
 def with_accident(folder: Path) -> None:
-    """Makes run A, and leaves its weights there; then run B, which does not end."""
+    """Makes run A, and leaves its results there; then run B, which does not end."""
     comm = ddp.init(abort_s=10)  # no wait takes longer; a dead process on the same host is noticed at once
-    _, weights = train(folder / "A")
+    _, *results = train(folder / "A")
     if comm.rank == 0:
-        torch.save(weights, folder / "weights-of-A.pt")
+        torch.save(results, folder / "results-of-A.pt")
     comm.barrier()
     train(folder / "B", Accident())
 
 
-def afterwards(folder: Path) -> tuple[int, Tensor, Tensor]:
-    """Continues run B. Returns where it began, the weights at its end, and the gradient that these workers compute."""
+def afterwards(folder: Path) -> tuple[int, Tensor, float, Tensor]:
+    """Continues run B. Returns where it began, its results, and the gradient that these workers compute."""
     comm, model, (inputs, classes) = ddp.init(), net(), batch()
     mine, replica = slice(comm.rank, None, comm.world_size), ddp.BucketedDataParallel(model)
     F.cross_entropy(replica(inputs[mine]), classes[mine]).backward()  # equal shares: the mean of means is right
@@ -86,8 +89,9 @@ if __name__ == "__main__":
         print(f"after {time.monotonic() - start:.1f} s, most of it to start two workers:\n{said}\n")
         assert "rank 1" in said and "SIGKILL" in said
 
-        for first_step, weights, grad in ddp.launch(afterwards, folder, workers=2):
-            assert torch.equal(weights, torch.load(folder / "weights-of-A.pt"))
+        weights_of_a, loss_of_a = torch.load(folder / "results-of-A.pt")
+        for first_step, weights, test_loss, grad in ddp.launch(afterwards, folder, workers=2):
+            assert torch.equal(weights, weights_of_a) and test_loss == loss_of_a
             assert first_step == SAVE_EVERY * ((DIES_IN - 1) // SAVE_EVERY)
             assert torch.allclose(grad, answer())
         print(f"continued after step {first_step}; after step {NUM_STEPS} its weights have the bits of run A")

@@ -38,6 +38,7 @@ SAME = {  # what a line may become without being wrong, and why
     "self.posted.get(route, 1)": "both ends count from another number alike",
     "flat.nbytes < SMALL_BYTES": "a tensor of just that size may go either way",
     "-(-numel * (size * unit))": "one rank adds everything, which is right, and slow",
+    "self.posted.get(route, 0) + 2": "both ends count in twos alike",
     "pack[-1].new_empty": "the tensors of a pack have one type",
     "everything.kind": "a name that does not exist, in a case that does not occur: all messages have one shape",
 }
