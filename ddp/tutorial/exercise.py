@@ -141,4 +141,7 @@ def passed(lines: Iterable[str]) -> bool:
     except Mistake as mistake:
         print(f"✗ {mistake}", flush=True)
         return False
+    except SystemExit as end:  # raised by the reader's file
+        print(f"✗ the solution calls sys.exit({end.code!r}): return instead", flush=True)
+        return False
     return True

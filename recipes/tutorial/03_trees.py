@@ -22,7 +22,7 @@ from ddp.collectives.schedule import Expression
 
 
 def master_worker(comm: ddp.Communicator, tensor: torch.Tensor) -> None:
-    """Rank 0 adds all tensors up, one after another, and sends the sum to everyone."""
+    """Rank 0 adds all tensors up and sends the sum to everyone: two rounds, but 2(p − 1) messages over its one link."""
     if comm.rank > 0:
         comm.send(tensor, 0)
         comm.recv(tensor, 0)

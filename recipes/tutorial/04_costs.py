@@ -94,10 +94,10 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# Small tensors cost the number of rounds, large ones the bytes. Where four ranks share few cores, predictions are off
-# by a factor of two or so. What they are for is the order, and `comm.all_reduce(…, algorithm="auto")` goes by it. A
-# large tree beats its formula, because the library cuts large tensors into segments, and adds one while the next is on
-# its way.
+# Small tensors cost the number of rounds, large ones the bytes. Do not expect more than that trend here: four ranks
+# that share few cores wait for a core as often as for a message, which no formula knows. That is why `algorithm="auto"`
+# also times the best candidates before it trusts a prediction. A large tree beats its formula, because the library cuts
+# large tensors into segments, and adds one while the next is on its way.
 #
 # ![Predicted times of all-reduces over their size](pictures/costs.svg)
 #

@@ -99,12 +99,12 @@ if __name__ == "__main__":
 #
 # The results are compared by `torch.equal`: the library adds in the same order as `all_reduce` above, nearest
 # neighbours first, like the tree of chapter 03. So a sum has the same bits by memory and by tree, wherever the slices
-# begin. An ordinary tensor costs two more copies, into memory that all ranks see and back. So gradients live there from
-# the start; chapter 07 puts them there.
+# begin. An ordinary tensor costs two more copies, into memory that all ranks see and back. So the library's gradients
+# live there from the start (chapter 07).
 #
 # ## The number that surprised
 #
-# The rows by hand and by the library: a dozen lines are several times faster than a ring that sends as little as any
+# The rows by hand and by the library: a dozen lines are several times as fast as a ring, which sends as little as
 # messages can. A ring's bytes are copied into the kernel and out of it, and each of its rounds wakes a process up.
 #
 # ## Exercises

@@ -19,8 +19,8 @@ import ddp
 
 # ## By hand
 #
-# A *replica* is one rank's copy of a model. Replicas stay equal for ever for three reasons: they begin equal, they get
-# equal gradients, and the optimizer's step depends on nothing else.
+# A *replica* is one rank's copy of a model. Its parameters stay equal to the others' for ever, for three reasons: they
+# begin equal, they get equal gradients, and the optimizer's step depends on nothing else.
 
 
 def begin_equal(comm: ddp.Communicator, model: nn.Module) -> None:

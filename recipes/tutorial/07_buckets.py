@@ -21,9 +21,9 @@ from ddp.replica.timeline_picture import timeline_text
 
 # ## By hand
 #
-# Backward computes gradients from the last layer to the first, and autograd calls a hook when one is ready. As soon as
-# all gradients of a *bucket* are ready, they are copied side by side, and their all-reduce is *launched*: it runs in
-# the background. All ranks must launch in the same order. They do, because they all run the same backward.
+# Backward computes gradients from the last layer to the first; autograd calls a hook when one is ready. Once all
+# gradients of a *bucket* are ready, they are copied side by side, and their all-reduce is *launched*: it runs in the
+# background. All ranks must launch in the same order, and fill a bucket even if a gradient is missing. Here none is.
 
 
 class Buckets:
@@ -112,7 +112,7 @@ if __name__ == "__main__":
 #
 # ## Exercises
 #
-# 1. Give `Buckets` the parameters in their forward order. What do the launches look like now, and why is it slower?
+# 1. Give `timeline` a `bucket_cap_mb` of 100, and then of 0.1. What is left of the overlap, and what does it cost?
 # 2. `python -m ddp exercise 07`: write the lines that launch a bucket, in `ddp/replica/backward.py`.
 #
 # ## Next

@@ -94,7 +94,7 @@ if __name__ == "__main__":
 # ## The number that surprised
 #
 # The right column. To send after each micro-batch costs not only messages. Here it also gives another gradient: what
-# was averaged already stays in `p.grad`, and is added up and divided once more with the next one.
+# was divided by the number of samples so far stays in `p.grad`, and is divided once more after the next micro-batch.
 #
 # ## Exercises
 #

@@ -29,7 +29,7 @@ DIES_IN, SAVE_EVERY, NUM_STEPS = 7, 4, 12
 #
 # `ddp.fit` is the loop of chapter 00 with all that came since. Every four steps it writes a checkpoint: weights, the
 # optimizer's state, and the position in the data. The position is three numbers (chapter 08), and no random number
-# hangs on a rank. So with these a run can go on as if nothing had happened.
+# depends on a rank. So with these a run can go on as if nothing had happened.
 
 
 class Beginning(ddp.Callback):

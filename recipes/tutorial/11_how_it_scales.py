@@ -99,5 +99,5 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# You have built data-parallel training, and can write it. `docs/reading.md` leads through the library, and `python -m
-# ddp exercise schedule` asks for an all-reduce that nobody has written before.
+# You have built all that data-parallel training consists of. `docs/reading.md` leads through the library, and `python
+# -m ddp exercise schedule` asks for an all-reduce that nobody has written before.

@@ -371,6 +371,10 @@ def test_the_file_in_this_folder_comes_first(
             "def reduce_scatter(rank, num_ranks):\n    while True:\n        yield ()\ndef all_gather(): 0\n",
             "reduce_scatter with 1 rank: rank 0 in round 10010: goes on and on; a schedule ends",
         ),
+        (
+            "import sys\ndef reduce_scatter(rank, num_ranks):\n    sys.exit(0)\n    yield\ndef all_gather(): 0\n",
+            "✗ the solution calls sys.exit(0): return instead",
+        ),
     ],
 )
 def test_a_file_that_does_not_get_far(
