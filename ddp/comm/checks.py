@@ -31,6 +31,11 @@ def one_tensor(given: object) -> None:
     if not isinstance(given, Tensor):
         raise ConfigError(f"a message is one tensor, got {given!r}: send each tensor by itself")
     dense(given)
+    if given.is_meta or given.is_quantized:
+        why = "on the meta device cannot be a message: it has no values"
+        if given.is_quantized:
+            why = "that is quantized cannot be a message: pass its .int_repr(), and its scale"
+        raise ConfigError(f"a tensor {list(given.shape)} {why}")
 
 
 def dense(tensor: Tensor) -> None:

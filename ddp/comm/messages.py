@@ -23,6 +23,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ddp.comm.call import Call, Direction, Envelope
 from ddp.comm.flat import flatten, write_back
@@ -76,6 +77,8 @@ class Messages:
             message.posting.wait(self._timeout_s)
             if envelope.direction == "from":
                 write_back(message.flat, message.tensor)
+                if not message.tensor.is_inference():
+                    increment_version(message.tensor)  # the transport has written past autograd, which must know of it
 
         envelope = message.envelope
         verb = "send" if envelope.direction == "to" else "recv"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from types import ModuleType
 from typing import NamedTuple
 
-from ddp.data.sampler import Micro, StepPlan
+from ddp.data.sampler import Micro, StepPlan, TrainSampler
 from ddp.tutorial.mistake import Mistake, raised
 from ddp.wording import counted
 
@@ -44,6 +44,22 @@ def sampler(module: ModuleType, sizes: Sequence[int] = range(1, 9)) -> Iterator[
         if world_size <= num_shards:
             _try(module, Cut(world_size, num_shards, 2))
     yield "8 and 12 shards: the parts of a step are the same with any number of ranks"
+    for world_size in sizes:
+        _compare(module, Cut(world_size, 8, 2))
+    yield "a shuffled epoch: the samples of every part, and their order, are the library's"
+
+
+def _compare(module: ModuleType, cut: Cut) -> None:
+    """Raises Mistake unless the parts of a shuffled epoch are those of the library, whatever they are made of."""
+    for rank in range(cut.world_size):
+        numbers = {"global_batch": GLOBAL_BATCH, "rank": rank, "seed": 3, **cut._asdict()}
+        found, expected = (list(kind(LENGTH, **numbers).plans()) for kind in (module.TrainSampler, TrainSampler))
+        for mine, theirs in zip(found, expected, strict=True):
+            for part, wanted in zip_longest(mine.micros, theirs.micros):
+                if repr(part) != repr(wanted):
+                    where = f"{cut}, shuffled, rank {rank}, a step from {mine.position} on"
+                    hint = "a part is Micro(shard, part, a tuple of the samples), in the order in which `step` has them"
+                    raise Mistake(where, f"it has {part}, expected {wanted}", hint)
 
 
 def _try(module: ModuleType, cut: Cut) -> None:
@@ -64,8 +80,11 @@ def _try(module: ModuleType, cut: Cut) -> None:
         except Exception as error:
             mistake = raised(str(cut), error, module)
             raise mistake or Mistake(str(cut), f"rank {rank}: {type(error).__name__}: {error}") from None
-    for step in zip(*plans, strict=True):
-        _check(cut, step)
+    try:
+        for step in zip(*plans, strict=True):
+            _check(cut, step)
+    except (TypeError, AttributeError) as error:  # what was yielded is no Micro of whole numbers
+        raise Mistake(str(cut), f"a part is not as it should be: {error}", "yield Micro(shard, part, tuple)") from None
 
 
 def _check(cut: Cut, plans: Sequence[StepPlan]) -> None:

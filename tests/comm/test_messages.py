@@ -372,6 +372,21 @@ def test_survivors_name_the_peer_soon() -> None:
         assert took_s < 7
 
 
+def test_autograd_notices_that_a_tensor_it_has_saved_is_overwritten() -> None:
+    def program(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(torch.full((2,), 100.0), 1)
+            return
+        y = torch.ones(2, requires_grad=True) * 2
+        z = (y * y).sum()
+        with torch.no_grad():
+            comm.recv(y, 0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.backward()
+
+    each_rank(2, program)
+
+
 def test_wrong_arguments() -> None:
     def program(comm: Communicator) -> None:
         one = torch.zeros(1)
@@ -388,6 +403,8 @@ def test_wrong_arguments() -> None:
                 verb([one], 1 - comm.rank)  # type: ignore[arg-type]
             with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo"):
                 verb(torch.zeros(2).to_sparse(), 1 - comm.rank)
+            with pytest.raises(ConfigError, match="meta device cannot be a message"):
+                verb(torch.zeros(2, device="meta"), 1 - comm.rank)
         with pytest.raises(ConfigError, match="expanded cannot hold a result"):
             comm.recv(torch.zeros(3).expand(2, 3), 1 - comm.rank)
         if comm.rank == 0:  # nothing has been sent or numbered so far

@@ -284,6 +284,12 @@ TYPICAL = {
         "num_shards + 1].tolist()",
         "sample 5 is there twice, on ranks 0 and 1\nhint: neighbours share a border",
     ),
+    "sampler: the samples are put in order": Typical(
+        "08",
+        "num_shards].tolist()",
+        "num_shards].sort().values.tolist()",
+        "shuffled, rank 0, a step from 20 on: it has Micro(shard=7",
+    ),
     "sampler: the tail is dropped": Typical(
         "08",
         SHARE,
