@@ -80,7 +80,8 @@ class PeerLost(RuntimeError):
 
     def __str__(self) -> str:
         call = f"message #{self.sequence} {self.message}" if self.message else f"collective #{self.sequence}"
-        where = f"lost rank {self.rank} on host {self.host} (generation {self.generation}) during {call}"
+        membership = f" (generation {self.generation})" if self.generation else ""
+        where = f"lost rank {self.rank} on host {self.host}{membership} during {call}"
         return f"{where} [{self.label}]{': ' if self.reason else ''}{self.reason}"
 
     # Exceptions are pickled by `args`, which dataclasses do not set.

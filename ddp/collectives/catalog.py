@@ -80,6 +80,7 @@ BETWEEN_HOSTS = {
 }
 
 SHIPPED = frozenset({"auto", "shared_memory", "two_dimensional", *SCHEDULES, *BETWEEN_HOSTS})
+MOST_CHUNKS = 1 << 20  # of a schedule of the user's own, by which a buffer is cut
 MOST_ROUNDS = 10_000  # of a schedule of the user's own, and ten more per rank; beyond it counts as one without an end
 
 
@@ -149,7 +150,8 @@ def own_schedules() -> list[str]:
 def own_all_reduce(found: Schedule | Algorithm) -> Schedule:
     """Returns a schedule of the user's own whose mistakes are sentences; a generator alone has one chunk per rank."""
     schedule = found if isinstance(found, Schedule) else Schedule(found, Goal.ALL_REDUCE, one_per_rank)
-    return schedule._replace(algorithm=partial(_guarded, schedule.algorithm))
+    algorithm, num_chunks = partial(_guarded, schedule.algorithm), partial(_counted, schedule.num_chunks)
+    return schedule._replace(algorithm=algorithm, num_chunks=num_chunks)
 
 
 def prove(schedule: Schedule, num_ranks: int, *, what: str) -> None:
@@ -168,15 +170,21 @@ def _mistake(schedule: Schedule, num_ranks: int) -> str:
     if schedule.goal is not Goal.ALL_REDUCE:
         return f"is no all-reduce, but one where {schedule.goal.value}"
     try:
-        num_chunks = schedule.num_chunks(num_ranks)
-        if type(num_chunks) is not int or num_chunks < 1:
-            return f"num_chunks({num_ranks}) is {num_chunks!r}, not a whole number from 1 up"
         schedule.check(num_ranks)
     except ScheduleError as error:
         return str(error)
-    except Exception as error:  # whatever num_chunks raises
-        return f"{num_ranks} ranks: {type(error).__name__}: {error}"
     return ""
+
+
+def _counted(num_chunks: Callable[[int], int], num_ranks: int) -> int:
+    """Returns the number of chunks that the user's function says."""
+    try:
+        number: object = num_chunks(num_ranks)
+    except Exception as error:
+        raise ScheduleError(f"{num_ranks} ranks, num_chunks raises {type(error).__name__}: {error}") from error
+    if type(number) is not int or not 1 <= number <= MOST_CHUNKS:
+        raise ScheduleError(f"{num_ranks} ranks, num_chunks is {number!r}, not a whole number from 1 to {MOST_CHUNKS}")
+    return number
 
 
 def _guarded(algorithm: Algorithm, rank: int, num_ranks: int) -> Iterator[Round]:

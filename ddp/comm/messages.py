@@ -19,6 +19,7 @@ Read before: `flat.py`, `turn.py`. Read next: `communicator.py`.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
@@ -47,6 +48,7 @@ class Messages:
         self.in_flight: dict[Envelope, Message] = {}
         self._transport, self._turns, self._timeout_s = transport, turns, timeout_s
         self._together = Posting(transport)  # what waits to be posted, where there are no tags
+        self._lock = threading.Lock()  # two threads may post, and no two messages have one number
 
     def post(self, direction: Direction, peer: int, tensor: Tensor, *, label: str = "") -> Message:
         """Posts one end of a message; returns at once.
@@ -55,25 +57,27 @@ class Messages:
             CommunicatorBroken: an earlier call failed.
         """
         self._turns.refuse_if_broken()
-        route = f"{direction} rank {peer}"
-        number = self.posted.get(route, 0) + 1
-        envelope = Envelope(direction, peer, number, tuple(tensor.shape), name_of(tensor.dtype))
-        if self._transport.has_tags:
-            posting = Posting(self._transport.for_message(number, envelope.kind))
-        else:
-            posting = self._together = Posting(self._transport) if self._together.is_posted else self._together
-        flat = flatten(tensor)
-        posting.add(direction, Transfer(peer, flat))
-        self.posted[route] = number
-        self.in_flight[envelope] = message = Message(self, envelope, posting, flat, tensor, label)
-        if self._transport.has_tags:
-            posting.post()
+        route, flat = f"{direction} rank {peer}", flatten(tensor)
+        with self._lock:
+            number = self.posted.get(route, 0) + 1
+            envelope = Envelope(direction, peer, number, tuple(tensor.shape), name_of(tensor.dtype))
+            if self._transport.has_tags:
+                posting = Posting(self._transport.for_message(number, envelope.kind))
+            else:
+                posting = self._together = Posting(self._transport) if self._together.is_posted else self._together
+            posting.add(direction, Transfer(peer, flat))
+            self.posted[route] = number
+            self.in_flight[envelope] = message = Message(self, envelope, posting, flat, tensor, label)
+            if self._transport.has_tags:
+                posting.post()
         return message
 
     def wait_for(self, message: Message) -> None:
         """Waits in its turn until a message has arrived."""
 
         def finish() -> None:
+            with self._lock:
+                message.posting.post()
             message.posting.wait(self._timeout_s)
             if envelope.direction == "from":
                 write_back(message.flat, message.tensor)
@@ -131,7 +135,9 @@ class Posting:
         (self._sends if direction == "to" else self._receives).append(transfer)
 
     def post(self) -> None:
-        """Posts what has been added. If that fails, `wait` says so, which has its turn and finds out why."""
+        """Posts what has been added, once. If that fails, `wait` says so, which has its turn and finds out why."""
+        if self.is_posted:
+            return
         self.is_posted = True
         try:
             self._pending = self._transport.post(self._sends, self._receives)
@@ -140,8 +146,6 @@ class Posting:
 
     def wait(self, timeout_s: float) -> None:
         """Returns once all transfers are done, as often as it is called."""
-        if not self.is_posted:
-            self.post()
         if self._error is not None:
             raise self._error
         if self._pending is not None:

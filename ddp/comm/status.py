@@ -46,7 +46,7 @@ class Status:
     label: str = ""
     waiting_for: int | None = None
     reason: str = ""
-    blames: int | None = None  # a failed rank's own culprit: guilt is passed on to where it began
+    blames: int | None = None  # a failed rank's own culprit, whom `reason` is about: guilt is passed on
     stack: list[str] = field(default_factory=list)
     message: Envelope | None = None
     posted: dict[str, int] = field(default_factory=dict)
@@ -79,7 +79,8 @@ class Status:
         """Returns one line for a report."""
         doing = f"waits for rank {self.waiting_for} in" if self.state == "waiting" else f"{self.state}, last seen in"
         stack = f"; at {' < '.join(reversed(self.stack))}" if self.stack else ""
-        reason = f" ({self.reason})" if self.reason else ""
+        reason = self.reason if self.blames is None else f"lost rank {self.blames}: {self.reason}"
+        reason = f" ({reason})" if reason else ""
         where = f"#{self.sequence} [{self.label}]"
         if self.message is not None:
             where = f"message #{self.message.number} {self.message.route} [{self.label}], after #{self.sequence}"
@@ -166,10 +167,7 @@ class Others(NamedTuple):
                 return culprit, f"as rank {rank} found out first"
         if blamed:
             judge = blamed[0][0]
-            return (
-                self.mine.rank,
-                f"rank {judge} has given this one up: it was stopped or silent for too long, or is cut off",
-            )
+            return self.mine.rank, f"rank {judge} has given this one up: {self.statuses[judge].reason}"
         return None
 
     def gone(self) -> Verdict | None:
@@ -218,6 +216,8 @@ class Others(NamedTuple):
         behind = [status for status in self.statuses.values() if status.sequence < self.call.sequence]
         if behind:  # of those that are equally far, one that does not itself wait for a message
             status = min(behind, key=lambda each: (each.sequence, each.waits_in is not None))
+            if (message := status.waits_in) and message.peer == self.mine.rank and self.mine.owes(message, status.rank):
+                return status.rank, _crossed(self.mine.rank, self.call.title, status.rank, message)
             return status.rank, _late("has not come to this collective", status, abort_s)
         return suspect, _cut(observed)
 
@@ -231,6 +231,9 @@ class Others(NamedTuple):
             return suspect, _cut(observed)
         if len(waiting) > 1:
             return last, _late(f"rank {waiting[-1]} waits for it", status, abort_s)
+        if status.state == "waiting" and status.message is None and status.sequence > self.mine.sequence:
+            collective = f"collective #{status.sequence} [{status.label}]"
+            return last, _crossed(last, collective, self.mine.rank, message)
         if status.owes(message, self.mine.rank):
             return last, _late("has not come to this message", status, abort_s)
         return suspect, _cut(observed)
@@ -242,6 +245,14 @@ def _late(why: str, status: Status, abort_s: float) -> str:
 
 def _cut(observed: str) -> str:
     return f"it is alive, but the link to it is not ({observed or 'nothing came'}): is it cut?"
+
+
+def _crossed(in_collective: int, collective: str, in_message: int, message: Envelope) -> str:
+    """Returns what a collective and a message that wait for each other are, and the remedy."""
+    return (
+        f"rank {in_collective} waits in {collective} and rank {in_message} in message #{message.number} "
+        f"{message.route}, each for the other one: all ranks must call them in the same order"
+    )
 
 
 def _does(message: Envelope) -> str:

@@ -94,7 +94,8 @@ class Turns:
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
         if self.error is not None:
-            raise CommunicatorBroken(f"the communicator is out of use since: {self.error}") from self.error
+            why = str(self.error) or type(self.error).__name__  # Ctrl-C has no text
+            raise CommunicatorBroken(f"the communicator is out of use since: {why}") from self.error
 
     def run(self, call: Call, collective: Callable[[], Any], *, async_op: bool = False) -> Any:
         """Runs a collective now, or on the background thread: behind what is in flight.
@@ -132,7 +133,7 @@ class Turns:
             raise lost from error
         except PeerLost as lost:  # out of a subgroup that was being made
             self.error = lost
-            self._watchdog.fail(f"lost rank {lost.rank}", blames=lost.rank)
+            self._watchdog.fail(lost.reason, blames=lost.rank)
             raise
         except (ConfigError, NoSharedMemory):
             raise  # on every rank alike, before anything was sent

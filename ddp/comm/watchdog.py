@@ -210,7 +210,7 @@ class Watchdog:
             except Exception as error:
                 why = f"and the store that the ranks share is out of reach ({type(error).__name__})"
                 verdict.append((suspect, why))
-            self.fail(f"lost rank {verdict[0][0]}", blames=verdict[0][0])
+            self.fail(verdict[0][1], blames=verdict[0][0])
 
         judging = threading.Thread(target=judge, name="ddp-judge", daemon=True)
         judging.start()
@@ -237,7 +237,7 @@ class Watchdog:
             self.end()
         if verdict is None:
             return None
-        self.fail(f"lost rank {verdict[0]}", blames=verdict[0])
+        self.fail(verdict[1], blames=verdict[0])
         return self._lost(*verdict)
 
     def _judge_until(

@@ -101,7 +101,8 @@ def loaded(path: Path, number: str) -> ModuleType:
         with deadline(path):
             spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise Mistake(f"{shown(Path(error.filename or path))}, line {error.lineno}", str(error.msg)) from None
+        line = "" if error.lineno is None else f", line {error.lineno}"
+        raise Mistake(f"{shown(Path(error.filename or path))}{line}", str(error.msg)) from None
     except (Exception, SystemExit) as error:
         raise raised(str(shown(path)), error, module) or Mistake(str(shown(path)), str(error)) from None
     for hole in holes(number):

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from ddp.wording import shown
 
+SHOWN = 5  # of the first lines of a traceback, and of the last
 Check = Callable[[ModuleType], Iterator[str]]
 
 
@@ -50,6 +51,7 @@ def raised(step: str, error: BaseException, module: ModuleType) -> Mistake | Non
         if not frames:
             continue
         where = [f"\n  {shown(Path(frame.filename))}, line {frame.lineno}: {frame.line}" for frame in frames]
+        where = where[:SHOWN] + ["\n  …"] * (len(where) > 2 * SHOWN) + where[SHOWN:][-SHOWN:]  # an endless recursion
         if isinstance(cause, NotImplementedError):
             return Mistake("not written yet", f"{cause}{where[-1]}")
         return Mistake(step, f"{type(cause).__name__}: {cause}{''.join(where)}")

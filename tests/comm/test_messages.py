@@ -7,9 +7,11 @@ import pickle
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -223,6 +225,25 @@ def test_without_tags_messages_are_posted_together() -> None:
     assert each_rank(2, program, tags=False) == [[(3, 3), (1, 1)]] * 2
 
 
+def test_two_threads_of_a_rank_may_post_messages() -> None:
+    def run(transport: SimulatedTransport) -> int:
+        comm = Communicator(transport, Settings(shared_memory=False), hosts=((0, 1),))
+        post = comm.send if comm.rank == 0 else comm.recv
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                posted = list(pool.map(lambda _: post(torch.zeros(1), 1 - comm.rank, async_op=True), range(200)))
+        finally:
+            sys.setswitchinterval(switch_s)
+        for message in posted:
+            message.wait()
+        comm.close()
+        return len({message.envelope.number for message in posted})
+
+    assert SimulatedNetwork(2).run(run) == [200, 200]
+
+
 def test_tags_are_no_channels_and_tell_messages_apart() -> None:
     kinds = [(numel, dtype) for numel in range(50) for dtype in ("float32", "int64")]
     tags = {(n, kind): message_tag(3, n, kind) for n in (1, 2, 1023, 1024) for kind in kinds}
@@ -298,6 +319,10 @@ WRONG: dict[str, tuple[list[Callable[[Communicator], Any]], list[str]]] = {
     "other types, and posted early": (
         [send_early_and_recv(1), send_early_and_recv(0)],
         [f"lost rank {1 - r} .*: rank {1 - r} sends [4] float32 where rank {r} receives [8] int64" for r in range(2)],
+    ),
+    "a collective and a message": (
+        [lambda comm: comm.barrier(), recv(0)],
+        ["rank 0 waits in collective #1 [barrier] and rank 1 in message #1 from rank 0, each for the other one"] * 2,
     ),
     "the peer has left": ([send(1), leave], ["lost rank 1 .*it has left already; every send needs a recv", ""]),
     "somebody has failed": (

@@ -18,10 +18,14 @@ import pytest
 from mutants import Mutant, mutants, mutated
 
 from ddp.__main__ import main
+from ddp.collectives import Round
+from ddp.collectives.catalog import SCHEDULES, own_all_reduce
+from ddp.collectives.schedule import Goal, Schedule
 from ddp.tutorial import exercise, gradient_checks, sampler_checks, schedule_checks
 from ddp.tutorial.holes import FOLDER, LIBRARY, SOURCES, holes, name_of
 from ddp.tutorial.holes import exercise as cut
 from ddp.tutorial.mistake import Mistake
+from ddp.tutorial.own_schedule import open_exercise
 
 # The same checks, with fewer ranks: most mistakes show with two.
 QUICK: dict[str, Callable[[ModuleType], Iterator[str]]] = {
@@ -363,6 +367,9 @@ def test_the_file_in_this_folder_comes_first(
     assert text == run(capsys, "02", "02_ring.py")[1]
 
 
+RECURSION = "  mine.py, line 1: def f(): f()\n"
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -381,6 +388,8 @@ def test_the_file_in_this_folder_comes_first(
             "import sys\ndef reduce_scatter(rank, num_ranks):\n    sys.exit(0)\n    yield\ndef all_gather(): 0\n",
             "✗ the solution calls sys.exit(0): return instead",
         ),
+        ("x = '\0'\n", "✗ mine.py: source code string cannot contain null bytes"),
+        ("def f(): f()\nf()\n", f"line 2: f()\n{4 * RECURSION}  …\n{5 * RECURSION}"),
     ],
 )
 def test_a_file_that_does_not_get_far(
@@ -441,3 +450,36 @@ def test_a_schedule_of_one_s_own(
     assert text == (
         "✗ with 2 ranks: rank 0 in round 1: chunk 0 ends as 0: not each contribution once, that of rank 1 is missing\n"
     )
+
+
+def whole_or(other: Schedule, *, above: int) -> Schedule:
+    """Returns a tree that is something else with more ranks."""
+
+    def algorithm(rank: int, num_ranks: int) -> Iterator[Round]:
+        return (SCHEDULES["tree"] if num_ranks <= above else other).algorithm(rank, num_ranks)
+
+    def num_chunks(num_ranks: int) -> int:
+        return SCHEDULES["tree"].num_chunks(num_ranks) if num_ranks <= above else other.num_chunks(num_ranks)
+
+    return own_all_reduce(Schedule(algorithm, Goal.ALL_REDUCE, num_chunks))
+
+
+TREE = SCHEDULES["tree"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (SCHEDULES["tree_broadcast"], "is no all-reduce, but one where rank 0 starts with every chunk"),
+        (whole_or(TREE._replace(num_chunks=lambda n: 1 // (n - 7)), above=6), "with 7 ranks: ZeroDivisionError"),
+        (whole_or(TREE._replace(num_chunks=lambda n: 1 << 40), above=6), "with 7 ranks: num_chunks is 1099511627776"),
+        (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=64), "nobody sends anything"),
+        (whole_or(SCHEDULES["tree_broadcast"], above=64), "not each contribution once"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_also_if_it_is_right_for_few_ranks(
+    schedule: Schedule, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Mistake, match=says):
+        list(open_exercise("x:y", schedule, sys.modules[__name__], train=lambda *_: [[1.0, 0.5]]))
