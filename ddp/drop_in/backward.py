@@ -99,20 +99,21 @@ class TorchBackward(Backward):
     def __init__(
         self,
         comm: Communicator,
-        step: int,
         *,
         overlap: bool,
         waited: Stopwatch,
         former: Backward | None,
         wishes: Wishes,
     ) -> None:
-        super().__init__(comm, step, overlap=overlap, waited=waited, former=former)
+        super().__init__(comm, overlap=overlap, waited=waited, former=former)
         self._wishes, self.is_differentiable = wishes, False
         self._static: StaticGraph | None = None
         self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known
         self._sparse_ready: set[int] = set()
 
-    def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True) -> None:
+    def begin(
+        self, layout: Layout, step: int, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True
+    ) -> None:
         """Starts, and finds out what this backward is going to do.
 
         Raises:
@@ -128,7 +129,7 @@ class TorchBackward(Backward):
         if self._wishes.finds_unused and in_backward:
             self._coming = frozenset(map(id, will_accumulate(layout.parameters)))
         self._wishes.others.begin(layout.slots)
-        super().begin(layout, totals=totals, divide_by=divide_by, has_samples=has_samples)
+        super().begin(layout, step, totals=totals, divide_by=divide_by, has_samples=has_samples)
 
     def _awaited(self, bucket: Bucket) -> tuple[frozenset[int], int]:
         static = self._static
@@ -163,7 +164,7 @@ class TorchBackward(Backward):
             )
         ready, began_s = self._ready_so_far(), self.began_s
         self.reductions, self.index_of, self._seen = [], {}, []
-        self.begin(layout, totals=self._totals, divide_by=self._divide_by)
+        self.begin(layout, self.step, totals=self._totals, divide_by=self._divide_by)
         self.began_s = began_s
         for parameter in ready:
             _ = self.note(parameter) or self.note_other(parameter)

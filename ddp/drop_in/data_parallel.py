@@ -238,10 +238,8 @@ class DistributedDataParallel(UnevenInputs):
             hand_out_differentiable(layout.slots, partial(self._begin, layout), self._finish)
         return totals
 
-    def _new_backward(self, step: int = 0, former: Backward | None = None) -> TorchBackward:
-        return TorchBackward(
-            self.comm, step, overlap=self.overlaps, waited=self.waited, former=former, wishes=self._wishes
-        )
+    def _new_backward(self, former: Backward | None = None) -> TorchBackward:
+        return TorchBackward(self.comm, overlap=self.overlaps, waited=self.waited, former=former, wishes=self._wishes)
 
     def _new_watch(self) -> TorchParameterWatch:
         return TorchParameterWatch(self.module)

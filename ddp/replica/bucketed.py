@@ -122,7 +122,7 @@ class BucketedDataParallel(Replica):
             raise self._last.error
         if self._backward.state is State.RUNNING:
             raise RuntimeError(
-                f"the last backward through this replica broke off (step {self.num_steps}); the ranks are out of step: "
+                f"the last backward through this replica broke off (step {self._backward.step}); the ranks are out of step: "
                 "start anew, from the last checkpoint"
             )
 
@@ -147,13 +147,12 @@ class BucketedDataParallel(Replica):
         layout = layout.latest  # an earlier backward may have learned the order of gradients since
         if self._backward.state is State.RUNNING or not accumulates(layout.parameters):
             return False
-        self._backward.begin(layout, totals=self._take_totals(), divide_by=self._divisor)
+        self._backward.begin(layout, self.num_steps + 1, totals=self._take_totals(), divide_by=self._divisor)
         return True
 
     def _begin_without_backward(self) -> None:
-        self._backward.begin(
-            self._layouts.current, totals=self._take_totals(), divide_by=self._divisor, has_samples=False
-        )
+        layout, step = self._layouts.current, self.num_steps + 1
+        self._backward.begin(layout, step, totals=self._take_totals(), divide_by=self._divisor, has_samples=False)
 
     @property
     def _divisor(self) -> int:
@@ -188,14 +187,14 @@ class BucketedDataParallel(Replica):
     def _average(self) -> Totals:
         self._waiting = None
         totals = self._backward.finish()
-        self._last, self._backward = self._backward, self._new_backward(self.num_steps + 1, self._backward)
+        self._last, self._backward = self._backward, self._new_backward(self._backward)
         self._layouts.drop_succeeded()
         return totals
 
     # --- what a step is made of; `drop_in/` has others ---------------------------------------------------------------
 
-    def _new_backward(self, step: int = 0, former: Backward | None = None) -> Backward:
-        return Backward(self.comm, step, overlap=self.overlaps, waited=self.waited, former=former)
+    def _new_backward(self, former: Backward | None = None) -> Backward:
+        return Backward(self.comm, overlap=self.overlaps, waited=self.waited, former=former)
 
     def _new_watch(self) -> ParameterWatch:
         return ParameterWatch(self.module)

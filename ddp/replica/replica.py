@@ -45,7 +45,8 @@ class Replica(nn.Module, ABC):
         comm: the ranks that have a copy.
         totals: the last step's totals, summed over all ranks.
         waited: time that backward's thread has spent on averaging, or waiting for it.
-        num_steps: number of backwards that have synchronised.
+        num_steps: number of backwards that have synchronised; those before a checkpoint that the run continued from
+            count.
         num_verified: number of times that a request to `verify_replicas(every=…)` found all replicas equal.
         require_backward_grad_sync: False inside `no_sync`.
         require_forward_param_sync: the next forward synchronises buffers (`buffers.py`).

@@ -102,6 +102,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     check_optimizer(checkpoint, state.optimizer)
     _check_groups(parts["optimizer"]["param_groups"], state.optimizer, source=checkpoint.path)
     state.load_position(parts["position"])
+    state.model.num_steps = state.step
     state.model.module.load_state_dict(parts["model"])
     settings = [dict(group) for group in state.optimizer.param_groups]
     state.optimizer.load_state_dict(parts["optimizer"])

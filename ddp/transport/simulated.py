@@ -3,9 +3,9 @@
     network = SimulatedNetwork(4)
     network.run(lambda transport: ...)      # called once per rank, each in a thread of its own
 
-A send is a copied tensor that waits on its edge for a receive, or a receive waits there for a send; both come in order.
-A send completes only when it has met its receive, as on the strictest real transport, so a schedule that would deadlock
-there deadlocks here (until its deadline).
+A send waits on its edge for a receive, or a receive waits there for a send; both come in order. Whichever comes last
+copies the tensor. So a send completes only when it has met its receive, as on the strictest real transport: a schedule
+that would deadlock there deadlocks here (until its deadline), and a tensor that is changed in flight arrives changed.
 
 Read before: `edge.py`. Read next: `process_group.py`.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
 from torch import Tensor
@@ -41,46 +41,47 @@ class SimulatedNetwork:
         """Puts a send or a receive on an edge, where it meets the other one, or waits for it."""
         with self._lock:
             waiting = self._edges.setdefault(edge, deque())
-            if waiting and waiting[0].is_send != end.is_send:
-                other = waiting.popleft()
-                end.meet(other) if other.is_send else other.meet(end)
-            else:
+            if not waiting or waiting[0].is_send == end.is_send:
                 waiting.append(end)
+                return
+            other = waiting.popleft()
             if not waiting:
                 del self._edges[edge]
+        end.meet(other) if other.is_send else other.meet(end)
 
     def run(self, program: Callable[[SimulatedTransport], Result]) -> list[Result]:
-        """Runs `program` on all ranks at once and returns its results by rank. Raises the first rank's error."""
+        """Runs `program` on all ranks at once and returns its results by rank. Raises the error that came first."""
         with ThreadPoolExecutor(self.world_size) as threads:
             runs = [threads.submit(program, self.transport(rank)) for rank in range(self.world_size)]
-            return [run.result() for run in runs]
+            for run in as_completed(runs):
+                run.result()
+        return [run.result() for run in runs]
 
 
 class _End:
     """A message on the rank that sends it, or on the rank that receives it."""
 
     def __init__(self, data: Tensor, *, is_send: bool) -> None:
-        self.data, self.is_send = data.clone() if is_send else data, is_send
+        self.data, self.is_send = data, is_send
         self.has_met = threading.Event()
-        self._sent: Tensor | None = None
+        self._wrong_numel: int | None = None
 
     def meet(self, send: _End) -> None:
         """Lets a receive take what was sent. A send of another length never completes."""
-        self._sent = send.data
-        self.has_met.set()
         if send.data.numel() == self.data.numel():
+            self.data.copy_(send.data)
             send.has_met.set()
+        else:
+            self._wrong_numel = send.data.numel()
+        self.has_met.set()
 
     def wait(self, peer: int, timeout_s: float) -> None:
         """Returns once a send has been taken, or what was sent is in a receive's tensor."""
         if not self.has_met.wait(timeout_s):
             what = "did not take its message" if self.is_send else "sent nothing"
             raise TransportError(peer, f"{what} within {timeout_s:g} s", timed_out=True)
-        if self._sent is not None:
-            if self._sent.numel() != self.data.numel():
-                raise TransportError(peer, f"sent {self._sent.numel()} elements, expected {self.data.numel()}")
-            self.data.copy_(self._sent)
-            self._sent = None
+        if self._wrong_numel is not None:
+            raise TransportError(peer, f"sent {self._wrong_numel} elements, expected {self.data.numel()}")
 
 
 class SimulatedTransport:

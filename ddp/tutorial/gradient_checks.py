@@ -164,8 +164,8 @@ def _bucketed(module: ModuleType, *, overlap: bool) -> MakeReplica:
             super()._launch(reduction)
 
     class Bucketed(BucketedDataParallel):
-        def _new_backward(self, step: int = 0, former: Backward | None = None) -> Backward:
-            written: Backward = Written(self.comm, step, overlap=overlap, waited=self.waited, former=former)
+        def _new_backward(self, former: Backward | None = None) -> Backward:
+            written: Backward = Written(self.comm, overlap=overlap, waited=self.waited, former=former)
             return written
 
     return lambda net, comm: Bucketed(

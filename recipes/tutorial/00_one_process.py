@@ -1,6 +1,6 @@
 """00 · One process, a loop by hand
 
-What does a training step compute, and which part of it could somebody else do?
+What does a training step compute, and which part of it can another process do?
 
     batch of 12 samples ──▶ forward ──▶ 12 losses ──▶ mean ──▶ backward ──▶ gradient ──▶ optimizer step
     ├── 5 samples ──▶ forward ──▶ their sum ──▶ backward ──▶ gradient ─┐
@@ -36,11 +36,11 @@ def train(num_steps: int) -> list[float]:
 # ## The parts
 #
 # The loss of a batch is a sum over its samples, divided by their number. A derivative of a sum is the sum of the
-# derivatives. So two processes that have the same weights may each take a part of the batch, and what they find adds up
-# to the gradient of the whole. They need not talk about samples or activations, only about gradients.
+# derivatives. So two processes that have the same weights can each take a part of the batch, and their gradients add up
+# to the gradient of the whole batch. Gradients are all that they need to exchange.
 #
 # The division needs care. Each part could divide by its own number of samples, and the two means could be averaged.
-# Where the parts are unequal, that gives another gradient.
+# Where the parts are unequal, the result is a different gradient.
 
 
 def add_sums(num_first: int) -> torch.Tensor:
@@ -67,29 +67,31 @@ def error(gradient: torch.Tensor) -> float:
 if __name__ == "__main__":
     losses = train(num_steps=20)
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in 20 steps")
-    print(f"parts of 6 and 6: sums are off by {error(add_sums(6)):.0e}, means by {error(average_means(6)):.0e}")
-    print(f"parts of 5 and 7: sums are off by {error(add_sums(5)):.0e}, means by {error(average_means(5)):.0e}")
-    print(f"parts of 1 and 11: sums are off by {error(add_sums(1)):.0e}, means by {error(average_means(1)):.0e}")
+    for num_first in (6, 5, 1):
+        of_sums, of_means = error(add_sums(num_first)), error(average_means(num_first))
+        parts = f"parts of {num_first} and {NUM_SAMPLES - num_first}"
+        print(f"{parts}: sums are off by {of_sums:.0e}, means by {of_means:.2g}")
 
     assert losses[-1] < losses[0] / 2
     assert all(error(add_sums(num_first)) < 1e-14 for num_first in range(NUM_SAMPLES + 1))
-    assert error(average_means(6)) < 1e-14 < 1e-2 < error(average_means(5)) < error(average_means(1))
+    assert error(average_means(6)) < 1e-14 and 0.16 < error(average_means(5)) < 0.17 < error(average_means(1))
 
 # ## What to look at
 #
-# `add_sums` is the whole of data-parallel training. What comes from here on replaces its plus sign, by better and
-# better ways to add what many processes have.
+# `add_sums` is the core of data-parallel training. Chapters 01 to 05 replace its plus sign: there the two terms are in
+# different processes, and all of them need the sum.
 #
 # ## The number that surprised
 #
-# 2e-01. With parts of 5 and 7 samples, averaging two means is wrong by a fifth of the gradient, and nothing fails: the
-# loss still falls. So gradients travel here as sums, and are divided once, by the number of samples of all processes.
+# 0.16. With parts of 5 and 7 samples, an average of two means is off by a sixth of the gradient, and no error says so.
+# So gradients travel here as sums, and are divided once, by the number of samples of all processes.
 #
 # ## Exercises
 #
 # 1. Average the means with weights 5/12 and 7/12. Why is the result right, and what must a process know for it?
-# 2. Replace `SGD` by `Adam` and compare the loop with one that steps on `add_sums(5)`. How far apart are the weights
-#    after 20 steps, and where does the difference come from?
+# 2. Write a loop that calls `backward` on the sum of the losses of the first 5 samples, then on that of the other 7,
+#    and divides `p.grad` by 12. How far are its weights from those of `train` after 20 steps, with SGD and with Adam?
+#    Where does the difference come from?
 #
 # ## Next
 #

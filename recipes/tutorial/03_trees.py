@@ -1,6 +1,6 @@
 """03 · Tree, butterfly, master and workers
 
-A ring of p ranks takes 2(p − 1) rounds. What takes fewer, and does everybody add in the same order?
+A ring of p ranks takes 2(p − 1) rounds. What takes fewer, and do all ranks add in the same order?
 
     master and workers        tree of 8 ranks                    butterfly of 4 ranks
                                                                   round 1    round 2
@@ -18,11 +18,13 @@ import ddp
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.schedule import Expression
 
+P = 8  # ranks
+
 # ## Three ways by hand
 
 
 def master_worker(comm: ddp.Communicator, tensor: torch.Tensor) -> None:
-    """Rank 0 adds all tensors up and sends the sum to everyone: two rounds, but 2(p − 1) messages over its one link."""
+    """Rank 0 adds all tensors up and sends the sum to everyone: 2(p − 1) messages, all of them over its one link."""
     if comm.rank > 0:
         comm.send(tensor, 0)
         comm.recv(tensor, 0)
@@ -34,7 +36,7 @@ def master_worker(comm: ddp.Communicator, tensor: torch.Tensor) -> None:
 
 
 def tree(comm: ddp.Communicator, tensor: torch.Tensor) -> None:
-    """Half of the ranks that are left send to their neighbour and are out, until rank 0 is left; then all goes back."""
+    """In every round, half of the ranks send to a neighbour and drop out. Then the sum goes back the same way."""
     rank, p = comm.rank, comm.world_size
     distances = [1 << k for k in range((p - 1).bit_length())]  # 1, 2, 4, … below p
     for distance in distances:
@@ -63,7 +65,8 @@ def butterfly(comm: ddp.Communicator, tensor: torch.Tensor) -> None:
 # ## Who adds in which order
 #
 # The library's checker says what each chunk becomes: a nested pair such as ((0, 1), (2, 3)). A number is that rank's
-# contribution, and a pair is a sum. `add_up` computes it. If it has the bits of the real run, that was the order.
+# contribution, and a pair is a sum. If `add_up` finds the bits of the real run, the ranks have added in that order.
+# (Which rank of a pair adds does not matter: a + b and b + a have the same bits.)
 
 
 def add_up(expression: Expression, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -76,42 +79,41 @@ def add_up(expression: Expression, parts: list[torch.Tensor]) -> torch.Tensor:
 
 def on_each_rank(comm: ddp.Communicator) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns, by the library's names, the sums by hand and by the library."""
-    mine, sums = gradient_of_sum(*share(comm.rank, comm.world_size)), {}
+    mine, sums = gradient_of_sum(*share(comm.rank, P)), {}
     for name, by_hand in {"master_worker": master_worker, "tree": tree, "recursive_doubling": butterfly}.items():
-        by_hand(comm, total := mine.clone())
+        total = mine.clone()
+        by_hand(comm, total)
         sums[name] = total, comm.all_reduce(mine.clone(), algorithm=name)
     return sums
 
 
 if __name__ == "__main__":
-    results, parts = as_threads(on_each_rank, 8), [gradient_of_sum(*share(rank, 8)) for rank in range(8)]
+    results, parts = as_threads(on_each_rank, P), [gradient_of_sum(*share(rank, P)) for rank in range(P)]
     for name in results[0]:
-        proof = SCHEDULES[name].check(8)
+        proof = SCHEDULES[name].check(P)
         wanted = add_up(proof.expressions[0], parts)
-        differs = int((wanted != add_up(SCHEDULES["tree"].check(8).expressions[0], parts)).sum())
+        differs = int((wanted != add_up(SCHEDULES["tree"].check(P).expressions[0], parts)).sum())
         print(f"{name}: {proof.num_rounds} rounds, the busiest rank sends {float(proof.busiest):g} times the gradient")
-        print(f"  adds as {proof.expressions[0]}; {differs} of {len(wanted)} sums have other bits than the tree's")
+        print(f"  order of additions {proof.expressions[0]}; {differs} of {len(wanted)} sums differ from the tree's")
         assert all(torch.equal(wanted, total) for sums in results for total in sums[name])
-        assert torch.allclose(wanted / NUM_SAMPLES, answer())
-        assert (differs == 0) is proof.canonical
+        assert torch.allclose(wanted / NUM_SAMPLES, answer()) and (differs == 0) is proof.canonical
 
 # ## What to look at
 #
-# Tree and butterfly add alike, nearest neighbours first. Their results are equal bit by bit, on all ranks, whoever sent
-# what to whom. Each is one order of additions that all ranks share, and so copies of a model can stay equal for ever.
+# Tree and butterfly add alike, nearest neighbours first, so their results are equal bit by bit. (The library calls this
+# order *canonical*.) The master has the fewest rounds, but in each of them seven gradients share its one link.
 #
 # ![An all-reduce by a tree of eight ranks](pictures/tree.svg)
 #
 # ## The number that surprised
 #
-# 32 of 67. By so many numbers, the same eight gradients have another sum if the master adds them one by one. Each is
-# right to the last digits; but if two ranks of one run added in two orders, their models would drift apart.
+# About half of the 67 numbers have different bits if the master adds the same eight gradients one by one (32 or 37, by
+# the kind of processor). Both sums are right up to rounding, but two ranks that add in two orders are no longer equal.
 #
 # ## Exercises
 #
-# 1. Run `master_worker` and `tree` on 5 ranks. Why does the butterfly need another idea there? See "any number" in
-#    `ddp/collectives/butterfly.py`.
-# 2. Write the butterfly that exchanges halves, and sends no more than a ring: `python -m ddp exercise 03` judges it.
+# 1. Set `P = 5`. What goes wrong in `butterfly`? See the note "any number" in `ddp/collectives/butterfly.py`.
+# 2. Write the butterfly that exchanges halves, and sends no more than a ring: `scripts/ddp exercise 03` judges it.
 #
 # ## Next
 #

@@ -3,10 +3,11 @@
 The ring sends least, recursive doubling has the fewest rounds. Which one is faster?
 
     seconds of a message
-        │                    ╱      a message of N bytes takes α + N·β seconds:
-        │               ╱           α  the latency, which even an empty one costs
-        │          ╱                β  seconds per byte
-      α │─────╱
+        │                ╱          a message of N bytes takes α + N·β seconds:
+        │            ╱              α  the latency, which even an empty one costs
+        │        ╱                  β  seconds per byte
+      α │    ╱
+        │
         └──────────────────── N     ring   2(p−1)·α + 2(p−1)/p·N·β       recursive doubling   log₂ p · (α + N·β)
 """
 
@@ -21,12 +22,12 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import cost_s, textbook
 from ddp.collectives.simulate import Link, Network, equal_hosts
 
-P, SIZES = 4, (16, 32 << 10, 1 << 20, 8 << 20)  # ranks; bytes
+P, SIZES = 4, (64, 32 << 10, 1 << 20, 8 << 20)  # ranks, a power of two from 4 up; bytes
 
 # ## The formulas
 #
-# The messages of a round are on their way at the same time. So a round costs one α and the bytes of one message, and γ
-# for each byte that a rank then adds.
+# The messages of a round are on their way at the same time. So a round costs one α, and β for each byte of one message.
+# To add what has arrived costs γ for each byte, which the drawing leaves out.
 
 SECONDS: dict[str, Callable[[int, float, float, float, float], float]] = {  # of p ranks and n bytes
     "ring": lambda p, n, a, b, g: 2 * (p - 1) * (a + n / p * b) + (p - 1) / p * n * g,  # many rounds, each with a chunk
@@ -36,8 +37,8 @@ SECONDS: dict[str, Callable[[int, float, float, float, float], float]] = {  # of
 
 # ## The figures of this machine
 #
-# Two measurements tell α and β: a ring with next to no bytes consists of 2(p − 1) times α, and what a large one takes
-# in addition are its bytes. Everything else is then a prediction.
+# Two measurements are enough to find α and β. A ring over a few bytes takes 2(p − 1) times α, and whatever a large one
+# takes beyond that, it takes for its bytes. Everything else is then a prediction.
 
 
 def on_each_rank() -> tuple[dict[tuple[str, int], float], float, torch.Tensor]:
@@ -54,28 +55,27 @@ def on_each_rank() -> tuple[dict[tuple[str, int], float], float, torch.Tensor]:
     return measured, gamma, gradient / NUM_SAMPLES
 
 
-def fitted(measured: dict[tuple[str, int], float]) -> tuple[float, float]:
-    """Returns α and β, from the ring's times for the fewest and for the most bytes; β has a part of γ in it."""
+def fitted(measured: dict[tuple[str, int], float], gamma: float) -> tuple[float, float]:
+    """Returns α and β, from the ring's times for the fewest and for the most bytes."""
     num_rounds, fewest_s, most_s = 2 * (P - 1), measured["ring", SIZES[0]], measured["ring", SIZES[-1]]
-    return fewest_s / num_rounds, (most_s - fewest_s) / (num_rounds * SIZES[-1] / P)
+    return fewest_s / num_rounds, (most_s - fewest_s) / (num_rounds * SIZES[-1] / P) - gamma / 2  # half of them add
 
 
 # ## The library's answers
 #
-# `textbook` has these formulas, and more of them. `cost_s` does not know any: it plays the schedule on a simulated
-# network, message by message, and looks at the clock there.
+# `textbook` has these formulas, and more of them. `cost_s` uses none: it plays the schedule on a simulated network,
+# message by message, and reads the clock of the simulation.
 
 
 def hosts(p: int, alpha: float, beta: float, gamma: float) -> Network:
-    """Returns a network of p hosts with one rank each, so that nothing moves inside of one."""
+    """Returns a network of p hosts (computers) with one rank each, so that every message crosses the network."""
     return Network(equal_hosts(p, 1), inside=Link(0.0, 0.0), between=Link(alpha, beta), gamma_s=gamma)
 
 
 if __name__ == "__main__":
     measured, gamma, gradient = ddp.launch(on_each_rank, workers=P)[0]
-    figures = (*fitted(measured), gamma)
-    alpha, beta, _ = figures
-    print(f"{P} ranks here: α = {1e6 * alpha:.0f} µs, β = {1e9 * beta:.2f} ns per byte, γ = {1e9 * gamma:.2f}")
+    figures = alpha, beta, _ = (*fitted(measured, gamma), gamma)
+    print(f"{P} ranks here: α = {1e6 * alpha:.0f} µs, β = {1e9 * beta:.2f} and γ = {1e9 * gamma:.2f} ns per byte")
     for (name, num_bytes), measured_s in measured.items():
         predicted_s = SECONDS[name](P, num_bytes, *figures)
         times = f"predicted {1e3 * predicted_s:6.2f} ms, measured {1e3 * measured_s:6.2f} ms"
@@ -84,7 +84,8 @@ if __name__ == "__main__":
         if num_bytes <= 1 << 20:  # larger ones are cut into segments, and take less
             assert isclose(predicted_s, cost_s(name, SCHEDULES[name], num_bytes, hosts(P, *figures)))
     assert torch.allclose(gradient, answer()) and alpha > 0 and beta > 0
-    border = 4 * alpha / (0.5 * beta + 1.25 * gamma)  # where 6α + N(1.5β + 0.75γ) = 2α + N(2β + 2γ)
+    k = log2(P)  # the ring is the faster one from where 2(p−1)·α + N·(2(p−1)/p·β + (p−1)/p·γ) = k·(α + N·β + N·γ)
+    border = (2 * P - 2 - k) * alpha / ((k - 2 + 2 / P) * beta + (k - 1 + 1 / P) * gamma)
     assert isclose(SECONDS["ring"](P, border, *figures), SECONDS["recursive_doubling"](P, border, *figures))
     print(f"the ring is faster from {border / 1e6:.1f} MB up. On 10,000 hosts, with the same figures:")
     for num_bytes in (1000, 10**6, 10**8):
@@ -94,22 +95,25 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# Small tensors cost the number of rounds, large ones the bytes. Do not expect more than that trend here: four ranks
-# that share few cores wait for a core as often as for a message, which no formula knows. That is why `algorithm="auto"`
-# also times the best candidates before it trusts a prediction. A large tree beats its formula, because the library cuts
-# large tensors into segments, and adds one while the next is on its way.
+# For a small tensor the number of rounds decides, for a large one the number of bytes. The first and the last row of
+# the ring agree because α and β were fitted to them; the other rows are predictions. Do not expect more than that
+# trend: ranks that share few cores wait for a core as often as for a message, which no formula knows. A ring keeps all
+# ranks busy at once, a tree does not, so the tree may take less than predicted. That is why `algorithm="auto"` also
+# times the best candidates before it trusts a prediction.
 #
 # ![Predicted times of all-reduces over their size](pictures/costs.svg)
 #
 # ## The number that surprised
 #
-# A ring of 10,000 ranks takes seconds for 1,000 bytes: 19,998 rounds, each with an α. The circulant schedule sends the
-# ring's bytes in 28 rounds (`ddp/collectives/circulant.py`).
+# The ring of 10,000 ranks with 1,000 bytes: 19,998 rounds, each with an α. The circulant schedule sends as few bytes in
+# 28 rounds: each rank sends to the one that is 1, 2, 4, … places on, so that what it has doubles each time
+# (`ddp/collectives/circulant.py`).
 #
 # ## Exercises
 #
-# 1. What do α and β become with 2 ranks, and why?
-# 2. `scripts/ddp explain 1MB --workers 4` asks the library the same. Which figures does it measure besides these two?
+# 1. Take `P = 8`. α and β describe a link, so they should not change. How much do they, and why?
+# 2. `scripts/ddp explain 1MB --workers 4 --transport-only` ranks all algorithms on your machine. Which figures does the
+#    library measure for it besides α, β and γ? See `ddp/comm/calibrate.py`.
 #
 # ## Next
 #

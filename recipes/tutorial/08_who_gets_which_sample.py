@@ -20,11 +20,11 @@ import ddp
 # ## An order that all ranks know
 #
 # Shuffling needs no message. All ranks draw the same permutation from the same seed, and each takes its part. The epoch
-# is a part of the seed; a sampler that is not told of a new epoch repeats the order of the last one.
+# is a part of the seed. Torch's sampler must be told of each epoch by `set_epoch`, or else it repeats the same order.
 
 
 def order(length: int, epoch: int, *, seed: int = 0) -> list[int]:
-    """Returns the samples in the order of an epoch, the same on every rank."""
+    """Returns the samples in the order of an epoch, the same on every rank; drawn as torch's sampler draws it."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
@@ -41,41 +41,45 @@ def contiguous(length: int, rank: int, p: int) -> range:
 
 # ## Evaluation counts
 #
-# Padding keeps ranks in step, and in training a sample too many does little harm. In an evaluation it changes the
-# result, and with the number of ranks. Means of means do, too, if ranks have unequal shares. Sums and counts do not.
+# Padding keeps ranks in step, and in training a few repeated samples do little harm. In an evaluation they change the
+# result, and how much depends on the number of ranks; so does a mean of the ranks' means, where shares are unequal. The
+# sum of the ranks' sums, divided by the sum of their counts, is exact.
 
 
 def accuracies(is_right: list[int], p: int) -> tuple[float, float, float]:
     """Returns the accuracy over padded shares, as a mean of the ranks' means, and from sums and counts."""
     length = len(is_right)
     padded = [is_right[index] for rank in range(p) for index in strided(list(range(length)), rank, p)]
-    sums = [sum(is_right[index] for index in contiguous(length, rank, p)) for rank in range(p)]
-    counts = [len(contiguous(length, rank, p)) for rank in range(p)]
-    means = [total / count for total, count in zip(sums, counts, strict=True)]
-    return sum(padded) / len(padded), sum(means) / p, sum(sums) / sum(counts)
+    shares = [[is_right[index] for index in contiguous(length, rank, p)] for rank in range(p)]
+    means = [sum(share) / len(share) for share in shares]
+    return sum(padded) / len(padded), sum(means) / p, sum(map(sum, shares)) / sum(map(len, shares))
 
 
 # ## Training in steps
 #
 # `ddp.TrainSampler` cuts each epoch into steps of a *global batch*, the samples of all ranks together, and each step
-# into shares. Nothing is padded or dropped: the last step of an epoch is smaller. A step has the same samples at every
-# number of ranks, so a run may go on with more or fewer of them.
+# into shares. Nothing is padded or dropped: the last step of an epoch is smaller. A step has the same samples for every
+# number of ranks, so a run can continue on more or fewer. Its position is the seed, the epoch, and the samples used.
+
+
+def shares_of_rank(length: int, rank: int, p: int, global_batch: int) -> list[list[int]]:
+    """Returns a rank's samples in each step of an epoch."""
+    sampler = ddp.TrainSampler(length, global_batch=global_batch, rank=rank, world_size=p, seed=3)
+    return [[index for part in plan.micros for index in part.indices] for plan in sampler.plans()]  # parts: chapter 09
 
 
 def samples_of_steps(length: int, p: int, global_batch: int) -> list[list[int]]:
     """Returns the samples of each step of an epoch, of all ranks together."""
-    samplers = [ddp.TrainSampler(length, global_batch=global_batch, rank=r, world_size=p, seed=3) for r in range(p)]
-    plans = zip(*(sampler.plans() for sampler in samplers), strict=True)
-    shares = [[[i for micro in plan.micros for i in micro.indices] for plan in step] for step in plans]
-    assert all(max(map(len, step)) - min(map(len, step)) <= 1 for step in shares)
-    return [list(chain(*step)) for step in shares]
+    steps = list(zip(*(shares_of_rank(length, rank, p, global_batch) for rank in range(p)), strict=True))
+    assert all(max(map(len, shares)) - min(map(len, shares)) <= 1 for shares in steps)
+    return [list(chain(*shares)) for shares in steps]
 
 
 if __name__ == "__main__":
     for length in (1, 7, 10, 12, 64):
         for p in range(1, 9):
-            whole, steps = list(range(length)), samples_of_steps(length, 1, max(8, p))
-            assert sorted(chain(*steps)) == whole and samples_of_steps(length, p, max(8, p)) == steps
+            whole, steps = list(range(length)), samples_of_steps(length, 1, 8)
+            assert sorted(chain(*steps)) == whole and samples_of_steps(length, p, 8) == steps
             assert list(chain(*(contiguous(length, rank, p) for rank in range(p)))) == whole
             for rank in range(p):
                 assert ddp.EvaluationSampler(length, num_replicas=p, rank=rank).share == contiguous(length, rank, p)
@@ -86,31 +90,30 @@ if __name__ == "__main__":
 
     for p in (1, 2, 4, 8):
         padded, means, exact = accuracies([0] + 9 * [1], p)
-        print(f"9 of 10 right, {p} ranks: padded {padded:.1%}, means of means {means:.1%}, sums and counts {exact:.1%}")
+        print(f"9 of 10 right, ranks: {p}, padded {padded:.1%}, mean of means {means:.1%}, sums and counts {exact:.1%}")
         assert exact == 0.9
     assert accuracies([0] + 9 * [1], 4)[0] == 10 / 12
-
     inputs, classes = batch()
-    for p in range(1, 9):
-        sampler_s = [ddp.TrainSampler(NUM_SAMPLES, global_batch=NUM_SAMPLES, rank=r, world_size=p) for r in range(p)]
-        indices = [[i for micro in next(sampler.plans()).micros for i in micro.indices] for sampler in sampler_s]
-        total = sum(gradient_of_sum(inputs[mine], classes[mine]) for mine in indices)
+    for p in range(1, 15):  # with 13 and 14 ranks, some have no sample, and add zeros
+        shares = [shares_of_rank(NUM_SAMPLES, rank, p, max(NUM_SAMPLES, p))[0] for rank in range(p)]
+        total = sum(gradient_of_sum(inputs[mine], classes[mine]) for mine in shares)
         assert torch.allclose(total / NUM_SAMPLES, answer())
 
 # ## What to look at
 #
-# Every assertion holds for any number of samples and ranks, also for fewer samples than ranks: then some ranks have
-# none, and take part in the all-reduce with zeros. And the gradient is still the answer, for every cut.
+# The gradient is the answer for every cut, also if there are fewer samples than ranks. Then some ranks have none in a
+# step. They still must take part in its all-reduces, with zeros: that is what `replica.reduce_without_backward()` does.
 #
 # ## The number that surprised
 #
-# 83.3%. The model is right about 9 of 10 samples. On 4 ranks the padded evaluation counts sample 0 twice, on which it
-# is wrong, and so the same model has another accuracy at every number of ranks.
+# 83.3%. The model is right about 9 of 10 samples. With 4 ranks, the padded evaluation counts samples 0 and 1 twice, and
+# it is wrong about sample 0. So the score depends on the number of ranks, although the model does not.
 #
 # ## Exercises
 #
-# 1. Which samples are counted twice with 3 ranks? For which numbers of ranks is the padded result right by luck?
-# 2. `python -m ddp exercise 08`: write the cut of a step into shares, in `ddp/data/sampler.py`.
+# 1. Which samples are counted twice with 3 ranks? For which numbers of ranks is the padded result right, and does that
+#    depend on *which* sample the model is wrong about?
+# 2. `scripts/ddp exercise 08`: write the cut of a step into shares, and of a share into parts (see chapter 09).
 #
 # ## Next
 #

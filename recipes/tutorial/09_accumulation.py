@@ -2,8 +2,9 @@
 
 A rank's share of the batch does not fit its memory. Can it take the share in parts, and what do the others notice?
 
+             two samples       │ two samples       │ two samples
     rank 0   forward, backward │ forward, backward │ forward, backward ─┐
-             samples 0 1       │ samples 2 3       │ samples 4 5        ├─▶ all-reduce ─▶ optimizer step
+                               │                   │                    ├─▶ all-reduce ─▶ optimizer step
     rank 1   forward, backward │ forward, backward │ forward, backward ─┘
              └──── no_sync: gradients add up ──────┘ └ this one sends the sums
 """
@@ -11,7 +12,7 @@ A rank's share of the batch does not fit its memory. Can it take the share in pa
 from contextlib import nullcontext
 
 import torch
-from problem import NUM_SAMPLES, answer, as_threads, batch, flat_gradient, net
+from problem import NUM_SAMPLES, answer, as_threads, batch, flat_gradient, net, share
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,13 +20,14 @@ import ddp
 
 # ## The global batch
 #
-# A program is told the *global* batch: the samples of an optimizer step, of all ranks together. How many samples a rank
-# takes, and in how many *micro-batches*, follows from the number of ranks and their memory. So two ranks with three
-# micro-batches each train exactly as six ranks with one, and nobody changes the learning rate.
+# The user sets the *global* batch: the samples of an optimizer step, of all ranks together. How many samples a rank
+# takes follows from the number of ranks; in how many *micro-batches*, from `micro_size`, the most samples that a rank
+# has memory for at once. So two ranks with three micro-batches each compute the gradient of six ranks with one, up to
+# rounding, and the learning rate stays as it is.
 #
-# Autograd adds each new gradient to `p.grad`. So a rank that has several micro-batches only has to keep quiet until the
-# last one: `no_sync` is a replica that does not average yet. It must be around the forward, too, because the forward
-# prepares what backward will do.
+# Autograd adds each new gradient to `p.grad`. So a rank that has several micro-batches sends nothing before the last
+# one: inside of `no_sync`, backward only adds. The forward must be inside, too, because it is there that the library's
+# replica decides whether the backward will average.
 
 
 def gradient(comm: ddp.Communicator, micro_size: int | None, *, sync_each: bool = False) -> tuple[Tensor, int, int]:
@@ -35,7 +37,8 @@ def gradient(comm: ddp.Communicator, micro_size: int | None, *, sync_each: bool 
     sampler = ddp.TrainSampler(
         NUM_SAMPLES, global_batch=NUM_SAMPLES, rank=comm.rank, world_size=comm.world_size, micro_size=micro_size
     )
-    for plan in (next(sampler.plans()), next(sampler.plans())):  # the first backward also learns the order of gradients
+    plan = next(sampler.plans())
+    for _ in range(2):  # the same step twice, because the first backward also learns the order of gradients
         replica.zero_grad()
         num_calls, loss_of_rank, num_samples = comm.num_calls, 0.0, 0
         for micro in plan.micros:
@@ -56,12 +59,10 @@ def gradient(comm: ddp.Communicator, micro_size: int | None, *, sync_each: bool 
 
 def gradient_by_hand(comm: ddp.Communicator, micro_size: int | None) -> Tensor:
     """Returns the gradient of the batch."""
-    model, (inputs, classes) = net(), batch()
-    mine = range(comm.rank * NUM_SAMPLES // comm.world_size, (comm.rank + 1) * NUM_SAMPLES // comm.world_size)
-    most = micro_size or len(mine)
-    for first in range(mine.start, mine.stop, most):
-        micro = slice(first, min(first + most, mine.stop))
-        F.cross_entropy(model(inputs[micro]), classes[micro], reduction="sum").backward()
+    model, (inputs, classes) = net(), share(comm.rank, comm.world_size)
+    size = micro_size or len(inputs)
+    for micro in zip(inputs.split(size), classes.split(size), strict=True):
+        F.cross_entropy(model(micro[0]), micro[1], reduction="sum").backward()
     return comm.all_reduce(flat_gradient(model)) / NUM_SAMPLES
 
 
@@ -71,14 +72,15 @@ def off_by(found: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    print("ranks × micro-batches of a rank: all-reduces and error, if only the last one is sent | if each is sent")
+    print("ranks × micro_size: all-reduces and error, if only the last micro-batch is sent | if each is sent")
     for p in (1, 2, 3, 4, 6):
         for micro_size in (1, 2, 4, None):  # None: the whole share at once
             results = as_threads(lambda comm, n=micro_size: gradient(comm, n), p)
             each = as_threads(lambda comm, n=micro_size: gradient(comm, n, sync_each=True), p)
             found, num_micros, num_reduced = results[0]
             early, _, num_early = each[0]
-            print(f"{p} × {num_micros:2}:  {num_reduced}, {off_by(found):.0e}  |  {num_early:2}, {off_by(early):.0e}")
+            size = "all" if micro_size is None else micro_size
+            print(f"{p} × {size:>3}:  {num_reduced}, {off_by(found):.0e}  |  {num_early:2}, {off_by(early):.0e}")
             assert num_reduced == 1 and num_early == num_micros
             assert all(torch.equal(found, other) and torch.allclose(other, answer()) for other, *_ in results)
             assert off_by(early) > 0.1 or num_micros <= 2
@@ -87,19 +89,21 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# The left column: one all-reduce per step, however many micro-batches, and the answer in every row. `ddp.fit` and
-# `scripts/ddp train batch.micro_size=8` do this by themselves: `ddp.TrainSampler` has made the micro-batches above,
-# none larger than `micro_size`, from whatever share a rank has.
+# The left column: one all-reduce per step, whatever the number of micro-batches, and the right gradient in every row.
+# `ddp.fit` and `scripts/ddp train batch.micro_size=8` do all of this by themselves.
 #
 # ## The number that surprised
 #
-# The right column. To send after each micro-batch costs not only messages. Here it also gives another gradient: what
-# was divided by the number of samples so far stays in `p.grad`, and is divided once more after the next micro-batch.
+# The right column. To send after each micro-batch costs messages, and with a division by samples it is also wrong.
+# After the first one, `p.grad` is a mean, the same on all p ranks. The next all-reduce adds these p means to the new
+# gradients, and divides everything by the samples so far. (Divided by the number of ranks, as in torch, the p means
+# come out whole again, and only the messages are wasted.)
 #
 # ## Exercises
 #
-# 1. Put only `backward` inside of `no_sync`, and the forward outside. What happens, and who notices?
-# 2. In a row or two, the right column is right by luck. Why there?
+# 1. Put only `backward` inside of `no_sync`, and the forward outside. Take away the assertion that fails: what else has
+#    changed, and what has not?
+# 2. Try 5 ranks. Which of them have more micro-batches of 2 than others? Which of the two columns can deal with that?
 #
 # ## Next
 #

@@ -24,11 +24,12 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 # ## One measurement
 #
 # The global batch stays the same, so each worker computes less: this is *strong scaling*. A step ends when the slowest
-# worker ends it. Beside the time on the clock, each worker counts the time that a core has worked for it.
+# worker ends it. Beside the time on the clock, each worker counts its CPU time. `subgroup` makes a communicator of some
+# of the ranks, and `all_gather` gives every rank a list of all ranks' tensors.
 
 
 def measure(comm: ddp.Communicator, global_batch: int) -> tuple[float, float, float]:
-    """Returns, per step, the seconds on the clock, those that cores have worked, and those that a rank has waited."""
+    """Returns, per step, seconds on the clock, of CPU time of all ranks, and of waiting for all-reduces on a rank."""
     torch.manual_seed(comm.rank)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     replica = ddp.BucketedDataParallel(model, comm=comm)
@@ -36,7 +37,7 @@ def measure(comm: ddp.Communicator, global_batch: int) -> tuple[float, float, fl
     mine = global_batch * (comm.rank + 1) // comm.world_size - global_batch * comm.rank // comm.world_size
     inputs, classes = torch.randn(mine, 256), torch.randint(0, 10, (mine,))
     for step in range(NUM_STEPS + 2):
-        if step == 2:  # the first steps make memory and learn the order of gradients
+        if step == 2:  # the first steps allocate memory and learn the order of gradients
             comm.barrier()
             start, cpu_start, waited = time.perf_counter(), time.process_time(), replica.waited.total_s
         optimizer.zero_grad()
@@ -45,7 +46,7 @@ def measure(comm: ddp.Communicator, global_batch: int) -> tuple[float, float, fl
         loss_sum.backward()
         optimizer.step()
     own = [time.perf_counter() - start, time.process_time() - cpu_start, replica.waited.total_s - waited]
-    everyones = torch.stack(comm.all_gather(torch.tensor(own, dtype=torch.float64)[None])).squeeze(1) / NUM_STEPS
+    everyones = torch.stack(comm.all_gather(torch.tensor(own, dtype=torch.float64))) / NUM_STEPS
     return everyones[:, 0].max().item(), everyones[:, 1].sum().item(), everyones[:, 2].mean().item()
 
 
@@ -72,30 +73,32 @@ if __name__ == "__main__":
             speed_up = alone_s / clock_s
             times = f"{1e3 * clock_s:5.1f} ms a step, {speed_up:.2f} times as fast, efficiency {speed_up / p:4.0%}"
             work = f"waiting {waited_s / clock_s:3.0%}, work {cores_s / work_s:.2f} times"
-            print(f"batch {global_batch:3}, {p} of the workers: {times}, {work}")
+            print(f"batch {global_batch:3}, workers: {p}, {times}, {work}")
             assert clock_s > 0.9 * cores_s / CORES  # no core can give more than one second in a second
     assert found[16, 4][1] > found[16, 1][1]  # four workers have more to do, all together, than one
 
 # ## What to look at
 #
-# Each column names something that limits. *Cores*: from as many workers as there are cores on, a further one adds work
-# but no worker. *Communication and waiting*: they grow with workers, while what each computes shrinks. *What is not
-# divided*: the optimizer's step over all parameters is made by everyone. The last column adds it all up: the work of
-# all cores, beside that of one worker alone.
+# The first three columns are results; *efficiency* is the speed-up divided by the number of workers. The other two say
+# why. *Waiting* is the share of a step that a rank spends on all-reduces, and waiting for others in them. It grows with
+# the workers, while what each of them computes shrinks. *Work* is the CPU time of all workers, as a multiple of that of
+# one worker alone. It grows because every rank updates all parameters, and adds up what arrives. Once there are as many
+# workers as cores, a further one adds work, but no core to do it. Where other programs run, too, these figures vary
+# twofold from run to run: look at the trend.
 #
 # ![Samples per second over workers](pictures/scaling.svg)
 #
 # ## The number that surprised
 #
-# Efficiency with a batch of 16: more workers are *slower* than one. With 16 samples there is too little to compute for
-# what a step costs anyway. So more workers want a larger batch, and a larger batch wants another learning rate.
+# The efficiency with a batch of 16. On two cores, two workers are *slower* than one: what a step costs anyway outweighs
+# the work on 16 samples. So more workers need a larger batch, and a larger batch needs another learning rate.
 #
 # ## Exercises
 #
-# 1. Let the batch grow with the workers, 256 samples each (*weak scaling*). Which of the limits is gone, and which
-#    stays?
-# 2. `scripts/ddp train -m cluster.workers=1,2` runs real trainings, one after another, and compares them. Which share
-#    of a step do they compute, and does that agree with the efficiency?
+# 1. Let the batch grow with the workers, 256 samples each (*weak scaling*), and multiply the speed-up by their number.
+#    Which of the limits is gone, and which stays?
+# 2. `scripts/ddp train -m cluster.workers=1,2` runs real trainings, one after another, and compares them. Why is the
+#    efficiency lower than the share of a step that the workers compute?
 #
 # ## Next
 #

@@ -44,7 +44,7 @@ def share(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
 
 def flat_gradient(model: nn.Module) -> Tensor:
     """Returns the gradients of all parameters, one after another, [67]."""
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def gradient_of_sum(inputs: Tensor, classes: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ def as_threads(program: Callable[[ddp.Communicator], Any], num_ranks: int) -> li
     """Runs `program(comm)` on ranks that are threads of this process, and returns its results by rank.
 
     `ddp.launch` runs ranks that are processes, which takes some seconds to start. Threads start at once, and the
-    library's collectives cannot tell the difference, so they are good for experiments.
+    library's collectives cannot tell the difference, so they are good for experiments. Threads share what a process has
+    only one of, above all torch's global random numbers. So every random number here comes from a generator of its own.
     """
     settings = Settings(shared_memory=False, algorithm="ring", abort_s=5)  # by messages, as between hosts
 
@@ -78,12 +79,15 @@ def as_threads(program: Callable[[ddp.Communicator], Any], num_ranks: int) -> li
 
 
 def seconds_of(comm: ddp.Communicator, action: Callable[[], object]) -> float:
-    """Returns the seconds of what all ranks do together: the best of ten tries, because a busy machine adds to it."""
+    """Returns the seconds of what all ranks do together, and all of them must call this: the best of ten tries.
+
+    A try takes as long as it takes the slowest rank.
+    """
     times = []
     for _ in range(10):
         start = time.perf_counter()
         for _ in range(5):
             action()
         times.append((time.perf_counter() - start) / 5)
-    slowest = comm.all_reduce(torch.tensor(times, dtype=torch.float64), "max")  # it ends with its last rank
+    slowest = comm.all_reduce(torch.tensor(times, dtype=torch.float64), "max")
     return slowest.min().item()

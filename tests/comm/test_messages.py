@@ -336,17 +336,19 @@ WRONG: dict[str, tuple[list[Callable[[Communicator], Any]], list[str]]] = {
 def test_who_is_to_blame(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks on threads, with watchdogs of their own."""
     monkeypatch.setattr(watchdog_module, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(watchdog_module, "JUDGE_S", 0.1)
+    monkeypatch.setattr(watchdog_module, "JUDGE_S", 0.3)
     others_have_ended.clear()
     programs, says = WRONG[what]
     store, world_size, ended = HashStore(), len(programs), list[int]()
+    all_are_there = threading.Barrier(world_size)
     waiting = sum(1 for words in says if words)
 
     def run(transport: SimulatedTransport) -> str:
         rank = transport.rank
-        watchdog = Watchdog(store, rank, world_size, generation=0, warn_s=100, abort_s=0.4)
-        settings = Settings(algorithm="ring", abort_s=0.4, shared_memory=False)
+        watchdog = Watchdog(store, rank, world_size, generation=0, warn_s=100, abort_s=0.5)
+        settings = Settings(algorithm="ring", abort_s=0.5, shared_memory=False)
         comm = Communicator(transport, settings, watchdog=watchdog, hosts=(tuple(range(world_size)),))
+        all_are_there.wait()
         try:
             programs[rank](comm)
         except PeerLost as lost:

@@ -385,7 +385,7 @@ def hooks_that_break_their_promise(comm: ddp.Communicator) -> None:
         return future
 
     for hook, message in (
-        (raises, r"raises raised KeyError\('lost'\) \(step 0, bucket 0 \(1 gradients: 5\.bias\)\)"),
+        (raises, r"raises raised KeyError\('lost'\) \(step 1, bucket 0 \(1 gradients: 5\.bias\)\)"),
         (wrong_type, r"wrong_type returned a Tensor .*must return a torch\.futures\.Future"),
         (wrong_value, r"wrong_value holds \[3\].*like the bucket's buffer"),
         (fails_later, r"fails_later failed: .*too late.*bucket 0"),

@@ -44,8 +44,8 @@ MUTANTS = {
     ),
     "sum instead of mean": Mutant(
         f"{BACKWARD}.Backward.begin",
-        "self.layout, self._totals, self._divide_by = layout, totals, divide_by",
-        "self.layout, self._totals, self._divide_by = layout, totals, 1",
+        "self.layout, self.step, self._totals, self._divide_by = layout, step, totals, divide_by",
+        "self.layout, self.step, self._totals, self._divide_by = layout, step, totals, 1",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),

@@ -113,7 +113,6 @@ class Backward:
     """One synchronised backward of a replica. `drop_in/backward.py` overrides some of its methods.
 
     Args:
-        step: number of backwards before this one, for messages.
         overlap: reduce in the background (note "foreground").
         waited: measures the time that backward's thread spends on reductions, or waiting for them.
         former: the backward before this one.
@@ -121,6 +120,7 @@ class Backward:
     Attributes:
         early: parameters that have accumulated gradients (in `no_sync`) which no backward has reduced yet, by id.
         layout: where the gradients live; from `begin` on.
+        step: its number, from 1, for messages; from `begin` on.
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
         error: found by this backward; every rank raises it before its next forward.
@@ -128,11 +128,12 @@ class Backward:
     """
 
     layout: Layout
+    step: int
 
     def __init__(
-        self, comm: Communicator, step: int, *, overlap: bool, waited: Stopwatch, former: Backward | None = None
+        self, comm: Communicator, *, overlap: bool, waited: Stopwatch, former: Backward | None = None
     ) -> None:
-        self.comm, self.step, self.overlap, self.state = comm, step, overlap, State.EXPECTED
+        self.comm, self.overlap, self.state = comm, overlap, State.EXPECTED
         self.early: dict[int, Tensor] = {} if former is None else former.left_over
         self.reductions: list[BucketReduction] = []
         self.index_of: dict[int, int] = {}
@@ -146,7 +147,9 @@ class Backward:
 
     # --- in the order of time ----------------------------------------------------------------------------------------
 
-    def begin(self, layout: Layout, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True) -> None:
+    def begin(
+        self, layout: Layout, step: int, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True
+    ) -> None:
         """Starts, because autograd has reached an output, or because this rank takes part without samples.
 
         Args:
@@ -155,7 +158,7 @@ class Backward:
             has_samples: False on a rank that has nothing to compute; then missing gradients are no error.
         """
         self.state, self.began_s = State.RUNNING, now_s()
-        self.layout, self._totals, self._divide_by = layout, totals, divide_by
+        self.layout, self.step, self._totals, self._divide_by = layout, step, totals, divide_by
         self._has_samples = has_samples
         if layout.is_learned:
             self._set_up()
