@@ -85,7 +85,8 @@ if __name__ == "__main__":
         print(f"  rank {rank}: {said}")
         assert all(torch.equal(gradient, results[0][0][0]) for gradient in gradients)  # both ways, and both ranks
         assert torch.allclose(gradients[0], answer()) and exchange_s > addition_s
-        assert f"lost rank {1 - rank}" in said and "ranks 0 and 1 both wait for the other one to receive" in said
+        assert f"lost rank {1 - rank} " in said and f"to rank {1 - rank} [send of [67]]" in said
+        assert "ranks 0 and 1 both wait for the other one to receive: let one of them receive first" in said
 
 # ## What to look at
 #

@@ -28,8 +28,8 @@ DIES_IN, SAVE_EVERY, NUM_STEPS = 7, 4, 12
 # ## The run
 #
 # `ddp.fit` is the loop of chapter 00 with all that came since. Every four steps it writes a *checkpoint*: the weights,
-# the state of the optimizer, of its schedule and of the random numbers (dropout draws some), and the position in the
-# data (chapter 08). A run that has all of this continues as if nothing had happened.
+# the states of the optimizer and its schedule, and the position in the data (chapter 08). Random numbers, such as
+# dropout's, follow from the seed and the position, never from a rank. So a run continues as if nothing had happened.
 
 
 class Beginning(ddp.Callback):
@@ -51,7 +51,7 @@ def train(run_dir: Path, *callbacks: ddp.Callback) -> tuple[int, Tensor, float]:
     """Returns after how many steps this call began, and the weights and the test loss at the end."""
     model = nn.Sequential(net(), nn.Dropout(0.1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
     begins, keep = Beginning(), {"checkpoint_dir": run_dir, "checkpoint_every_steps": SAVE_EVERY, "resume": "auto"}
     state = ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, **keep,
                     schedule=rates, schedule_every="step", test_data=batch(), progress=False, curves=False,
@@ -88,10 +88,10 @@ if __name__ == "__main__":
         except WorkersFailed as error:
             first_lines = str(error).splitlines()[:2]
         print("the launcher:", *first_lines, sep="\n  ")
-        assert "rank 1 was killed by SIGKILL" in first_lines[1]
+        assert first_lines == ["rank 0 stopped because rank 1 failed", "rank 1 was killed by SIGKILL (out of memory?)"]
         said = (folder / "B-0.txt").read_text()
         print(f"rank 0, {said}")
-        assert "lost rank 1 " in said and "no sign of life" in said
+        assert "lost rank 1 " in said and ("its process has ended" in said or not hasattr(os, "pidfd_open"))
 
         weights_of_a, loss_of_a = torch.load(folder / "A-0.pt")
         for num_done, weights, test_loss, grad in ddp.launch(afterwards, folder, workers=2):

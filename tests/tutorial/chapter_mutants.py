@@ -28,7 +28,6 @@ SAME = {  # what a line may become without being wrong, and why
     "self._is_in_backward = True": "the next forward sets it back",
     "max(0, totals.num_items)": "some rank has samples",
     "max(2, totals.num_items)": "all ranks together have several samples",
-    "self._kept.clear()": "this is for parameters without a gradient",
     "pack[1].new_empty": "the tensors of a pack have one type",
     "ready_s and": "a time that is only shown",
     "divide_by=2, sequence": "the caller always says it",
@@ -40,7 +39,45 @@ SAME = {  # what a line may become without being wrong, and why
     "-(-numel * (size * unit))": "one rank adds everything, which is right, and slow",
     "self.posted.get(route, 0) + 2": "both ends count in twos alike",
     "pack[-1].new_empty": "the tensors of a pack have one type",
+    "LINE_BYTES * itemsize": "larger units are only slower",
+    "numel, dim=0": "larger blocks are only slower",
+    "if ranks[2:] else": "of two ranks, as here, both lists are empty",
+    "if ranks[0:] else": "names the same deadlock",
+    "max(0, LINE_BYTES": "a line has more bytes than an element",
+    "max(2, LINE_BYTES": "a line has more bytes than an element",
+    "min(1, LINE_BYTES": "smaller units are only slower",
+    "(size + unit)": "other units are only slower",
+    "BLOCK_BYTES * self.size": "larger blocks are only slower",
+    "stop >= start": "no blocks, or blocks of nothing",
+    "block[0:]": "copies a sum over itself, too",
+    "> SMALL_ALLOCATED_BYTES": "a tensor of about that size may go either way",
+    ">= SMALL_ALLOCATED_BYTES": "a tensor of about that size may go either way",
+    "status <= 0": "workers that fail have no status 0",
+    "status < 1": "the same",
+    "status < -1": "no death here is by signal 1",
+    "poll(1)": "a millisecond more",
+    "is not None or 'schedule' in parts": "a run with a schedule has saved it",
+    "is not None or hasattr": "a process always has a number here",
     "everything.kind": "a name that does not exist, in a case that does not occur: all messages have one shape",
+}
+ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
+    "check_fits(": "refuses another model",
+    "check_optimizer(": "refuses another optimizer",
+    "_check_groups(": "refuses other groups",
+    "group.update(": "another rate than that of the checkpoint",
+    "changed": "warns of other settings",
+    "evaluated_at": "checkpoints of the first version",
+    "choices": "which way an all-reduce took",
+    "gradient_order": "the order of buckets, on which only the bits of three ranks and more depend",
+    "random_state": "random numbers that do not follow from the position",
+    "self._kept.clear()": "parameters without a gradient",
+    "sync_buffers": "buffers",
+    "pieces[0].bench.leaves[half], flat": "tensors of a few bytes",
+    "refuse_if_broken": "what comes after an error",
+    "envelope.direction == 'from'": "tensors that are not laid out in one piece",
+    "must agree in dtype": "an exercise",
+    "consumed == 0": "saves at the end of an epoch",
+    "tail = ": "how much of the log is shown",
 }
 SUBJECTS = {  # chapter → the functions that it is about
     "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/status.py: stuck, _deadlock"],
@@ -62,7 +99,12 @@ SUBJECTS = {  # chapter → the functions that it is about
         "data/distributed_sampler.py: num_samples, total_size, _order",
     ],
     "09_accumulation": ["data/sampler.py: _micros", "replica/replica.py: no_sync, ride_along, _take_totals"],
-    "10_a_worker_dies": ["train/state.py: position, load_position", "train/checkpoint.py: restore"],
+    "10_a_worker_dies": [
+        "train/checkpoint.py: save_checkpoint, restore, step_end",
+        "train/state.py: load_position",
+        "transport/shared_memory.py: Life.__init__, goes_on",
+        "failures.py: describe_failures, _aside, _death",
+    ],
 }
 
 
@@ -87,7 +129,7 @@ def mutants_of(subject: str) -> Iterator[Mutant]:
             changes(function)[spot]()
             changed = ast.unparse(tree)
             line = next(pair for pair in zip(before, changed.splitlines(), strict=False) if pair[0] != pair[1])
-            if not any(same in line[1] for same in SAME):
+            if not any(same in line[1] for same in SAME) and not any(other in line[0] for other in ELSEWHERE):
                 yield Mutant(file, changed, line[0].strip(), line[1].strip())
 
 
