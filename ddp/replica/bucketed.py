@@ -122,8 +122,8 @@ class BucketedDataParallel(Replica):
             raise self._last.error
         if self._backward.state is State.RUNNING:
             raise RuntimeError(
-                f"the last backward through this replica broke off (step {self._backward.step}); the ranks are out of step: "
-                "start anew, from the last checkpoint"
+                f"the last backward through this replica broke off (step {self._backward.step}); "
+                "the ranks are out of step: start anew, from the last checkpoint"
             )
 
     @uncompiled
