@@ -25,7 +25,7 @@ P, LARGE = 3, 1 << 20  # ranks; numbers of the large tensor
 # ## One tensor, seen by all
 #
 # A file can be mapped into the memory of several processes. Whatever one writes there, the others see, without a copy.
-# Each rank makes such a file for its tensor, and maps the files of all. Before that they meet in a *barrier*, which
+# Each rank makes such a file for its tensor, and maps the files of all. In between they meet in a *barrier*, which
 # returns on every rank once all ranks have called it.
 
 

@@ -20,7 +20,7 @@ from ddp.replica.timeline_picture import timeline_text
 #
 # Backward computes gradients from the last layer to the first, and autograd calls a *hook* when one is ready. Gradients
 # that are reduced together are a *bucket*: once all are ready, they are copied side by side, and their all-reduce is
-# *launched*, in the background. All ranks must launch in the same order, also a bucket in which a gradient is missing.
+# *launched*, in the background. All ranks must launch all buckets, in the same order, even if a gradient is missing.
 # (Here none is.) The first hook of a backward asks autograd to call `finish` when this backward has ended.
 
 
