@@ -78,7 +78,7 @@ def train_until_lost(how: str, overlap: bool) -> Report:
     replica = ddp.DistributedDataParallel(net, overlap=overlap, **TINY)
     if "hook" in how:
         replica.register_comm_hook(None, default_hooks.allreduce_hook)
-    for step in range(FATAL_STEP + 1):
+    for step in range(1, FATAL_STEP + 1):
         fragile.is_armed = comm.rank == CULPRIT and step == FATAL_STEP
         start_s = time.monotonic()
         try:
