@@ -104,8 +104,9 @@ if __name__ == "__main__":
 #
 # 1. Let rank 0 send first and receive then, and rank 1 receive first and send then. Why is there no deadlock? How long
 #    does it take beside `both_at_once`, for one number, and for two million?
-# 2. In the `try`, let rank 0 send `mine`, and rank 1 receive it into `torch.empty(67)`, which has another type, or into
-#    60 elements of the right type. What does each rank say, and how does it know?
+# 2. Take away the last two assertions. In the `try`, let rank 0 send `mine`, and rank 1 receive it into
+#    `torch.empty(67)`, which has another type, or into 60 elements of the right type. What does each rank say, and how
+#    does it know?
 #
 # ## Next
 #

@@ -74,7 +74,7 @@ if __name__ == "__main__":
         results = as_threads(on_each_rank, p)
         proof = SCHEDULES["ring"].check(p)
         first, _, num_sent = results[0]
-        print(f"{p} ranks: rank 0 has sent {num_sent} numbers, {num_sent / NUM_PARAMETERS:.2f} times the gradient")
+        print(f"ranks: {p}, rank 0 has sent {num_sent} numbers, {num_sent / NUM_PARAMETERS:.2f} times the gradient")
         for ours, by_library, num_sent in results:
             assert torch.allclose(ours, answer()) and num_sent <= 2 * NUM_PARAMETERS
             assert torch.equal(ours, first)  # all ranks have the same bits
@@ -94,10 +94,10 @@ if __name__ == "__main__":
 #
 # ## The number that surprised
 #
-# Never more than 2: a rank sends 2(p − 1)/p times its gradient, 1.5 times with 4 ranks (a little more if p does not
-# divide 67), and 1.9998 times with 10,000. No all-reduce by messages can make its busiest rank send less: each number
-# takes p − 1 sends until some rank has its whole sum, and p − 1 more until all have it. Only the number of rounds
-# grows.
+# Never more than 2: a rank sends 2(p − 1)/p times its gradient, 1.5 times with 4 ranks (a little more here, because
+# chunks of 67 numbers are unequal), and 1.9998 times with 10,000. No all-reduce by messages can make its busiest rank
+# send less: each number takes p − 1 sends until some rank has its whole sum, and p − 1 more until all have it. Only the
+# number of rounds grows.
 #
 # ## Exercises
 #

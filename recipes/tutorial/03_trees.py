@@ -117,4 +117,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# `04_costs.py`: the ring sends least, the butterfly has the fewest rounds. Which one is faster?
+# `04_costs.py`: the ring sends least, the butterfly takes few rounds. Which one is faster?

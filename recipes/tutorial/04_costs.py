@@ -1,6 +1,6 @@
 """04 · What it costs
 
-The ring sends least, recursive doubling has the fewest rounds. Which one is faster?
+The ring sends least, recursive doubling takes few rounds. Which one is faster?
 
     seconds of a message
         │                ╱          a message of N bytes takes α + N·β seconds:
@@ -32,7 +32,7 @@ P, SIZES = 4, (64, 32 << 10, 1 << 20, 8 << 20)  # ranks, a power of two from 4 u
 SECONDS: dict[str, Callable[[int, float, float, float, float], float]] = {  # of p ranks and n bytes
     "ring": lambda p, n, a, b, g: 2 * (p - 1) * (a + n / p * b) + (p - 1) / p * n * g,  # many rounds, each with a chunk
     "tree": lambda p, n, a, b, g: 2 * ceil(log2(p)) * (a + n * b) + ceil(log2(p)) * n * g,  # few, each with all bytes
-    "recursive_doubling": lambda p, n, a, b, g: log2(p) * (a + n * b + n * g),  # the fewest; p is a power of two
+    "recursive_doubling": lambda p, n, a, b, g: log2(p) * (a + n * b + n * g),  # half as many; p is a power of two
 }
 
 # ## The figures of this machine

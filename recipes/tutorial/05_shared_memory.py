@@ -110,8 +110,10 @@ if __name__ == "__main__":
 #
 # ## Exercises
 #
-# 1. Take away the first barrier, then the second one instead. Which ranks get which wrong sums, and why?
-# 2. Let rank 0 add everything, while the others wait at the second barrier. How much slower is it?
+# 1. Take away the first barrier, then the second one instead. Before the assertion that fails, print which slices of
+#    `large[comm.rank]` are wrong on which rank. Why these?
+# 2. Let rank 0 add everything, while the others wait at the second barrier. Is it slower on your machine? What limits
+#    it there, the cores or the speed of memory?
 #
 # ## Next
 #

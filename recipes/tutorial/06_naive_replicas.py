@@ -112,7 +112,7 @@ if __name__ == "__main__":
 #
 # 1. Leave `begin_equal` out. How far apart are the weights of two ranks after 1, 10 and 300 steps, and why does that
 #    never change? What does `replica.verify_replicas()` say if you change one weight in the library's branch?
-# 2. `scripts/ddp exercise 06`: write the averaging in `ddp/replica/naive.py`. It also has to work if a parameter has no
+# 2. `scripts/ddp exercise 06`: write the averaging of `ddp/replica/naive.py`. It also has to work if a parameter has no
 #    gradient on some ranks.
 #
 # ## Next

@@ -98,7 +98,7 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# The first buckets are reduced while backward is still computing. Times are in milliseconds since a rank's backward
+# The first buckets are under way while backward is still computing. Times are in milliseconds since a rank's backward
 # began. A bucket is *ready* with its last gradient; its all-reduce is *launched*, and then *done*. *Hidden* is the
 # share of that time in which backward went on. `scripts/ddp draw overlap --svg overlap.svg` draws it:
 #
@@ -111,9 +111,9 @@ if __name__ == "__main__":
 #
 # ## Exercises
 #
-# 1. Give `timeline` a `bucket_cap_mb` of 2, and then of 100: what is left to hide behind? Then set `overlap=False`. How
-#    long do backward and the wait take together, on your number of cores?
-# 2. `scripts/ddp exercise 07`: write the lines that launch a bucket, in `ddp/replica/backward.py`.
+# 1. Give `timeline` a `bucket_cap_mb` of 2, and then of 100: what is left to hide behind? Then set `overlap=False`, at
+#    which the last assertion fails. How long do backward and the wait take together, on your number of cores?
+# 2. `scripts/ddp exercise 07`: write the lines of `ddp/replica/backward.py` that launch a bucket.
 #
 # ## Next
 #

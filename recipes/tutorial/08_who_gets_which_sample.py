@@ -19,8 +19,9 @@ import ddp
 
 # ## An order that all ranks know
 #
-# Shuffling needs no message. All ranks draw the same permutation from the same seed, and each takes its part. The epoch
-# is a part of the seed. Torch's sampler must be told of each epoch by `set_epoch`, or else it repeats the same order.
+# Shuffling needs no message. An *epoch* is one pass over all samples, and a *permutation* is their order in it. All
+# ranks draw the same one from the same seed and epoch. A *sampler* then says which of the samples a rank reads. Torch's
+# sampler must be told of each epoch by `set_epoch`, or else it repeats the same order.
 
 
 def order(length: int, epoch: int, *, seed: int = 0) -> list[int]:
@@ -59,7 +60,7 @@ def accuracies(is_right: list[int], p: int) -> tuple[float, float, float]:
 #
 # `ddp.TrainSampler` cuts each epoch into steps of a *global batch*, the samples of all ranks together, and each step
 # into shares. Nothing is padded or dropped: the last step of an epoch is smaller. A step has the same samples for every
-# number of ranks, so a run can continue on more or fewer. Its position is the seed, the epoch, and the samples used.
+# number of ranks, so a run can continue on more or fewer. Its position is: seed, epoch, number of samples used.
 
 
 def shares_of_rank(length: int, rank: int, p: int, global_batch: int) -> list[list[int]]:
@@ -87,7 +88,6 @@ if __name__ == "__main__":
                     theirs = sampler(whole, num_replicas=p, rank=rank, shuffle=True)
                     theirs.set_epoch(5)
                     assert list(theirs) == strided(order(length, 5), rank, p) and len(theirs) == -(-length // p)
-
     for p in (1, 2, 4, 8):
         padded, means, exact = accuracies([0] + 9 * [1], p)
         print(f"9 of 10 right, ranks: {p}, padded {padded:.1%}, mean of means {means:.1%}, sums and counts {exact:.1%}")
@@ -101,8 +101,8 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# The gradient is the answer for every cut, also if there are fewer samples than ranks. Then some ranks have none in a
-# step. They still must take part in its all-reduces, with zeros: that is what `replica.reduce_without_backward()` does.
+# The gradient is the answer for every cut, also with fewer samples than ranks. A rank that has none in a step still
+# takes part in its all-reduces, with zeros: see `replica.reduce_without_backward()`.
 #
 # ## The number that surprised
 #

@@ -1,6 +1,6 @@
 """09 · Accumulation, no_sync, the global batch
 
-A rank's share of the batch does not fit its memory. Can it take the share in parts, and what do the others notice?
+A rank's share of the batch does not fit into its memory. Can it take the share in parts, and what do the others notice?
 
              two samples       │ two samples       │ two samples
     rank 0   forward, backward │ forward, backward │ forward, backward ─┐
@@ -99,11 +99,15 @@ if __name__ == "__main__":
 # gradients, and divides everything by the samples so far. (Divided by the number of ranks, as in torch, the p means
 # come out whole again, and only the messages are wasted.)
 #
+# Two rows are right by chance, 4 × 2 and 6 × 1. Their first micro-batch has one sample on each rank, so the p means add
+# up to the very sum that they were made from, and no third micro-batch follows.
+#
 # ## Exercises
 #
 # 1. Put only `backward` inside of `no_sync`, and the forward outside. Take away the assertion that fails: what else has
 #    changed, and what has not?
-# 2. Try 5 ranks. Which of them have more micro-batches of 2 than others? Which of the two columns can deal with that?
+# 2. Try 5 ranks. Which of them have more micro-batches than others? `PeerLost` ends the program: which of the two
+#    columns has done that, and why? Leave that column out: does the other one give the right gradient?
 #
 # ## Next
 #

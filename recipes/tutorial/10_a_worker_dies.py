@@ -28,8 +28,8 @@ DIES_IN, SAVE_EVERY, NUM_STEPS = 7, 4, 12
 # ## The run
 #
 # `ddp.fit` is the loop of chapter 00 with all that came since. Every four steps it writes a *checkpoint*: the weights,
-# the states of the optimizer and its schedule, and the position in the data (chapter 08). Random numbers, such as
-# dropout's, follow from the seed and the position, never from a rank. So a run continues as if nothing had happened.
+# the states of the optimizer and the learning rate, and the position in the data (chapter 08). Dropout's random numbers
+# follow from the seed, the step and the part of the batch (here one part per worker). So a run continues to the bit.
 
 
 class Beginning(ddp.Callback):
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            ddp.launch(with_accident, folder, workers=2)
+            first_lines = ddp.launch(with_accident, folder, workers=2)
         except WorkersFailed as error:
             first_lines = str(error).splitlines()[:2]
         print("the launcher:", *first_lines, sep="\n  ")
@@ -98,7 +98,7 @@ if __name__ == "__main__":
             assert torch.equal(weights, weights_of_a) and test_loss == loss_of_a
             assert num_done == SAVE_EVERY * ((DIES_IN - 1) // SAVE_EVERY)
             assert torch.allclose(grad, answer())
-        print(f"run B continued after step {num_done}, lost {DIES_IN - 1 - num_done} steps, and ends with run A's bits")
+        print(f"run B continued after step {num_done}; steps lost: {DIES_IN - 1 - num_done}; it ends with run A's bits")
 
 # ## What to look at
 #
@@ -112,8 +112,8 @@ if __name__ == "__main__":
 #
 # ## Exercises
 #
-# 1. Continue run B with 3 workers. Which bits differ from `weights_of_a`, and why so few?
-# 2. Let run B die in step 10, and cut a file of its last checkpoint in half before you continue. Which one is taken?
+# 1. Continue run B with 3 workers. How far is it from `weights_of_a`? How far with `"num_shards": 6` in `keep`? Why?
+# 2. Let B die in step 10, and cut a file of `B/checkpoints/step-00000008` in half. From where does it continue?
 #
 # ## Next
 #

@@ -97,10 +97,10 @@ if __name__ == "__main__":
 #
 # 1. Let the batch grow with the workers, 256 samples each (*weak scaling*), and multiply the speed-up by their number.
 #    Which of the limits is gone, and which stays?
-# 2. `scripts/ddp train -m cluster.workers=1,2` runs real trainings, one after another, and compares them. Why is the
-#    efficiency lower than the share of a step that the workers compute?
+# 2. `scripts/ddp train -m cluster.workers=1,2` runs real trainings, a minute or more each, and compares them. Why is
+#    the efficiency lower than the share of a step that the workers compute?
 #
 # ## Next
 #
-# You have built all that data-parallel training consists of. `docs/reading.md` leads through the library, and `python
-# -m ddp exercise schedule` asks for an all-reduce that nobody has written before.
+# You have built all that data-parallel training consists of. `docs/reading.md` leads through the library, and
+# `scripts/ddp exercise schedule` asks for an all-reduce that nobody has written before.

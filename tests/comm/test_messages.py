@@ -336,7 +336,7 @@ WRONG: dict[str, tuple[list[Callable[[Communicator], Any]], list[str]]] = {
 def test_who_is_to_blame(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks on threads, with watchdogs of their own."""
     monkeypatch.setattr(watchdog_module, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(watchdog_module, "JUDGE_S", 0.3)
+    monkeypatch.setattr(watchdog_module, "JUDGE_S", 1.0)
     others_have_ended.clear()
     programs, says = WRONG[what]
     store, world_size, ended = HashStore(), len(programs), list[int]()
