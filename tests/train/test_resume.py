@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -131,9 +132,14 @@ def test_resumed_at_another_world_size_sees_every_sample_once_per_epoch(tmp_path
     assert counts.count(3) == 30
 
 
+@cache
+def alone() -> ddp.Communicator:
+    """One for all tests of this process, because each has a thread of its own."""
+    return ddp.Communicator(SimulatedNetwork(1).transport(0))
+
+
 def state_of(sampler: TrainSampler, step: int, optimizer: torch.optim.Optimizer | None = None) -> TrainState:
-    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
-    module = nn.Linear(3, 1)
+    comm, module = alone(), nn.Linear(3, 1)
     optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
     return TrainState(comm, ddp.DistributedDataParallel(module, comm=comm), optimizer, sampler, step)
 
