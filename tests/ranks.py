@@ -86,7 +86,11 @@ def collect(started: list[tuple[Any, Connection]], *, timeout_s: float = 60.0) -
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Runs `function(*args)` on every rank; the results by rank."""
-    results = collect(start_ranks(function, world_size, *args), timeout_s=timeout_s)
+    return unfailed(collect(start_ranks(function, world_size, *args), timeout_s=timeout_s))
+
+
+def unfailed(results: list[Any]) -> list[Any]:
+    """The results that `collect` returned, if there is no RankFailed among them; else that one is raised."""
     for result in results:
         if isinstance(result, RankFailed):
             raise result

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankFailed, collect, run_ranks, start_ranks
+from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore
 
 import ddp
@@ -81,7 +81,7 @@ def stuck_in_user_code() -> None:
 def test_survivors_name_the_lost_rank(how: str, shared_memory: bool, says: str) -> None:
     started = start_ranks(lose_a_peer, WORLD_SIZE, how, shared_memory)
     try:
-        results = collect([started[0], started[2]], timeout_s=30)
+        results = unfailed(collect([started[0], started[2]], timeout_s=30))
         for message, rank, sequence, label, took_s, afterwards in results:
             assert rank == CULPRIT, message
             assert (sequence, label) == (2, "bucket 0 (fc)")
@@ -342,7 +342,7 @@ def test_a_rank_that_lives_is_waited_for_and_one_that_does_not_is_named_soon() -
     jobs = [start_ranks(outlast_the_silence, 2, *case) for case in cases]
     for (what, _), job in zip(cases, jobs, strict=True):
         try:
-            (message, took_s), *_ = collect(job[: None if what == "busy" else 1], timeout_s=40)
+            (message, took_s), *_ = unfailed(collect(job[: None if what == "busy" else 1], timeout_s=40))
         finally:
             job[1][0].kill()
         if what == "busy":
@@ -366,7 +366,7 @@ def lose_rank_zero_while_it_writes(shared_memory: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_who_waits_for_rank_zero_s_disk_does_not_wait_for_a_dead_one(shared_memory: bool) -> None:
     started = start_ranks(lose_rank_zero_while_it_writes, 2, shared_memory)
-    _, (message, took_s) = collect(started, timeout_s=30)
+    _, (message, took_s) = unfailed(collect(started, timeout_s=30))
     assert re.search(
         r"lost rank 0 .*\[checkpoint of step 3\]: it shows no sign of life: its process has ended", message
     )
