@@ -50,17 +50,18 @@ def check(config: Config) -> None:
     """Finds out in one process, before any worker starts, whether the run can work.
 
     Raises:
-        ConfigError: data are missing, or the model cannot be built.
+        ConfigError: data are missing, or the model or its optimizer cannot be built.
         CheckpointError: the checkpoint to resume, or the weights to start from, do not fit.
     """
     components.add_own_algorithm(config, check=True)
     splits = components.load_data(config, download=True)
     components.check_loss(config, splits)
     model = components.make_model_without_memory(config, splits)
+    optimizer = components.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
-        check_optimizer(checkpoint, components.make_optimizer(config, model))
+        check_optimizer(checkpoint, optimizer)
     elif config.init_from.path:
         _load_given_weights(config, components.make_model(config, splits))
 

@@ -1,6 +1,6 @@
 """Time, in one place: every duration of this package is monotonic and in seconds.
 
-Read before: `errors.py`. Read next: `allocator.py`.
+Read before: `dense.py`. Read next: `allocator.py`.
 """
 
 from __future__ import annotations

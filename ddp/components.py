@@ -9,6 +9,7 @@ Read before: `worker.py`, `config.py`. Read next: `trained.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,10 @@ from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
 from ddp.models.resnet import resnet
 from ddp.optim import schedules
+from ddp.optim.groups import parameter_groups
+from ddp.optim.lamb import LAMB
+from ddp.optim.lars import LARC, LARS
+from ddp.optim.layerwise import Layerwise
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
@@ -102,14 +107,10 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
             return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
         case settings.Cnn(width=width, dropout=dropout):
             shape, num_classes = _facts(config, splits, of="[channels, height, width]")
-            return CNN(
-                in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout
-            )
+            return CNN(in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout)
         case settings.Gpt(width=width, depth=depth, heads=heads, dropout=dropout):
             (context,), num_classes = _facts(config, splits, of="[time]")
-            return GPT(
-                vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout
-            )
+            return GPT(vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout)
         case _:
             shape, num_classes = _facts(config, splits, of="[channels, height, width]")
             small = shape[1] < SMALL_IMAGE
@@ -226,20 +227,42 @@ def learning_rate(config: Config) -> float:
 
 
 def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
-    """Returns an optimizer over all parameters, without weight decay for vectors (biases, norms)."""
-    matrices = [p for p in module.parameters() if p.requires_grad and p.dim() > 1]
-    vectors = [p for p in module.parameters() if p.requires_grad and p.dim() <= 1]
-    decay = config.optim.weight_decay
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    rate = learning_rate(config)
-    match config.optim:
+    """Returns an optimizer over all parameters; biases and norms have neither weight decay nor a trust ratio.
+
+    Raises:
+        ConfigError: a preset, a choice or a name to be excluded does not exist.
+    """
+    optim, rate = config.optim, learning_rate(config)
+    if isinstance(optim, settings.LayerwiseOptim):
+        return _layerwise(optim, module, rate, clip_norm=config.clip_norm)
+    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude)
+    match optim:
         case settings.Sgd(momentum=momentum, nesterov=nesterov):
             return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
         case settings.Adam(name=name, beta1=beta1, beta2=beta2, eps=eps):
             kind = AdamW if name == "adamw" else Adam
             return kind(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-    raise AssertionError(config.optim)
+    raise AssertionError(optim)
+
+
+def _layerwise(optim: settings.LayerwiseOptim, module: nn.Module, rate: float, *, clip_norm: float | None) -> Layerwise:
+    """Returns LARS, LARC or LAMB."""
+    of_excluded = {} if optim.preset == "nvlamb" else {"adapt": "never"}
+    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude, **of_excluded)
+    kinds: dict[str, Callable[..., Layerwise]] = {"lars": LARS, "larc": LARC, "lamb": LAMB}
+    for name in ("lr", "weight_decay", "preset"):
+        if name in optim.args:
+            raise ConfigError(f"optim.args.{name}={optim.args[name]}: is a setting of its own; set optim.{name}")
+    try:
+        optimizer = kinds[optim.name](groups, rate, preset=optim.preset, **optim.args)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"optim={optim.name}: {error}") from error
+    if clip_norm is not None and optimizer.clip_norm is not None:
+        raise ConfigError(
+            f"clip_norm={clip_norm:g}: optim.preset={optim.preset} clips by itself, at {optimizer.clip_norm:g}; leave "
+            "clip_norm out, or set optim.args.clip_norm=null"
+        )
+    return optimizer
 
 
 def make_schedule(config: Config) -> schedules.RateSchedule:

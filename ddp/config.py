@@ -137,6 +137,7 @@ class Optim:
         "none", "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k"
     )
     base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
+    exclude: list[str] = setting([], "names of further parameters to treat like biases and norms, such as [embed.*]")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,6 +154,12 @@ class Adam(Optim):
     beta1: float = setting(0.9, "decay of the running mean of gradients, per step")
     beta2: float = setting(0.999, "decay of the running mean of squared gradients, per step")
     eps: float = setting(1e-8, "added to the root of the mean squared gradient before the division by it")
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerwiseOptim(Optim):
+    preset: str = setting(MISSING, "the paper or program whose choices hold, of those in docs/large-batches.md")
+    args: dict[str, Any] = setting({}, "choices other than the preset's, such as optim.args.bias_correction=false")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,6 +206,18 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (Sgd(), "stochastic gradient descent with momentum"),
         (Adam(name="adam", lr=1e-3, weight_decay=0.0), "Adam; weight decay is added to the gradient"),
         (Adam(name="adamw", lr=4e-3, weight_decay=0.01), "Adam with weight decay apart from the gradient"),
+        (
+            LayerwiseOptim(name="lars", lr=4.0, weight_decay=5e-4, preset="paper"),
+            "momentum whose rate follows the size of each tensor, for large batches",
+        ),
+        (
+            LayerwiseOptim(name="larc", lr=0.2, weight_decay=5e-4, preset="apex"),
+            "LARS whose rate is never above lr",
+        ),
+        (
+            LayerwiseOptim(name="lamb", lr=0.01, weight_decay=0.01, preset="paper"),
+            "Adam whose rate follows the size of each tensor, for large batches",
+        ),
     ],
     "schedule": [
         (Schedule(name="constant"), "the same rate all the time, after the warm-up if there is one"),

@@ -12,7 +12,7 @@
 
 Every message has the offending value and a remedy. `assert` is for invariants of this package alone.
 
-Read before: `__init__.py`. Read next: `clock.py`.
+Read before: `__init__.py`. Read next: `dense.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    ["allocator", "errors", "clock", "files", "garbage", "log", "stack", "svg", "terminal", "vision", "wording"],
+    [
+        *("allocator", "clock", "dense", "errors", "files", "garbage", "log", "stack", "svg", "terminal", "vision"),
+        "wording",
+    ],
     ["transport", "collectives", "data", "optim", "models", "tasks"],
     ["comm"],
     ["gradients", "precision", "monitor"],

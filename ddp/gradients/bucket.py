@@ -26,6 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ddp.dense import is_dense
 from ddp.transport.shared_memory import copy_bytes
 
 ALIGNMENT_BYTES = 64
@@ -198,16 +199,6 @@ def _copy(view: Tensor, gradient: Tensor) -> None:
 
 def _view(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
     """Returns the parameter's span, shaped and strided like it: autograd adds in place only where layouts agree."""
-    if parameter.is_contiguous() or _is_permuted_dense(parameter):
+    if parameter.is_contiguous() or is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + start)
     return flat[start : start + parameter.numel()].view(parameter.shape)
-
-
-def _is_permuted_dense(tensor: Tensor) -> bool:
-    """Returns True if the elements fill their memory without gaps or overlap, in any order (channels_last, say)."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -3,7 +3,7 @@
 Parameters, gradients, their sum over ranks and the optimizer stay float32. bfloat16 has float32's range, so the
 loss needs no scaling (Kalamkar et al., arXiv 1905.12322).
 
-Read before: `optim/torch_schedule.py`. Read next: `train/state.py`.
+Read before: `optim/lamb.py`. Read next: `train/state.py`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.totals import Totals
+from ddp.optim.layerwise import Layerwise, clip_factor
 from ddp.optim.schedules import set_rate
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.precision.autocast import Precision, forward_precision
@@ -86,13 +87,19 @@ def train_step(
     loss = float(totals.loss_sum) / max(1, totals.num_items)
     if not math.isfinite(loss):
         raise Diverged(_diverged(state.step + 1, "loss", loss))
-    gradient_norm = _clip(model, rules.clip_norm)
+    norm = _gradient_norm(model)
+    gradient_norm = float(norm)
     if not math.isfinite(gradient_norm):
         raise Diverged(_diverged(state.step + 1, "gradient norm", gradient_norm))
     if not isinstance(rules.schedule, TorchSchedule):
         set_rate(optimizer, rules.base_rates, rules.schedule(state.step))
     rate = float(optimizer.param_groups[0]["lr"])
-    optimizer.step()
+    if isinstance(optimizer, Layerwise):  # it multiplies gradients on its way, and does not write to them
+        optimizer.step(gradient_factor=clip_factor(gradient_norm, rules.clip_norm or optimizer.clip_norm))
+    else:
+        if rules.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), rules.clip_norm, norm)
+        optimizer.step()
     state.sampler.commit(plan)
     state.step, state.train_loss = state.step + 1, loss
     if isinstance(rules.schedule, TorchSchedule):
@@ -113,13 +120,10 @@ def train_step(
     return report, totals.num_stopping > 0
 
 
-def _clip(model: nn.Module, clip_norm: float | None) -> float:
-    """Returns the norm of the global gradient; scales the gradients down if it is above `clip_norm`."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([_values(cast(Tensor, parameter.grad)) for parameter in parameters])
-    if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-    return float(norm)
+def _gradient_norm(model: nn.Module) -> Tensor:
+    """Returns the norm of the global gradient."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm([_values(gradient) for gradient in gradients])
 
 
 def _values(gradient: Tensor) -> Tensor:

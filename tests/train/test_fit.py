@@ -212,6 +212,7 @@ def scheduler_of(optimizer: Any) -> Any:
     return lr_scheduler.StepLR(optimizer, 30)
 
 
+CLIPPED = net()
 MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mean, with the length": (Returns(lambda x: (x.mean(), len(x))), {}, r"a mean, where the sum is expected"),
     "count of one": (Returns(lambda x: (x.sum(), 1)), {}, r"returned the count 1 for 5 samples, but 1 and 1 for two"),
@@ -303,6 +304,11 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a number in quotes": (F.cross_entropy, {"max_steps": "9"}, "max_steps='9': must be a whole number from 1 up"),
     "fp16": (F.cross_entropy, {"precision": "fp16"}, "precision='fp16': take one of fp32, bf16"),
     "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be a number above 0"),
+    "two clips": (
+        F.cross_entropy,
+        {"module": CLIPPED, "optimizer": ddp.optim.LAMB(CLIPPED.parameters(), preset="timm"), "clip_norm": 0.5},
+        "clip_norm=0.5: LAMB clips by itself, at 1; leave clip_norm out, or make the optimizer with clip_norm=None",
+    ),
     "no end": (F.cross_entropy, {"epochs": None}, "neither epochs nor max_steps is given"),
     "too small a batch": (F.cross_entropy, {"global_batch": 0}, "global_batch=0: must be a whole number from 1 up"),
     "another's scheduler": (

@@ -1,0 +1,182 @@
+"""LARS and LARC: momentum SGD whose rate follows each tensor's weights and gradient.
+
+    LARS    ratio = η ‖w‖ ÷ (‖g‖ + λ‖w‖ + ε)             You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1
+    LARC    ratio = min(that ÷ lr, 1), so that the rate is never above lr            NVIDIA/apex, parallel/LARC.py
+
+    u = ratio · (g + λ w)
+    m ← μ m + lr · u,   w ← w − m           the rate inside the momentum (the paper, MLPerf)
+    m ← μ m + u,        w ← w − lr · m      outside (torch's SGD, timm, apex)
+
+The two differ while the rate changes: inside, an old gradient keeps the rate of its own step.
+
+A step reads w and g for their norms, and then reads w, g and m and writes m and w: seven streams, where SGD has five.
+
+Read before: `layerwise.py`. Read next: `lamb.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from ddp.errors import ConfigError
+from ddp.optim.layerwise import Adapt, Layerwise, check_range, with_preset
+from ddp.optim.trust_ratio import trust_ratios
+
+
+class LarsChoices(TypedDict, total=False):
+    """Holds what implementations of LARS disagree about.
+
+    Attributes:
+        momentum: μ.
+        weight_decay: λ.
+        trust_coefficient: η, the share of ‖w‖ that a step of rate 1 may change.
+        eps: ε. Without it, a tensor whose gradient is almost zero takes a step of full length along noise.
+        nesterov: step along the gradient that momentum leads to.
+        rate_in_momentum: the rate is inside the momentum (above).
+        decay_in_ratio: λw is scaled by the ratio, and λ‖w‖ is in its denominator; else w decays by lr · λ.
+        norm_bounds: φ clamps ‖w‖ to these.
+        adapt: which tensors have a ratio: "always" all, "with_decay" those of groups with a decay.
+        clip_norm: largest norm of the gradient of all parameters together; None for no clipping.
+    """
+
+    momentum: float
+    weight_decay: float
+    trust_coefficient: float
+    eps: float
+    nesterov: bool
+    rate_in_momentum: bool
+    decay_in_ratio: bool
+    norm_bounds: tuple[float, float]
+    adapt: Adapt
+    clip_norm: float | None
+
+
+_PAPER: LarsChoices = {
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "trust_coefficient": 0.001,
+    "eps": 0.0,
+    "nesterov": False,
+    "rate_in_momentum": True,
+    "decay_in_ratio": True,
+    "norm_bounds": (0.0, math.inf),
+    "adapt": "always",
+    "clip_norm": None,
+}
+_OUTSIDE: LarsChoices = {**_PAPER, "eps": 1e-8, "rate_in_momentum": False}
+LARS_PRESETS: dict[str, LarsChoices] = {
+    "paper": _PAPER,  # arXiv 1708.03888, algorithm 1 and section 5
+    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # huggingface/pytorch-image-models, timm/optim/lars.py
+    "mlperf": {**_PAPER, "weight_decay": 1e-4},  # mlcommons/training, official/resnet/mlperf_lars_optimizer.py
+}
+LARC_PRESETS: dict[str, LarsChoices] = {
+    "apex": {**_OUTSIDE, "trust_coefficient": 0.02},  # NVIDIA/apex, apex/parallel/LARC.py
+    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # the same file, with trust_clip=True
+}
+
+
+class LARS(Layerwise):
+    """LARS.
+
+    Args:
+        params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
+        lr: the learning rate, which the ratio multiplies.
+        preset: where the choices that are not given come from, a key of `LARS_PRESETS`.
+        maximize: go up the gradient.
+        choices: see `LarsChoices`.
+
+    Raises:
+        ConfigError: there is no such preset or choice, or a value is out of its range.
+    """
+
+    STATES: tuple[str, ...] = ("momentum_buffer",)
+    PRESETS = LARS_PRESETS
+    DEFAULT = "paper"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        *,
+        preset: str | None = None,
+        maximize: bool = False,
+        **choices: Unpack[LarsChoices],
+    ) -> None:
+        chosen = with_preset(type(self).__name__, preset or self.DEFAULT, self.PRESETS, choices)
+        check_range("momentum", chosen["momentum"], least=0, below=1)
+        check_range("trust_coefficient", chosen["trust_coefficient"], least=0)
+        if chosen["nesterov"] and not chosen["momentum"]:
+            raise ConfigError("nesterov=True: needs momentum; take momentum=0.9")
+        super().__init__(params, {**chosen, "lr": lr, "maximize": maximize})
+
+    def _measure(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[list[Tensor]],
+        updates: list[Tensor],
+        group: Mapping[str, Any],
+        num_steps: int,
+        factor: float,
+    ) -> None:
+        torch._foreach_copy_(updates, gradients)
+        if factor != 1.0:
+            torch._foreach_mul_(updates, factor)
+
+    def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return trust_ratios(
+            weight_norms,
+            update_norms,
+            coefficient=group["trust_coefficient"],
+            weight_decay=group["weight_decay"] if group["decay_in_ratio"] else 0.0,
+            eps=group["eps"],
+            norm_bounds=group["norm_bounds"],
+        )
+
+    def _apply(
+        self,
+        weights: list[Tensor],
+        states: list[list[Tensor]],
+        updates: list[Tensor],
+        group: Mapping[str, Any],
+        ratios: list[float],
+    ) -> None:
+        (momenta,) = states
+        rate, decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
+        inside, outside = (rate, 1.0) if group["rate_in_momentum"] else (1.0, rate)
+        scales = [inside * ratio for ratio in ratios] if len(ratios) > 1 else inside * ratios[0]
+        if group["decay_in_ratio"]:
+            torch._foreach_add_(updates, weights, alpha=decay)
+            torch._foreach_mul_(updates, scales)
+        else:
+            torch._foreach_mul_(updates, scales)
+            torch._foreach_add_(updates, weights, alpha=inside * decay)
+        torch._foreach_mul_(momenta, momentum)
+        torch._foreach_add_(momenta, updates)
+        if group["nesterov"]:
+            torch._foreach_add_(updates, momenta, alpha=momentum)
+        else:
+            updates = momenta
+        torch._foreach_add_(weights, updates, alpha=-outside)
+
+
+class LARC(LARS):
+    """LARC: LARS whose rate is never above lr.
+
+    Args:
+        params, lr, maximize, choices: as in `LARS`.
+        preset: a key of `LARC_PRESETS`.
+    """
+
+    PRESETS = LARC_PRESETS
+    DEFAULT = "apex"
+
+    def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
+        ratios = super()._ratios(weight_norms, update_norms, group)
+        has_ratio = (weight_norms > 0) & (update_norms > 0)
+        return torch.where(has_ratio, (ratios / float(group["lr"])).clamp(max=1.0), 1.0)

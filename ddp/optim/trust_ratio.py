@@ -1,0 +1,43 @@
+"""The trust ratio: each tensor's step is made as long as its weights allow.
+
+Layers differ by orders of magnitude in ‖w‖ ÷ ‖gradient‖. One rate for all of them is limited by the layer in which this
+quotient is smallest, and a large batch, which can afford few steps, needs a large rate. So LARS and LAMB multiply the
+rate of each tensor by its own ratio:
+
+    LARS    η φ(‖w‖) ÷ (‖g‖ + λ‖w‖ + ε)     arXiv 1708.03888, algorithm 1
+    LAMB    φ(‖w‖) ÷ ‖u‖                    arXiv 1904.00962v5, algorithm 2
+
+Where a norm is zero, the ratio is 1. With 0 there, weights that begin at zero would stay zero for ever.
+
+Read before: `torch_schedule.py`. Read next: `groups.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def trust_ratios(
+    weight_norms: Tensor,
+    update_norms: Tensor,
+    *,
+    coefficient: float = 1.0,
+    weight_decay: float = 0.0,
+    eps: float = 0.0,
+    norm_bounds: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    """Returns the trust ratio of each tensor, [num_tensors].
+
+    Args:
+        weight_norms: [num_tensors], ‖w‖.
+        update_norms: [num_tensors], ‖g‖ (LARS) or ‖u‖ (LAMB).
+        coefficient: η.
+        weight_decay: λ, where decay is a part of the update and ‖g‖ does not hold it yet.
+        eps: ε.
+        norm_bounds: φ clamps ‖w‖ to these.
+    """
+    ratios = coefficient * weight_norms.clamp(*norm_bounds) / (update_norms + weight_decay * weight_norms + eps)
+    return torch.where((weight_norms > 0) & (update_norms > 0), ratios, 1.0)
