@@ -195,7 +195,7 @@ def _offer_settings() -> None:
 
 def _free_keys(overrides: Sequence[str]) -> list[str]:
     """Marks the keys of mappings whose keys are the user's as new to Hydra."""
-    free = ("init_from.rename", "model.args", "data.args")
+    free = ("init_from.rename", "model.args", "data.args", "optim.args")
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 

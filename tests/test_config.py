@@ -152,6 +152,8 @@ def test_a_choice_is_not_renamed_in_place(tmp_path: Path) -> None:
 def test_values_become_what_their_key_needs(tmp_path: Path) -> None:
     config = compose(tmp_path, "run.name=7", "optim.lr=1", "init_from.rename.fc=head", "init_from.skip=[a,b]")
     assert (config.run.name, config.optim.lr) == ("7", 1.0)
+    lamb = compose(tmp_path, "optim=lamb", "optim.args.bias_correction=false", "optim.args.betas=[0.8,0.9]").optim
+    assert lamb.args == {"bias_correction": False, "betas": [0.8, 0.9]}
     assert (config.init_from.rename, config.init_from.skip) == ({"fc": "head"}, ["a", "b"])
     assert (
         compose(tmp_path, "init_from.rename={fc: head}").init_from

@@ -37,6 +37,7 @@ from ddp.data.source import Source, source_of
 from ddp.errors import ConfigError
 from ddp.files import json_object
 from ddp.log import log
+from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, set_rate
 from ddp.optim.torch_schedule import Moment
 from ddp.precision.autocast import Precision
@@ -198,11 +199,10 @@ def fit(
         raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ConfigError(f"clip_norm={clip_norm!r}: must be a number above 0; leave it out for no clipping")
-    own_norm = getattr(optimizer, "clip_norm", None)
-    if clip_norm is not None and own_norm is not None:
+    if isinstance(optimizer, Layerwise) and None not in (clip_norm, optimizer.clip_norm):
         raise ConfigError(
-            f"clip_norm={clip_norm!r}: {type(optimizer).__name__} clips by itself, at {own_norm:g}; leave clip_norm "
-            "out, or make the optimizer with clip_norm=None"
+            f"clip_norm={clip_norm!r}: {type(optimizer).__name__} clips by itself, at {optimizer.clip_norm:g}; leave "
+            "clip_norm out, or make the optimizer with clip_norm=None"
         )
     comm, stop_on_signals, global_batch = comm or current(), stop is None, int(global_batch)
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false

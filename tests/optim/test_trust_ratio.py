@@ -344,7 +344,11 @@ def test_sparse_gradients_are_refused(kind: str) -> None:
         ("lars", {"nesterov": True, "momentum": 0.0}, "nesterov=True: needs momentum"),
         ("larc", {"adapt": "sometimes"}, "adapt='sometimes': take one of always, with_decay, never"),
         ("lamb", {"clip_norm": 0.0}, "clip_norm=0.0: must be above 0"),
-        ("lamb", {"weight_decay": "a"}, "weight_decay='a': must be a number from 0 up"),
+        ("lamb", {"weight_decay": "a"}, "weight_decay='a': must be a number"),
+        ("lamb", {"betas": 0.9}, "betas=0.9: must be two numbers"),
+        ("lars", {"norm_bounds": [1, "a"]}, r"norm_bounds=\[1, 'a'\]: must be two numbers"),
+        ("larc", {"nesterov": 1}, "nesterov=1: must be True or False"),
+        ("larc", {"adapt": 1}, "adapt=1: must be a word"),
     ],
 )
 def test_mistakes(kind: str, arguments: dict[str, Any], says: str) -> None:
