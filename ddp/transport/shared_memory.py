@@ -220,28 +220,32 @@ class _Semaphores:
 
 
 class Life:
-    """Knows whether a process still runs. Says yes where that is unknown: no pidfds, or another PID namespace."""
+    """Knows whether a process still runs. Says yes where that is unknown: no pidfds, or another PID namespace.
+
+    Any thread may ask, at any time.
+    """
 
     def __init__(self, pid: int | None) -> None:
         self._descriptor: int | None = None
-        self._poll = select.poll()
         if pid is not None and hasattr(os, "pidfd_open"):
             try:
                 self._descriptor = os.pidfd_open(pid)
             except OSError:
                 return
-            self._poll.register(self._descriptor, select.POLLIN)
 
     def goes_on(self) -> bool:
         """Returns False once the process has ended."""
-        return not self._poll.poll(0)
+        if (descriptor := self._descriptor) is None:
+            return True
+        poll = select.poll()  # a new one, because no two threads may use one at the same time
+        poll.register(descriptor, select.POLLIN)
+        return not any(event & select.POLLIN for _, event in poll.poll(0))  # not POLLNVAL, after `close`
 
     def close(self) -> None:
         """Gives the descriptor back."""
         if self._descriptor is not None:
-            self._poll.unregister(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
 
 
 _RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because of process i

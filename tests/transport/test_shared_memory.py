@@ -20,7 +20,7 @@ from ranks import collect, run_ranks, start_ranks, unfailed
 from ddp.transport import shared_memory
 from ddp.transport.available_memory import available_bytes
 from ddp.transport.edge import TransportError
-from ddp.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, copy_bytes, why_unsupported
+from ddp.transport.shared_memory import KINDS, Barrier, Kind, Life, SharedMemory, copy_bytes, why_unsupported
 
 PAGE = 4096
 RANKS = [10, 20, 30]  # what the processes are called, unlike their places
@@ -307,3 +307,16 @@ def test_survivors_name_the_lost_process(how: str, tmp_path: Path) -> None:
     finally:
         started[2][0].kill()
         memory.forget()
+
+
+def test_threads_may_ask_at_the_same_time_whether_a_process_lives() -> None:
+    life = Life(os.getpid())
+
+    def ask() -> bool:
+        return all(life.goes_on() for _ in range(2000))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(answer.result() for answer in [pool.submit(ask) for _ in range(8)])
+        asking = [pool.submit(ask) for _ in range(8)]
+        life.close()
+        assert all(answer.result() for answer in asking)
