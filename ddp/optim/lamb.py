@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Layerwise, check_range, with_preset
+from ddp.optim.choices import check_range, with_preset
+from ddp.optim.layerwise import Adapt, Batch, Layerwise
 from ddp.optim.trust_ratio import trust_ratios
 
 
@@ -111,17 +112,8 @@ class LAMB(Layerwise):
             raise ConfigError(f"max_ratio={chosen['max_ratio']!r}: must be above 0")
         super().__init__(params, {**chosen, "lr": lr, "maximize": maximize})
 
-    def _measure(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[list[Tensor]],
-        updates: list[Tensor],
-        group: Mapping[str, Any],
-        num_steps: int,
-        factor: float,
-    ) -> None:
-        means, squares = states
+    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
+        weights, gradients, (means, squares), updates = batch
         beta1, beta2 = group["betas"]
         if factor != 1.0:
             gradients = list(torch._foreach_mul(gradients, factor))
@@ -146,18 +138,11 @@ class LAMB(Layerwise):
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
 
     def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
-        ratios = trust_ratios(weight_norms, update_norms, norm_bounds=group["norm_bounds"])
-        return ratios.clamp(max=group["max_ratio"])
+        bounds, most = group["norm_bounds"], group["max_ratio"]
+        return trust_ratios(weight_norms, update_norms, norm_bounds=bounds, max_ratio=most)
 
-    def _apply(
-        self,
-        weights: list[Tensor],
-        states: list[list[Tensor]],
-        updates: list[Tensor],
-        group: Mapping[str, Any],
-        ratios: list[float],
-    ) -> None:
-        rate = float(group["lr"])
+    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: list[float]) -> None:
+        weights, updates, rate = batch.weights, batch.updates, float(group["lr"])
         if not group["decay_in_ratio"] and group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         if len(ratios) == 1:

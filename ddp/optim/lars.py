@@ -9,7 +9,7 @@
 
 The two differ while the rate changes: inside, an old gradient keeps the rate of its own step.
 
-A step reads w and g for their norms, and then reads w, g and m and writes m and w: seven streams, where SGD has five.
+A step reads w and g and writes u, and then reads w, u and m and writes m and w: eight streams, where SGD has five.
 
 Read before: `layerwise.py`. Read next: `lamb.py`.
 """
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Layerwise, check_range, with_preset
+from ddp.optim.choices import check_range, with_preset
+from ddp.optim.layerwise import Adapt, Batch, Layerwise
 from ddp.optim.trust_ratio import trust_ratios
 
 
@@ -114,19 +115,10 @@ class LARS(Layerwise):
             raise ConfigError("nesterov=True: needs momentum; take momentum=0.9")
         super().__init__(params, {**chosen, "lr": lr, "maximize": maximize})
 
-    def _measure(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[list[Tensor]],
-        updates: list[Tensor],
-        group: Mapping[str, Any],
-        num_steps: int,
-        factor: float,
-    ) -> None:
-        torch._foreach_copy_(updates, gradients)
+    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
+        torch._foreach_copy_(batch.updates, batch.gradients)
         if factor != 1.0:
-            torch._foreach_mul_(updates, factor)
+            torch._foreach_mul_(batch.updates, factor)
 
     def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
         return trust_ratios(
@@ -138,15 +130,8 @@ class LARS(Layerwise):
             norm_bounds=group["norm_bounds"],
         )
 
-    def _apply(
-        self,
-        weights: list[Tensor],
-        states: list[list[Tensor]],
-        updates: list[Tensor],
-        group: Mapping[str, Any],
-        ratios: list[float],
-    ) -> None:
-        (momenta,) = states
+    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: list[float]) -> None:
+        weights, _, (momenta,), updates = batch
         rate, decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
         inside, outside = (rate, 1.0) if group["rate_in_momentum"] else (1.0, rate)
         scales = [inside * ratio for ratio in ratios] if len(ratios) > 1 else inside * ratios[0]

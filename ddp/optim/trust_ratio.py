@@ -28,6 +28,7 @@ def trust_ratios(
     weight_decay: float = 0.0,
     eps: float = 0.0,
     norm_bounds: tuple[float, float] = (0.0, math.inf),
+    max_ratio: float = math.inf,
 ) -> Tensor:
     """Returns the trust ratio of each tensor, [num_tensors].
 
@@ -38,6 +39,7 @@ def trust_ratios(
         weight_decay: λ, where decay is a part of the update and ‖g‖ does not hold it yet.
         eps: ε.
         norm_bounds: φ clamps ‖w‖ to these.
+        max_ratio: the largest ratio.
     """
     ratios = coefficient * weight_norms.clamp(*norm_bounds) / (update_norms + weight_decay * weight_norms + eps)
-    return torch.where((weight_norms > 0) & (update_norms > 0), ratios, 1.0)
+    return torch.where((weight_norms > 0) & (update_norms > 0), ratios.clamp(max=max_ratio), 1.0)
