@@ -48,7 +48,7 @@ The words of this package, one meaning each:
     shard               one of a fixed number of parts of a global batch, which random streams depend on
     micro-batch         the samples of one forward and backward on one rank
     step                one optimizer step; epoch: one pass over the training samples
-    learning-rate schedule    a factor on the learning rate, by step
+    learning-rate schedule    a factor on the learning rate, by samples
     trust ratio         a factor on the learning rate of one tensor, by the norms of its weights and its update
 
 Read next: `errors.py`.
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
     from ddp.comm.setup import init as init
     from ddp.comm.setup import shutdown as shutdown
+    from ddp.data.batch_sizes import BatchWarmup as BatchWarmup
     from ddp.data.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.sampler import TrainSampler as TrainSampler
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from ddp.trained import load as load
 
 _HOMES = {
+    "BatchWarmup": "ddp.data.batch_sizes",
     "BucketedDataParallel": "ddp.replica.bucketed",
     "Callback": "ddp.train.callbacks",
     "Classification": "ddp.tasks.classification",

@@ -116,7 +116,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = components.make_optimizer(config, module)
-    if comm.rank == 0 and (notes := [*origins(), *_scaled(config)]):
+    if comm.rank == 0 and (notes := [*origins(), *components.derived(config, len(splits.train))]):
         print("\n".join(notes), flush=True)
     collect_from_now_on()  # the optimizer has imported the last of torch
     fit(
@@ -124,7 +124,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         splits.train,
         optimizer,
         loss=task,
-        global_batch=config.batch.global_size,
+        global_batch=components.batch_of(config, len(splits.train)),
         num_shards=config.batch.num_shards,
         micro_size=config.batch.micro_size,
         epochs=config.epochs,
@@ -135,7 +135,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         evaluation_batch=config.loader.evaluation_batch,
         loader_workers=config.loader.num_workers,
         collate=splits.collate,
-        schedule=components.make_schedule(config),
+        schedule=components.make_schedule(config, len(splits.train)),
         clip_norm=config.clip_norm,
         precision=config.precision,
         seed=config.seed,
@@ -149,12 +149,6 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         settings=bits_depend_on(config, splits),
         comm=comm,
     )
-
-
-def _scaled(config: Config) -> list[str]:
-    """Returns a line about the learning rate, if it was scaled for the global batch."""
-    rate, given = components.learning_rate(config), config.optim.lr
-    return [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
 
 
 def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:

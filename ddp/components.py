@@ -23,6 +23,7 @@ from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.config import Config
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
+from ddp.data.batch_sizes import BatchSizes, BatchWarmup
 from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
 from ddp.errors import ConfigError
@@ -42,6 +43,7 @@ from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel
 from ddp.tasks.loss_function import LossFunction, as_task
 from ddp.tasks.task import Task
+from ddp.wording import counted
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
@@ -265,14 +267,50 @@ def _layerwise(optim: settings.LayerwiseOptim, module: nn.Module, rate: float, *
     return optimizer
 
 
-def make_schedule(config: Config) -> schedules.RateSchedule:
-    """Returns the learning-rate schedule."""
+def batch_of(config: Config, num_train: int) -> int | BatchWarmup:
+    """Returns the global batch, or how it grows over a data set of so many samples."""
+    first, last = config.batch.warmup_size, config.batch.global_size
+    if first is None:
+        return last
+    return BatchWarmup(first, last, config.batch.warmup_samples or round((config.batch.warmup_epochs or 0) * num_train))
+
+
+def warmup_samples(config: Config, num_train: int) -> float:
+    """Returns in how many samples of all workers the learning rate rises."""
+    schedule, optim, sizes = config.schedule, config.optim, BatchSizes(num_train, batch_of(config, num_train))
+    if schedule.warmup_steps is not None:
+        return sizes.after(0, schedule.warmup_steps)
+    times = config.batch.global_size / optim.base_batch if optim.lr_scaling == "legw" else 1
+    if schedule.warmup_samples is not None:
+        return times * schedule.warmup_samples
+    if schedule.warmup_epochs is not None:
+        return times * schedule.warmup_epochs * num_train
+    _, of_run = sizes.end(0, epochs=config.epochs, num_steps=config.max_steps)
+    return times * (schedule.warmup_fraction or 0) * of_run
+
+
+def derived(config: Config, num_train: int) -> list[str]:
+    """Returns what follows from the rules for large batches, a line each."""
+    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, num_train)
+    notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
+    if rise:
+        steps = BatchSizes(num_train, batch_of(config, num_train)).num_steps(0, math.ceil(rise))
+        notes.append(f"the learning rate rises over {rise:,.0f} samples ({counted(steps, 'step')})")
+    return notes
+
+
+def make_schedule(config: Config, num_train: int) -> schedules.RateSchedule:
+    """Returns the learning-rate schedule for a data set of so many samples."""
     schedule = config.schedule
     match schedule:
         case settings.Cosine(final_factor=final_factor):
             factor = schedules.cosine(final_factor=final_factor)
+        case settings.Polynomial(power=power, final_factor=final_factor):
+            factor = schedules.polynomial(power=power, final_factor=final_factor)
+        case settings.Wsd(decay_fraction=decay_fraction, final_factor=final_factor):
+            factor = schedules.wsd(decay_fraction=decay_fraction, final_factor=final_factor)
         case settings.Step(milestones=milestones, gamma=gamma):
             factor = schedules.step(milestones=milestones, gamma=gamma)
         case _:
             factor = schedules.constant()
-    return schedules.with_warmup(factor, num_warmup_steps=schedule.warmup_steps, fraction=schedule.warmup_fraction)
+    return schedules.with_warmup(factor, num_samples=warmup_samples(config, num_train))

@@ -36,7 +36,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
 Precision = Literal["fp32", "bf16"]
-LrScaling = Literal["none", "linear", "sqrt"]
+LrScaling = Literal["none", "linear", "sqrt", "legw"]
 
 
 def setting(default: Any, meaning: str) -> Any:
@@ -134,7 +134,9 @@ class Optim:
     lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
     weight_decay: float = setting(MISSING, "weight decay, of weight matrices only (not of biases and norms)")
     lr_scaling: LrScaling = setting(
-        "none", "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k"
+        "none",
+        "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k; legw: lr · "
+        "√k, and the warm-up takes k times more samples",
     )
     base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
     exclude: list[str] = setting([], "names of further parameters to treat like biases and norms, such as [embed.*]")
@@ -164,18 +166,35 @@ class LayerwiseOptim(Optim):
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
-    """The learning-rate schedule, a factor on lr by step."""
+    """The learning-rate schedule, a factor on lr by samples."""
 
     name: str
-    warmup_steps: int = setting(0, "steps in which lr rises linearly at the start; set this or warmup_fraction")
-    warmup_fraction: float = setting(0.0, "the same as a share of the run, below 1; set this or warmup_steps")
+    warmup_steps: int | None = setting(None, "steps in which lr rises linearly at the start; set this or another below")
+    warmup_samples: int | None = setting(None, "the same as samples of all workers")
+    warmup_epochs: float | None = setting(None, "the same as epochs")
+    warmup_fraction: float | None = setting(
+        None, "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class Cosine(Schedule):
     name: str = "cosine"
-    warmup_fraction: float = 0.05
-    final_factor: float = setting(0.0, "factor on lr at the last step")
+    final_factor: float = setting(0.0, "factor on lr at the end of the run")
+
+
+@dataclass(kw_only=True, slots=True)
+class Polynomial(Schedule):
+    name: str = "polynomial"
+    power: float = setting(1.0, "power of what is left of the run; 1: a straight line")
+    final_factor: float = setting(0.0, "factor on lr at the end of the run")
+
+
+@dataclass(kw_only=True, slots=True)
+class Wsd(Schedule):
+    name: str = "wsd"
+    decay_fraction: float = setting(0.2, "last share of the run, in which lr falls, above 0")
+    final_factor: float = setting(0.0, "factor on lr at the end of the run")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -222,6 +241,8 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
     "schedule": [
         (Schedule(name="constant"), "the same rate all the time, after the warm-up if there is one"),
         (Cosine(), "half a cosine from lr down to lr · final_factor, after the warm-up"),
+        (Polynomial(), "a line or a power from lr down to lr · final_factor, after the warm-up"),
+        (Wsd(), "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)"),
         (Step(), "lr is multiplied by gamma at each milestone"),
     ],
 }
@@ -278,6 +299,11 @@ class Batch:
     """The samples of a step."""
 
     global_size: int = setting(64, "samples of an optimizer step, over all workers")
+    warmup_size: int | None = setting(
+        None, "the same at the start of the run, from where it grows evenly, in multiples; null: global_size at once"
+    )
+    warmup_samples: int | None = setting(None, "samples of all workers in which it grows; set this or warmup_epochs")
+    warmup_epochs: float | None = setting(None, "the same as epochs")
     num_shards: int | None = setting(
         None, "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed"
     )

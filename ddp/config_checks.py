@@ -14,7 +14,19 @@ from typing import Any
 
 from ddp.address import is_address
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
-from ddp.config import Config, Gpt, ImageFolder, OwnData, OwnModel, Sgd, StandardLibrary, Step
+from ddp.config import (
+    Config,
+    Cosine,
+    Gpt,
+    ImageFolder,
+    OwnData,
+    OwnModel,
+    Polynomial,
+    Sgd,
+    StandardLibrary,
+    Step,
+    Wsd,
+)
 from ddp.errors import ConfigError
 
 
@@ -45,6 +57,9 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     if config.batch.num_shards is None:
         fits = num_shards is not None and workers <= num_shards <= config.batch.global_size
         config.batch.num_shards = num_shards if fits else workers
+    schedule = config.schedule
+    if all(_lookup(config, f"schedule.warmup_{unit}") is None for unit in WARMUPS):
+        schedule.warmup_fraction = 0.05 if isinstance(schedule, Cosine | Polynomial | Wsd) else 0.0
     names = (config.model.name, config.data.name, config.loss, config.comm.algorithm)
     if not any(map(is_address, names)):
         config.run.code = ""
@@ -57,6 +72,7 @@ def _problems(config: Config) -> Iterator[str]:
     """Yields one sentence per problem: key=value, what is wrong with it, the remedy."""
     yield from _bound_problems(config)
     yield from _choice_problems(config)
+    yield from _warmup_problems(config)
     yield from _algorithm_problems(config)
     yield from _cluster_problems(config)
     yield from _device_problems(config)
@@ -78,17 +94,19 @@ def _bound_problems(config: Config) -> Iterator[str]:
 
 
 _AT_LEAST = {
-    0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.final_factor replica.verify_every",
+    0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
+    "schedule.warmup_epochs schedule.final_factor replica.verify_every",
     1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
-    "batch.num_shards batch.micro_size checkpoint.every_steps checkpoint.keep_last evaluate.every_epochs "
-    "evaluate.every_steps loader.evaluation_batch data.image_size data.context data.num_samples model.hidden "
-    "model.width model.depth model.heads optim.base_batch",
+    "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
+    "checkpoint.keep_last evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
+    "data.context data.num_samples model.hidden model.width model.depth model.heads optim.base_batch",
     2: "data.num_classes",
     1024: "comm.segment_bytes",
 }
 _SHARES = "model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction"
 _POSITIVE = (
-    "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps schedule.gamma"
+    "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps "
+    "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs"
 )
 
 
@@ -133,14 +151,42 @@ def _choice_problems(config: Config) -> Iterator[str]:
     match config.optim:
         case Sgd(nesterov=True, momentum=0):
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
-    if config.schedule.warmup_steps and config.schedule.warmup_fraction:
-        yield (
-            f"schedule.warmup_steps={config.schedule.warmup_steps}: contradicts schedule.warmup_fraction="
-            f"{config.schedule.warmup_fraction:g}; set one of them to 0"
-        )
     match config.schedule:
+        case Wsd(decay_fraction=share) if share > 1:
+            yield f"schedule.decay_fraction={share:g}: is a share of the run, at most 1"
         case Step(milestones=milestones) if milestones != sorted(milestones) or not all(0 < m < 1 for m in milestones):
             yield f"schedule.milestones={milestones}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
+
+
+WARMUPS = ("steps", "samples", "epochs", "fraction")
+
+
+def _warmup_problems(config: Config) -> Iterator[str]:
+    """Yields warm-ups of the rate and of the batch that contradict."""
+    for group, units in (("schedule", WARMUPS), ("batch", WARMUPS[1:3])):
+        keys = [f"{group}.warmup_{unit}" for unit in units]
+        given = [f"{key}={value:g}" for key in keys if (value := _lookup(config, key)) is not None]
+        for other in given[1:]:
+            yield f"{given[0]}: contradicts {other}; leave one of them out"
+    batch, optim, fraction = config.batch, config.optim, config.schedule.warmup_fraction
+    ratio = batch.global_size / optim.base_batch
+    if optim.lr_scaling == "legw" and fraction and fraction * ratio >= 1:
+        yield (
+            f"schedule.warmup_fraction={fraction:g}: optim.lr_scaling=legw makes it {ratio:g} times longer, more than "
+            f"the run; lower it, or set optim.base_batch={optim.base_batch} to the batch that lr was found for"
+        )
+    lasts = batch.warmup_samples or batch.warmup_epochs
+    if batch.warmup_size is None and lasts is not None:
+        key = "samples" if batch.warmup_samples else "epochs"
+        yield f"batch.warmup_{key}={lasts:g}: from which batch on? Set batch.warmup_size"
+    if batch.warmup_size is not None and lasts is None:
+        yield f"batch.warmup_size={batch.warmup_size}: for how long? Set batch.warmup_epochs or batch.warmup_samples"
+    shards = max(config.cluster.workers, batch.num_shards or 0)
+    if batch.warmup_size is not None and not shards <= batch.warmup_size < batch.global_size:
+        yield (
+            f"batch.warmup_size={batch.warmup_size}: must be at least the number of shards, {shards}, and less than "
+            f"batch.global_size={batch.global_size}, which it grows to"
+        )
 
 
 def _cluster_problems(config: Config) -> Iterator[str]:

@@ -8,9 +8,20 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddp.components import load_data, make_model, make_model_without_memory, make_optimizer, make_task
+from ddp.components import (
+    batch_of,
+    derived,
+    load_data,
+    make_model,
+    make_model_without_memory,
+    make_optimizer,
+    make_task,
+    warmup_samples,
+)
 from ddp.config import CHOICES
+from ddp.config_checks import resolve
 from ddp.config_reader import from_plain
+from ddp.data.batch_sizes import BatchWarmup
 from ddp.errors import ConfigError
 from ddp.optim.lamb import PRESETS
 from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS
@@ -76,3 +87,49 @@ def test_every_preset_has_its_word(name: str, preset: str) -> None:
 def test_optimizers_that_cannot_be_made(plain: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         optimizer_of(optim=plain, clip_norm=2.0)
+
+
+def rises_over(**plain: Any) -> float:
+    config = from_plain({"max_steps": None, "epochs": 4, **plain})
+    resolve(config)
+    return warmup_samples(config, num_train=1000)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "samples"),
+    [
+        ({"name": "constant"}, 0),
+        ({"name": "cosine"}, 200),
+        ({"name": "wsd"}, 200),
+        ({"name": "cosine", "warmup_fraction": 0.5}, 2000),
+        ({"name": "polynomial", "warmup_samples": 77}, 77),
+        ({"name": "step", "warmup_epochs": 0.5}, 500),
+        ({"name": "cosine", "warmup_steps": 17}, 1064),  # 15 steps of 64 and one of 40 are an epoch
+        ({"name": "cosine", "warmup_steps": 0}, 0),
+    ],
+)
+def test_a_warm_up_becomes_samples(schedule: dict[str, Any], samples: int) -> None:
+    assert rises_over(schedule=schedule) == samples
+
+
+def test_legw_prolongs_the_warm_up_and_keeps_its_steps() -> None:
+    legw: dict[str, Any] = {
+        "optim": {"name": "adamw", "lr_scaling": "legw", "base_batch": 64},
+        "batch": {"global_size": 256},
+    }
+    for given in ({"warmup_samples": 192}, {"warmup_epochs": 0.192}, {"warmup_fraction": 0.048}):
+        schedule = {"name": "cosine", **given}
+        assert rises_over(schedule=schedule) == pytest.approx(192)
+        assert rises_over(schedule=schedule, **legw) == pytest.approx(768)
+    in_steps = {"name": "cosine", "warmup_steps": 3}
+    assert rises_over(schedule=in_steps) == 192 and rises_over(schedule=in_steps, **legw) == 768
+    config = from_plain({**legw, "schedule": {"name": "cosine", "warmup_epochs": 0.192}, "epochs": 4})
+    assert derived(config, num_train=1000) == [
+        "learning rate 0.008: 0.004 × 2 for this batch",
+        "the learning rate rises over 768 samples (3 steps)",
+    ]
+
+
+def test_a_growing_batch_is_said_in_samples() -> None:
+    config = from_plain({"batch": {"warmup_size": 8, "warmup_epochs": 0.25}})
+    assert batch_of(config, num_train=1000) == BatchWarmup(8, 64, 250)

@@ -95,7 +95,12 @@ BAD = {
     "model.dropout": [1.0, -0.5],
     "model.width": [0],
     "schedule.warmup_fraction": [1.0],
-    "schedule.warmup_steps": [-1, 5],  # 5 stands beside the default fraction
+    "schedule.warmup_steps": [-1],
+    "schedule.warmup_samples": [-1],
+    "schedule.warmup_epochs": [-0.5],
+    "batch.warmup_size": [0, 1, 64, 8],  # 1 is less than the shards, 64 does not grow, and 8 does not say how long
+    "batch.warmup_samples": [0, 9],
+    "batch.warmup_epochs": [0.0, 0.5],
     "comm.warn_s": [0.0, 601],
     "comm.segment_bytes": [1],
     "checkpoint.keep_last": [0],
@@ -127,6 +132,23 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ({"optim": {"name": "sgd", "momentum": 0.0}}, "optim.nesterov=true"),
         ({"schedule": {"name": "step", "milestones": [0.7, 0.2]}}, "schedule.milestones"),
         ({"resume": "x", "init_from": {"path": "y"}}, "init_from.path=y"),
+        ({"schedule": {"name": "wsd", "decay_fraction": 2.0}}, "schedule.decay_fraction=2"),
+        (
+            {"schedule": {"name": "cosine", "warmup_steps": 9, "warmup_epochs": 0.5}},
+            "schedule.warmup_steps=9: contradicts schedule.warmup_epochs=0.5; leave one",
+        ),
+        (
+            {"batch": {"warmup_size": 8, "warmup_samples": 9, "warmup_epochs": 1.0}},
+            "batch.warmup_samples=9: contradicts batch.warmup_epochs=1; leave one",
+        ),
+        (
+            {
+                "batch": {"global_size": 2048},
+                "optim": {"name": "sgd", "lr_scaling": "legw"},
+                "schedule": {"name": "cosine", "warmup_fraction": 0.05},
+            },
+            "schedule.warmup_fraction=0.05: optim.lr_scaling=legw makes it 32 times longer, more than the run",
+        ),
         ({"cluster": {"worker": 3}}, "unknown key cluster.worker. Did you mean cluster.workers?"),
         ({"bach": 3}, "unknown key bach. Did you mean batch?"),
         ({"model": {"name": "gtp"}}, "unknown choice model=gtp. Did you mean model=gpt?"),

@@ -1,13 +1,16 @@
-"""Learning-rate schedules: pure functions of (steps taken, steps of the whole run) to a factor on the base rate.
+"""Learning-rate schedules: pure functions of (samples trained on, samples of the whole run) to a factor on the rate.
 
     constant()                 1
     step(gamma, milestones)    gamma ** (milestones passed)                      milestones: shares of the run
-    cosine(final)              final + (1 - final) * (1 + cos(pi t / T)) / 2     arXiv 1608.03983, eq. 5
-    with_warmup(f, N)          f(t, T) * min(1, (t + 1) / N)                     arXiv 1706.02677, sec. 2.2
+    cosine(final)              final + (1 - final) (1 + cos(pi t / T)) / 2       arXiv 1608.03983, eq. 5
+    polynomial(power, final)   final + (1 - final) (1 - t / T) ** power          arXiv 1708.03888, sec. 5: power 2
+    wsd(decay, final)          1; then final + (1 - final) (1 - sqrt(share))     arXiv 2405.18392, eq. 1
+    with_warmup(f, N)          f(t, T) * min(1, t / N)                           arXiv 1706.02677, sec. 2.2
 
-The argument t counts committed optimizer steps from the beginning of the run: 0 for the first update. A schedule
-holds no state, so a resumed run needs to know its step only. Warm-up multiplies: milestones and T still count from
-the beginning of the run, as in arXiv 1706.02677, and the rate does not jump where warm-up ends.
+They count *samples*, so that the curves of different batches lie over one another. A step takes the factor in the
+middle of its samples: then the sum of rate times samples hardly depends on the batch, and no step has the rate 0. A
+schedule holds no state, so a resumed run needs to know its position only. Warm-up multiplies: milestones and T still
+count from the beginning of the run, as in arXiv 1706.02677, and the rate does not jump where warm-up ends.
 
 The rate's dependence on the batch is not a schedule but a property of the run, which `scaled_rate` computes once.
 
@@ -26,44 +29,60 @@ from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
 
-RateSchedule = Callable[[int, int], float]
+RateSchedule = Callable[[float, float], float]
+Scaling = Literal["none", "linear", "sqrt", "legw"]
 
 
 def constant() -> RateSchedule:
     """Returns the schedule whose factor is always 1."""
-    return lambda num_steps_taken, num_steps: 1.0
+    return lambda done, of: 1.0
 
 
 def step(*, gamma: float, milestones: Sequence[float]) -> RateSchedule:
     """Returns a schedule that multiplies by `gamma` after each of the `milestones` (shares of the run, ascending)."""
-
-    def factor(num_steps_taken: int, num_steps: int) -> float:
-        steps = sorted({round(share * num_steps) for share in milestones})
-        return float(gamma ** bisect_right(steps, num_steps_taken))
-
-    return factor
+    return lambda done, of: float(gamma ** bisect_right([share * of for share in milestones], done))
 
 
 def cosine(*, final_factor: float = 0.0) -> RateSchedule:
     """Returns a schedule from 1 down to `final_factor` in half a cosine wave over the whole run; it stays there."""
-
-    def factor(num_steps_taken: int, num_steps: int) -> float:
-        progress = min(1.0, num_steps_taken / num_steps)
-        return final_factor + (1.0 - final_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-    return factor
+    return _down_to(final_factor, lambda done, of: 0.5 * (1.0 + math.cos(math.pi * min(1.0, done / of))))
 
 
-def with_warmup(schedule: RateSchedule, *, num_warmup_steps: int = 0, fraction: float = 0.0) -> RateSchedule:
-    """Returns `schedule` with its first N factors reduced to 1/N, 2/N, ... N/N of themselves.
+def polynomial(*, power: float = 1.0, final_factor: float = 0.0) -> RateSchedule:
+    """Returns a schedule from 1 down to `final_factor` along a power of what is left of the run; it stays there."""
+    return _down_to(final_factor, lambda done, of: max(0.0, 1.0 - done / of) ** power)
+
+
+def wsd(*, decay_fraction: float = 0.2, final_factor: float = 0.0) -> RateSchedule:
+    """Returns a schedule that is 1 until the last share of the run, and then falls: warm-up, stable, decay.
+
+    A run can be prolonged from any checkpoint of its stable part, whatever length it was planned for.
 
     Args:
-        num_warmup_steps, fraction: N, or the share of the run that N is.
+        decay_fraction: the last share, above 0.
     """
 
-    def factor(num_steps_taken: int, num_steps: int) -> float:
-        num_warmup = num_warmup_steps or round(fraction * num_steps)
-        return schedule(num_steps_taken, num_steps) * min(1.0, (num_steps_taken + 1) / max(1, num_warmup))
+    def factor(done: float, of: float) -> float:
+        share = (done - (1.0 - decay_fraction) * of) / (decay_fraction * of)
+        return 1.0 - math.sqrt(min(1.0, max(0.0, share)))
+
+    return _down_to(final_factor, factor)
+
+
+def _down_to(final_factor: float, schedule: RateSchedule) -> RateSchedule:
+    return lambda done, of: final_factor + (1.0 - final_factor) * schedule(done, of)
+
+
+def with_warmup(schedule: RateSchedule, *, num_samples: float = 0, fraction: float = 0.0) -> RateSchedule:
+    """Returns `schedule` with a factor that rises evenly from 0 to 1 in the first N samples.
+
+    Args:
+        num_samples, fraction: N, or the share of the run that N is.
+    """
+
+    def factor(done: float, of: float) -> float:
+        ramp = num_samples or fraction * of
+        return schedule(done, of) * (min(1.0, done / ramp) if ramp else 1.0)
 
     return factor
 
@@ -88,14 +107,13 @@ def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -
             group["lr"] = float(base_rate * factor)  # which may be NumPy's
 
 
-def scaled_rate(
-    base_rate: float, *, global_batch: int, base_batch: int, rule: Literal["none", "linear", "sqrt"]
-) -> float:
+def scaled_rate(base_rate: float, *, global_batch: int, base_batch: int, rule: Scaling) -> float:
     """Returns the rate for `global_batch`, given one that was tuned for `base_batch`. Both count samples of all ranks.
 
     none     base_rate
-    linear   base_rate * k         k = global_batch / base_batch   arXiv 1706.02677, sec. 2.1
-    sqrt     base_rate * sqrt(k)   keeps the variance of a step    arXiv 1404.5997, sec. 3.2
+    linear   base_rate * k         k = global_batch / base_batch        arXiv 1706.02677, sec. 2.1
+    sqrt     base_rate * sqrt(k)   keeps the variance of a step         arXiv 1404.5997, sec. 3.2
+    legw     base_rate * sqrt(k)   and the warm-up takes k times more samples, as many steps   arXiv 1901.08256
     """
     k = global_batch / base_batch
-    return base_rate * {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
+    return base_rate * {"none": 1.0, "linear": k, "sqrt": math.sqrt(k), "legw": math.sqrt(k)}[rule]

@@ -140,7 +140,7 @@ def schedules_of(
     """
     if isinstance(schedule, type) or not (schedule is None or callable(schedule) or isinstance(schedule, LRScheduler)):
         raise ConfigError(
-            f"schedule={schedule!r}: give a function (steps taken, steps of the run) → factor, such as "
+            f"schedule={schedule!r}: give a function (samples trained on, samples of the run) → factor, such as "
             "ddp.optim.cosine(), or an object of a scheduler of torch's"
         )
     if isinstance(schedule, LRScheduler):
@@ -159,7 +159,9 @@ def schedules_of(
     try:
         factor = 1.0 if schedule is None else schedule(0, 1000)
     except TypeError as error:
-        raise ConfigError(f"schedule: takes (steps taken, steps of the run) and returns a factor; {error}") from error
+        raise ConfigError(
+            f"schedule: takes (samples trained on, samples of the run) and returns a factor; {error}"
+        ) from error
     if not isinstance(factor, (int, float)):
         raise ConfigError(f"schedule: returned {factor!r}; return a factor on the learning rate, such as 0.5")
     return schedule, None
@@ -185,7 +187,7 @@ def settings_of(
             {"class": kind, **{key: repr(value) for key, value in group.items() if key not in hidden}}
             for group in groups
         ],
-        "global_batch": sampler.global_batch,
+        "global_batch": list(batch) if (batch := sampler.sizes.batch).num_samples else batch.last,
         "num_shards": sampler.num_shards,
         "micro_size": sampler.micro_size,
         "seed": sampler.state.seed,

@@ -74,6 +74,7 @@ class MetricsFile(Callback):
             {
                 "kind": "step",
                 "step": report.step,
+                "samples": state.sampler.position,
                 "epoch": report.epoch,
                 "train_loss": report.loss,
                 "lr": report.rate,
@@ -85,7 +86,8 @@ class MetricsFile(Callback):
         )
 
     def evaluated(self, state: TrainState) -> None:
-        self._append(state, {"kind": "evaluation", "step": state.step, "epoch": state.epoch, **state.evaluation})
+        where = {"step": state.step, "samples": state.sampler.position, "epoch": state.epoch}
+        self._append(state, {"kind": "evaluation", **where, **state.evaluation})
 
     def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
         if state.comm.rank == 0:

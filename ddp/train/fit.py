@@ -31,6 +31,7 @@ from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
+from ddp.data.batch_sizes import BatchWarmup
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, source_of
@@ -58,7 +59,7 @@ from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
 from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
-from ddp.train.loop import base_rates, last_step, train_loop
+from ddp.train.loop import base_rates, end_of_run, train_loop
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, summary_of, write_summary
 from ddp.train.state import TrainState
@@ -77,7 +78,7 @@ def fit(
     *,
     loss: Task | Callable[[Any, Any], Tensor] = NEEDED,
     reduction: Reduction | None = None,
-    global_batch: int = NEEDED,
+    global_batch: int | BatchWarmup = NEEDED,
     epochs: int | None = None,
     max_steps: int | None = None,
     test_data: Any = None,
@@ -131,14 +132,15 @@ def fit(
         loss: a function loss(outputs, targets) → scalar, for data of pairs (inputs, targets); or a `ddp.Task`, such as
             `ddp.Classification()`, for everything else.
         reduction: what a function returns for a batch: the "mean" over its samples (the default) or their "sum".
-        global_batch: samples per optimizer step of all ranks together; any number from the world size up.
+        global_batch: samples per optimizer step of all ranks together, any number from the world size up; or a
+            `ddp.BatchWarmup`, which lets it grow.
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
         test_data: held-out samples, as `data`; without them nothing is evaluated and no checkpoint is the best.
         evaluate_every_epochs, evaluate_every_steps: when to evaluate, besides at the end.
         evaluation_batch: samples per rank in one forward of an evaluation.
         collate: makes a batch of a list of samples, in any nested form; None for the DataLoader's, or torch's default.
         loader_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
-        schedule: of the learning rate: a function (steps taken, steps of the run) → factor, such as
+        schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's.
         schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
         clip_norm: largest norm of the global gradient.
@@ -177,11 +179,13 @@ def fit(
     check_numbers(
         least=1,
         needed=True,
-        global_batch=global_batch,
         evaluation_batch=evaluation_batch,
         keep_last=keep_last,
         log_every=log_every,
     )
+    if not isinstance(global_batch, BatchWarmup):
+        check_numbers(least=1, needed=True, global_batch=global_batch)
+        global_batch = int(global_batch)
     check_numbers(least=0, needed=True, seed=seed)
     check_numbers(least=0, loader_workers=loader_workers)
     check_numbers(
@@ -204,7 +208,7 @@ def fit(
             f"clip_norm={clip_norm!r}: {type(optimizer).__name__} clips by itself, at {optimizer.clip_norm:g}; leave "
             "clip_norm out, or make the optimizer with clip_norm=None"
         )
-    comm, stop_on_signals, global_batch = comm or current(), stop is None, int(global_batch)
+    comm, stop_on_signals = comm or current(), stop is None
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
 
     # 1  what is given
@@ -242,7 +246,7 @@ def fit(
     run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
     if start is not None:
         restore(read_checkpoint(comm, start), state, identity=identity)
-    num_steps = last_step(state, epochs=epochs, max_steps=max_steps)
+    num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
     begins_anew, num_left = resume is not None and start is None, num_steps - state.step
     notes = _headline(state, num_steps)
     notes += _notes(sampler, source, run_dir, num_left=num_left, begins_anew=begins_anew)
@@ -337,10 +341,16 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     workers = f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
     start = f", continuing after step {state.step:,}" if state.step else ""
     way = f", all-reduce: {comm.auto.describe()}" if comm.world_size > 1 else ""
+    first, batch, _ = sampler.sizes.batch
+    size = (
+        f"{batch}"
+        if first == batch
+        else f"{first}, growing to {batch} over {sampler.sizes.batch.num_samples:,} samples,"
+    )
     return [
         f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
         f"{type(state.model).__name__}{way}",
-        f"global batch {sampler.global_batch} in {counted(sampler.num_shards, 'shard')}; worker 0: "
+        f"global batch {size} in {counted(sampler.num_shards, 'shard')}; worker 0: "
         f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
         f"{base_rates(state.optimizer)[0]:g}",
         f"{counted(sampler.length, 'training sample')}, {counted(sampler.num_steps_per_epoch, 'step')} per epoch, "

@@ -5,14 +5,13 @@ Read before: `step.py`, `callbacks.py`, `first_look.py`. Read next: `evaluate.py
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from torch.optim import Optimizer
 
 from ddp.comm.objects import all_gather_object
 from ddp.data.loader import TrainLoader
+from ddp.data.sampler import StepPlan, TrainSampler
 from ddp.data.source import Source
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.in_backward import refusal
@@ -64,7 +63,7 @@ def train_loop(
         task: turns a batch into (loss_sum, count).
         source: the training samples.
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
-        schedule: a factor, by step, on the optimizer's first rates; not used if `state` has torch's scheduler.
+        schedule: a factor, by samples, on the optimizer's first rates; not used if `state` has torch's scheduler.
         clip_norm: largest norm of the global gradient.
         evaluation: returns the held-out metrics; collective, called on all ranks after the same step. It returns None
             if the ranks gave it up because one of them wants to stop.
@@ -77,12 +76,12 @@ def train_loop(
         UnusedParameters: some parameters got no gradient.
         PeerLost: a rank was lost.
     """
-    num_steps = last_step(state, epochs=epochs, max_steps=max_steps)
+    num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=max_steps)
     seed = state.sampler.state.seed
     factor = schedule or constant()
     rules = StepRules(
         task=task,
-        schedule=state.schedule or (lambda step: factor(step, num_steps)),
+        schedule=state.schedule or (lambda plan: factor(_middle(plan, state.sampler), num_samples)),
         base_rates=base_rates(state.optimizer),
         clip_norm=clip_norm,
         precision=precision,
@@ -141,26 +140,27 @@ def _check_replica(state: TrainState) -> None:
     if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
         raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
     if state.comm.world_size > 1 and any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
-        mine = [len(plan.micros) for plan in islice(sampler.plans(), sampler.num_steps_per_epoch)]
-        if len({tuple(numbers) for numbers in all_gather_object(state.comm, mine)}) > 1:
+        mine = [sampler.num_micros(size) for size in sorted(sampler.sizes.all())]
+        if len(set(map(tuple, all_gather_object(state.comm, mine)))) > 1:
             raise ConfigError(
-                "SyncBatchNorm waits in each forward for all ranks, but in some steps of an epoch they have different "
+                "SyncBatchNorm waits in each forward for all ranks, but in some steps they have different "
                 "numbers of forwards: choose a global batch that divides the number of samples, or leave out "
                 "micro_size, so that every rank has samples in every step"
             )
 
 
-def last_step(state: TrainState, *, epochs: int | None, max_steps: int | None) -> int:
-    """Returns the steps of the whole run: those that were made, and those that are left at the present batch size."""
+def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) -> tuple[int, int]:
+    """Returns steps and samples of the whole run: what was made, and what is left at the present batch size."""
     if epochs is None and max_steps is None:
         raise ConfigError("neither epochs nor max_steps is given: the run would never end")
-    limits = [] if max_steps is None else [max_steps]
-    if epochs is not None:
-        sampler, (_, epoch, consumed) = state.sampler, state.sampler.state
-        left_in_epoch = math.ceil((sampler.length - consumed) / sampler.global_batch)
-        left = left_in_epoch + (epochs - epoch - 1) * sampler.num_steps_per_epoch if epoch < epochs else 0
-        limits.append(state.step + left)
-    return min(limits)
+    num_steps = None if max_steps is None else max_steps - state.step
+    left, num_samples = state.sampler.sizes.end(state.sampler.position, epochs=epochs, num_steps=num_steps)
+    return state.step + left, num_samples
+
+
+def _middle(plan: StepPlan, sampler: TrainSampler) -> float:
+    """Returns how many samples the run has trained on when half of a step's are done, which schedules go by."""
+    return plan.epoch * sampler.length + plan.position + plan.size / 2
 
 
 def base_rates(optimizer: Optimizer) -> tuple[float, ...]:

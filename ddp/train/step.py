@@ -46,14 +46,14 @@ class StepRules:
     """Settings of a step that are fixed for a run.
 
     Attributes:
-        schedule: a factor on the rates, by step; or a scheduler of torch's, which sets the rates itself.
+        schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
         base_rates: learning rate per parameter group, before the schedule's factor.
         clip_norm: largest norm of the global mean gradient; None for no clipping.
         first_look: is given the bare model and each batch, with its number of samples, before the batch is used.
     """
 
     task: Task
-    schedule: Callable[[int], float] | TorchSchedule
+    schedule: Callable[[StepPlan], float] | TorchSchedule
     base_rates: tuple[float, ...]
     clip_norm: float | None
     precision: Precision
@@ -92,7 +92,7 @@ def train_step(
     if not math.isfinite(gradient_norm):
         raise Diverged(_diverged(state.step + 1, "gradient norm", gradient_norm))
     if not isinstance(rules.schedule, TorchSchedule):
-        set_rate(optimizer, rules.base_rates, rules.schedule(state.step))
+        set_rate(optimizer, rules.base_rates, rules.schedule(plan))
     rate = float(optimizer.param_groups[0]["lr"])
     if isinstance(optimizer, Layerwise):  # it multiplies gradients on its way, and does not write to them
         optimizer.step(gradient_factor=clip_factor(gradient_norm, rules.clip_norm or optimizer.clip_norm))

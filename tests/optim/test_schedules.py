@@ -9,15 +9,11 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 from ddp.errors import ConfigError
-from ddp.optim.schedules import constant, cosine, scaled_rate, set_rate, step, with_warmup
+from ddp.optim.schedules import constant, cosine, polynomial, scaled_rate, set_rate, step, with_warmup, wsd
 
 
 def optimizer(*rates: float | torch.Tensor) -> SGD:
     return SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], lr=0.1)
-
-
-def warmed(opt, n, then):
-    return lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(opt, 1 / n, total_iters=n - 1), then(opt)])
 
 
 PAIRS = {
@@ -31,18 +27,8 @@ PAIRS = {
         cosine(final_factor=0.2),
         lambda o: lr_scheduler.CosineAnnealingLR(o, 41, 0.1),
     ),
-    "warm-up": (
-        with_warmup(constant(), num_warmup_steps=6),
-        lambda o: warmed(o, 6, lambda o: lr_scheduler.ConstantLR(o, 1.0)),
-    ),
-    "warm-up, milestones": (
-        with_warmup(step(milestones=(10 / 41, 30 / 41), gamma=0.1), num_warmup_steps=5),
-        lambda o: warmed(o, 5, lambda o: lr_scheduler.MultiStepLR(o, [10, 30], 0.1)),
-    ),
-    "warm-up, cosine": (
-        with_warmup(cosine(), num_warmup_steps=9),
-        lambda o: warmed(o, 9, lambda o: lr_scheduler.CosineAnnealingLR(o, 41)),
-    ),
+    "polynomial": (polynomial(power=2.0), lambda o: lr_scheduler.PolynomialLR(o, 41, power=2.0)),
+    "a line": (polynomial(), lambda o: lr_scheduler.PolynomialLR(o, 41)),
 }
 
 
@@ -61,9 +47,23 @@ def test_same_rates_as_torch(name):
 def test_landmarks():
     assert cosine(final_factor=0.1)(10, 10) == cosine(final_factor=0.1)(1000, 10) == pytest.approx(0.1)
     assert cosine()(5, 10) == pytest.approx(0.5)
-    for ramp in (with_warmup(constant(), num_warmup_steps=4), with_warmup(constant(), fraction=0.4)):
-        assert [ramp(t, 10) for t in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert with_warmup(cosine())(3, 10) == cosine()(3, 10)
+    assert [polynomial(power=2.0, final_factor=0.2)(t, 10) for t in (0, 5, 10, 20)] == pytest.approx([1, 0.4, 0.2, 0.2])
+    stable = wsd(decay_fraction=0.5, final_factor=0.2)
+    assert [stable(t, 8) for t in (0, 4, 5, 8, 9)] == pytest.approx([1, 1, 0.6, 0.2, 0.2])
+    for ramp in (with_warmup(constant(), num_samples=4), with_warmup(constant(), fraction=0.4)):
+        assert [ramp(t, 10) for t in (0.5, 1, 2, 4, 5)] == pytest.approx([0.125, 0.25, 0.5, 1.0, 1.0])
+    assert with_warmup(cosine(), num_samples=5)(3, 10) == pytest.approx(0.6 * cosine()(3, 10))
+    assert with_warmup(cosine())(0, 10) == 1.0
+
+
+FALLING = [cosine(), polynomial(), polynomial(power=2.0), wsd(), step(gamma=0.1, milestones=[0.5])]
+
+
+@pytest.mark.parametrize("schedule", FALLING)
+def test_steps_of_any_size_add_up_to_the_same_rate_times_samples(schedule):
+    of, warmed = 64 * 64, with_warmup(schedule, fraction=0.125)
+    area = [sum(size * warmed(t + size / 2, of) for t in range(0, of, size)) for size in (1, 8, 64, 256)]
+    assert area == pytest.approx([area[0]] * 4, rel=1e-2)
 
 
 def test_each_group_keeps_its_proportion_and_tensors_stay_in_place():
@@ -77,7 +77,10 @@ def test_each_group_keeps_its_proportion_and_tensors_stay_in_place():
         set_rate(opt, [1.0], 1.0)
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.1 * 32), ("sqrt", 0.1 * math.sqrt(32))])
+RULES = [("none", 0.1), ("linear", 0.1 * 32), ("sqrt", 0.1 * math.sqrt(32)), ("legw", 0.1 * math.sqrt(32))]
+
+
+@pytest.mark.parametrize(("rule", "expected"), RULES)
 def test_scaled_rate(rule, expected):
     assert scaled_rate(0.1, global_batch=8192, base_batch=256, rule=rule) == pytest.approx(expected, rel=1e-15)
     assert scaled_rate(0.1, global_batch=256, base_batch=256, rule=rule) == 0.1

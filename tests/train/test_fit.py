@@ -269,7 +269,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a schedule of epochs": (
         F.cross_entropy,
         {"schedule": lambda epoch: 0.9},
-        "schedule: takes .steps taken, steps of",
+        "schedule: takes .samples trained on, samples of",
     ),
     "keep none": (F.cross_entropy, {"keep_last": None}, "keep_last=None: must be a whole number from 1 up"),
     "clip in quotes": (F.cross_entropy, {"clip_norm": "1"}, "clip_norm='1': must be a number above 0"),

@@ -69,6 +69,7 @@ def trained() -> list[tuple[Tensor, str]]:
 def in_one_process(kind: str) -> Tensor:
     module, optimizer = made(kind)
     sampler, schedule, step = TrainSampler(43, global_batch=10, rank=0, world_size=1, seed=3), ddp.optim.cosine(), 0
+    num_samples = sampler.sizes.after(0, NUM_STEPS)
     rates = [group["lr"] for group in optimizer.param_groups]
     while step < NUM_STEPS:
         for plan in sampler.plans():
@@ -79,7 +80,7 @@ def in_one_process(kind: str) -> Tensor:
             F.cross_entropy(module(X[indices]), CLASSES[indices]).backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * schedule(step, NUM_STEPS)
+                group["lr"] = rate * schedule(sampler.position + plan.size / 2, num_samples)
             for parameter in module.parameters():
                 assert parameter.grad is not None
                 parameter.grad *= min(1.0, CLIP / float(norm))

@@ -30,7 +30,7 @@ them, are the same at every world size.
 
 Cost: one permutation per epoch (8 bytes a sample); a step costs its own indices.
 
-Read before: `streams.py`. Read next: `distributed_sampler.py`.
+Read before: `batch_sizes.py`. Read next: `distributed_sampler.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from ddp.data.batch_sizes import BatchSizes, BatchWarmup
 from ddp.data.streams import order_generator
 from ddp.errors import ConfigError
 
@@ -86,7 +87,7 @@ class TrainSampler:
 
     Args:
         length: number of samples of the data set.
-        global_batch: samples per step of all ranks together, at least `world_size`.
+        global_batch: samples per step of all ranks together, at least `world_size`; or how they grow.
         rank, world_size: whose share to plan.
         num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
             is a multiple of the world size, shares differ by at most one sample.
@@ -101,7 +102,7 @@ class TrainSampler:
         self,
         length: int,
         *,
-        global_batch: int,
+        global_batch: int | BatchWarmup,
         rank: int,
         world_size: int,
         num_shards: int | None = None,
@@ -113,10 +114,12 @@ class TrainSampler:
         if length < 1:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
         replicas(world_size, rank)
-        if global_batch < world_size:
+        self.sizes = BatchSizes(length, global_batch)
+        smallest = self.sizes.batch.first
+        if smallest < world_size:
             raise ConfigError(
-                f"a global batch of {global_batch} cannot be shared by {world_size} workers: "
-                f"raise it to {world_size} or more, or use {max(global_batch, 1)} worker(s)"
+                f"a global batch of {smallest} cannot be shared by {world_size} workers: "
+                f"raise it to {world_size} or more, or use {max(smallest, 1)} worker(s)"
             )
         if num_shards < world_size:
             raise ConfigError(
@@ -125,14 +128,15 @@ class TrainSampler:
             )
         if micro_size is not None and micro_size < 1:
             raise ConfigError(f"micro_size must be at least 1, got {micro_size}; leave it out for whole shards")
-        self.length, self.global_batch, self.num_shards, self.micro_size = length, global_batch, num_shards, micro_size
+        self.length, self.global_batch = length, self.sizes.batch.last
+        self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size, self.shuffle = rank, world_size, shuffle
         self._state = SamplerState(seed, epoch=0, consumed=0)
         self._ordered: tuple[tuple[int, int], Tensor] | None = None  # ((seed, epoch), permutation [length])
 
     @property
     def num_steps_per_epoch(self) -> int:
-        """Returns the number of steps of a whole epoch, the smaller last one included."""
+        """Returns the number of steps of a whole epoch, the smaller last one included, once the batch has grown."""
         return math.ceil(self.length / self.global_batch)
 
     @property
@@ -140,15 +144,23 @@ class TrainSampler:
         """Returns the position after the last committed step."""
         return self._state
 
+    @property
+    def position(self) -> int:
+        """Returns how many samples all ranks together have trained on in the whole run."""
+        return self._state.epoch * self.length + self._state.consumed
+
     def plans(self) -> Iterator[StepPlan]:
         """Yields the steps from the present state to the end of its epoch. The state stays where it is."""
         return self._plans_from(self._state)  # the state at this call, not at the first next()
 
     def _plans_from(self, state: SamplerState) -> Iterator[StepPlan]:
         order = self._order(state.seed, state.epoch)
-        for position in range(state.consumed, self.length, self.global_batch):
-            step = order[position : position + self.global_batch]
-            yield StepPlan(state.epoch, position, len(step), tuple(self._micros(step)))
+        position = state.consumed
+        while position < self.length:
+            size = self.sizes.size_at(state.epoch * self.length + position)
+            step = order[position : position + size]
+            yield StepPlan(state.epoch, position, size, tuple(self._micros(step)))
+            position += size
 
     def _order(self, seed: int, epoch: int) -> Tensor:
         """Returns the samples of an epoch in the order of training, [length]."""
@@ -163,6 +175,10 @@ class TrainSampler:
         # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
         raise NotImplementedError("_micros")
         yield  # keeps this a generator
+
+    def num_micros(self, size: int) -> int:
+        """Returns this rank's number of micro-batches in a step of so many samples."""
+        return sum(1 for _ in self._micros(torch.arange(size)))
 
     def commit(self, plan: StepPlan) -> None:
         """Moves the state past a step that has happened, at the end of an epoch to the beginning of the next one.

@@ -1,0 +1,107 @@
+"""Sizes of steps: how many samples a step takes is a function of the run's position alone.
+
+The position is the number of samples that all ranks together have trained on since the run began. An epoch ends with a
+smaller step if the batch does not divide it. A *batch warm-up* begins with smaller batches: early gradients differ so
+little from their mean that large batches would be wasted on them (arXiv 1812.06162, sec. 2.4). Since nothing but the
+position counts, a loader may plan ahead, and a resumed run goes on exactly.
+
+Read before: `streams.py`. Read next: `sampler.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ddp.errors import ConfigError
+
+
+class BatchWarmup(NamedTuple):
+    """A global batch that grows from `first` to `last` samples, in multiples of `first`.
+
+    Attributes:
+        num_samples: position from which on it is `last`.
+    """
+
+    first: int
+    last: int
+    num_samples: int
+
+    def size_at(self, position: int) -> int:
+        """Returns the global batch after `position` samples of the run."""
+        if position >= self.num_samples:
+            return self.last
+        wanted = self.first + (self.last - self.first) * position // self.num_samples
+        return wanted // self.first * self.first
+
+
+class BatchSizes:
+    """The steps of a run over a data set.
+
+    Args:
+        length: number of samples of the data set.
+        batch: samples of a step, but for the last one of an epoch.
+
+    Raises:
+        ConfigError: a batch warm-up that does not grow.
+    """
+
+    def __init__(self, length: int, batch: int | BatchWarmup) -> None:
+        self.length = length
+        if isinstance(batch, BatchWarmup) and not (0 < batch.first < batch.last and batch.num_samples > 0):
+            raise ConfigError(f"{batch}: first must be at least 1 and less than last, and num_samples at least 1")
+        self.batch = batch if isinstance(batch, BatchWarmup) else BatchWarmup(batch, batch, 0)
+
+    def size_at(self, position: int) -> int:
+        """Returns the size of the step that begins after `position` samples of the run."""
+        return min(self.batch.size_at(position), self.length - position % self.length)
+
+    def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
+        """Returns the steps that are left after `begin` samples, and the position after them.
+
+        Args:
+            epochs: of the whole run; None for no limit.
+            num_steps: most steps from now on; None for no limit.
+        """
+        limits = [] if num_steps is None else [num_steps]
+        if epochs is not None:
+            limits.append(self.num_steps(begin, epochs * self.length))
+        return min(limits), self.after(begin, max(0, min(limits)))
+
+    def num_steps(self, begin: int, end: int) -> int:
+        """Returns the number of steps that lead from one position to another, or just beyond it."""
+        steps = 0
+        for num_steps, samples, size in self._runs(begin):
+            if begin + samples >= end:
+                return steps + max(0, math.ceil((end - begin) / size))
+            begin, steps = begin + samples, steps + num_steps
+        raise AssertionError
+
+    def after(self, begin: int, num_steps: int) -> int:
+        """Returns the position after some steps."""
+        for steps, samples, size in self._runs(begin):
+            if steps >= num_steps:
+                return begin + min(samples, num_steps * size)
+            begin, num_steps = begin + samples, num_steps - steps
+        raise AssertionError
+
+    def all(self) -> set[int]:
+        """Returns the sizes that the steps of a run may have."""
+        found, position = set(), 0
+        for num_steps, samples, size in self._runs(0):
+            found |= {size} if num_steps > 1 else set()
+            found.add(samples - (num_steps - 1) * size)
+            position += samples
+            if position >= self.batch.num_samples + self.length:
+                return found
+        raise AssertionError
+
+    def _runs(self, position: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (steps, samples, size): one step while the batch grows, then all that is left of an epoch."""
+        while True:
+            left = self.length - position % self.length
+            size = self.batch.size_at(position)
+            samples = left if position >= self.batch.num_samples else min(left, size)
+            yield math.ceil(samples / size), samples, size
+            position += samples
