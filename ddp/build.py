@@ -144,6 +144,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         keep_last=config.checkpoint.keep_last,
         resume=None if config.resume == "none" else config.resume,
         log_every=config.log_every,
+        noise_scale_every=config.noise_scale_every,
         curves=False,  # `finish` draws them, with the yardsticks
         stop=stop,
         settings=bits_depend_on(config, splits),

@@ -382,6 +382,9 @@ class Config:
     )
     clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
     log_every: int = setting(10, "steps between two lines of metrics.jsonl")
+    noise_scale_every: int = setting(
+        10, "steps between two measurements of the gradient noise scale, up to which more workers pay; 0: never"
+    )
     resume: str = setting(
         "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
     )

@@ -95,7 +95,7 @@ def _bound_problems(config: Config) -> Iterator[str]:
 
 _AT_LEAST = {
     0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
-    "schedule.warmup_epochs schedule.final_factor replica.verify_every",
+    "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every",
     1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
     "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
     "checkpoint.keep_last evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "

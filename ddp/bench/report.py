@@ -52,6 +52,8 @@ LEGEND = {
     "alone": "the same without communication",
     "in_backward": "ours, with the optimizer inside backward",
     "fit": "ms of a step of ddp.fit, from its beginning to the next one's: fetching, logging and checks included",
+    "fit_noise": "the same, and the gradient noise scale is measured in every step",
+    "noise scale": "(fit_noise ÷ fit − 1) ÷ 10: what measuring it in every tenth step adds",
     "by_hand": "the same of torch's DistributedDataParallel in a loop by hand, with DataLoader and DistributedSampler",
     "by_hand ÷ fit": "median over turns; above 1, ddp.fit is faster",
     "torch ÷ ours": "median over turns; above 1, ours is faster",

@@ -11,10 +11,11 @@ repetition is one step: zero_grad, forward, backward, optimizer.
 | alone       | no communication; all ranks compute at the same time, as in the others                             |
 | in_backward | ours with `step_in_backward`: the optimizer steps a bucket while the next one is in flight         |
 | fit         | `ddp.fit` on samples in memory: from one step's beginning to the next one's                        |
+| fit_noise   | the same, and the gradient noise scale is measured in every step instead of every tenth            |
 | by_hand     | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler   |
 
-The last two fetch a new batch for each step; the others have it. All replicas have their default: a forward in training
-mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
+The last three fetch a new batch for each step; the others have it. All replicas have their default: a forward in
+training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
 
 `LEGEND` in ddp/bench/report.py says what the figures mean.
 
@@ -68,10 +69,12 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "alone": lambda module: module,
     "in_backward": DistributedDataParallel,
     "fit": partial(BucketedDataParallel, broadcast_buffers=True),
+    "fit_noise": partial(BucketedDataParallel, broadcast_buffers=True),
     "by_hand": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
 }
 LEAST_STEPS = 10
-PASSES = 16  # batches of each rank in an epoch of `fit` and `by_hand`
+PASSES = 16  # batches of each rank in an epoch of `fit`, `fit_noise` and `by_hand`
+NOISE_SCALE_EVERY = 10  # steps, which is the default of `fit`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,12 @@ class StepCell(TimedCell):
         return None if ratio is None else ratio - 1
 
     @property
+    def over_unmeasured(self) -> float | None:
+        """Returns what measuring the noise scale in every tenth step adds to the mean step, as a share."""
+        ratio = self.ratio("fit_noise", "fit")
+        return None if ratio is None else (ratio - 1) / NOISE_SCALE_EVERY
+
+    @property
     def per_parameter_s(self) -> float | None:
         """Returns what communication adds to a step, per parameter."""
         alone_s = self.median_s("alone")
@@ -109,6 +118,7 @@ class StepCell(TimedCell):
             "torch ÷ ours": written(three_digits, self.speedup),
             "over turns": self.spread,
             "by_hand ÷ fit": written(three_digits, self.ratio("by_hand", "fit")),
+            "noise scale": written("{:+.2%}".format, self.over_unmeasured),
             "over alone": written("{:+.1%}".format, self.over_alone),
             "µs per parameter": written(three_digits, self.per_parameter_s, 1e6),
             "wait": written(three_digits, self.wait_s, 1e3),
@@ -142,7 +152,7 @@ class TimeSteps:
     def _measure(self, comm: Communicator) -> StepCell:
         """Has all replicas in local variables, so that they end here (note "replicas first")."""
         module, batch = make(self.model, rank=comm.rank)
-        kinds: dict[str, type[Training]] = {"fit": Fitting, "by_hand": ByHand}
+        kinds: dict[str, type[Training]] = {"fit": Fitting, "fit_noise": Fitting, "by_hand": ByHand}
         trainings = {
             name: kinds.get(name, Training)(name, copy.deepcopy(module), batch) for name in self.variants
         }
@@ -230,6 +240,7 @@ class Fitting(Training):
 
     def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
         super().__init__(variant, module, batch)
+        self._noise_scale_every = 1 if variant == "fit_noise" else 0
         self._comm = current()
         shared = [self._comm.broadcast(part.clone()) for part in batch]  # all ranks have the same samples
         inputs, targets = (torch.cat([part] * (PASSES * self._comm.world_size)) for part in shared)
@@ -247,6 +258,7 @@ class Fitting(Training):
             max_steps=num_steps + 1,
             checkpoint_dir=None,
             progress=False,
+            noise_scale_every=self._noise_scale_every,
             callbacks=[starts],
             comm=self._comm,
         )

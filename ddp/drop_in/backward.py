@@ -4,7 +4,7 @@
     begin               `create_graph=True`: gradients stay out of their buckets (`higher_order.py`)
     _awaited            `find_unused_parameters`: the graph says which parameters backward will reach;
                         `static_graph`: the first backward has shown how many gradients there are
-    _fill, move_in      `create_graph=True`
+    _move_into, move_in `create_graph=True`
     _reduce, _wait      a communication hook (`comm_hook.py`)
     _complete           the optimizer inside backward (`in_backward.py`)
     _settle             sparse gradients (`sparse.py`), optimizers of others inside backward
@@ -184,9 +184,9 @@ class TorchBackward(Backward):
         sparse = [slot for slot in self.layout.sparse if id(slot.parameter) not in ready]
         return sorted(super()._missing() + sparse, key=lambda slot: slot.index)
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _move_into(self, bucket: Bucket) -> None:
         if not self.is_differentiable:
-            super()._fill(bucket)
+            super()._move_into(bucket)
             return
         bucket.mend()
         for slot in bucket.slots:

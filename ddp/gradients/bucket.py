@@ -133,6 +133,12 @@ class Bucket:
             start += span(slot.parameter)
         return views
 
+    def square(self) -> Tensor:
+        """Returns the sum of squares of all gradients."""
+        narrow = self.gradients.element_size() < 4
+        norm: Tensor = torch.linalg.vector_norm(self.gradients, dtype=torch.float32 if narrow else None)
+        return norm.square()
+
     def fill(self) -> list[Slot]:
         """Moves in every gradient that is not in its place yet. Returns the slots without one, which hold zeros."""
         empty: list[Slot] = []

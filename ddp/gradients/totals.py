@@ -1,13 +1,16 @@
 """Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and need no message.
 
     totals     loss_sum   items ÷ 4096   items % 4096   votes to stop     in the tail of the first bucket
-    verdicts   ranks with unused parameters   with undefined gradients    in the tail of the last bucket
+    verdicts   unused parameters   undefined gradients   squared norms    in the tail of the last bucket
 
 The gradients are sums over samples (or tokens), and the mean is taken once, by the *global* count. So the count travels
 first: then every later bucket can be divided as a part of its all-reduce. A float32 holds integers up to 2²⁴ exactly.
 The count takes two elements, so that it is exact up to 2³⁶ per step. The verdicts are known only when backward has
 ended, so they travel last. Their tail is divided like the gradients beside it, so a verdict says only that some rank
 has found something, and not how many have.
+
+On request each rank finds the squared norm of its own gradient before it is averaged, for the noise scale
+(`monitor/noise_scale.py`).
 
 Where no bucket can carry a tail (its type is too narrow, or a communication hook reduces it), totals and verdicts
 travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
@@ -25,6 +28,25 @@ from torch import Tensor
 BASE = 4096
 
 
+class Parts(NamedTuple):
+    """Squared norms of the gradients of parts of a batch; a rank without a measurement adds nothing.
+
+    Attributes:
+        squares: Σ nⱼ ‖gⱼ‖², where part j has nⱼ items, and gⱼ is the mean of their gradients.
+        num_items: Σ nⱼ.
+        num_parts: number of parts.
+    """
+
+    squares: float | Tensor = 0.0
+    num_items: float = 0.0
+    num_parts: float = 0.0
+
+    @classmethod
+    def of(cls, square: Tensor, num_items: int) -> Parts:
+        """Returns the measurement of one part, from the squared norm of the *sum* of its items' gradients."""
+        return cls(square / num_items, num_items, 1) if num_items else cls()
+
+
 class Totals(NamedTuple):
     """Sums over ranks, or one rank's part of them.
 
@@ -33,11 +55,15 @@ class Totals(NamedTuple):
             a GPU need not be waited for; the sum over ranks is a float.
         num_items: number of these samples (or tokens).
         num_stopping: number of ranks that want to stop after this step.
+        parts: what was measured; None for nothing.
+        measure: asks the replica to measure, with this rank's whole share as a part.
     """
 
     loss_sum: float | Tensor = 0.0
     num_items: int = 0
     num_stopping: int = 0
+    parts: Parts | None = None
+    measure: bool = False
 
     def write(self, tail: Tensor) -> None:
         """Writes this rank's part into a tail, [NUM_TOTALS]."""
@@ -57,25 +83,35 @@ class Verdicts(NamedTuple):
     Attributes:
         has_unused: backward has not reached a parameter.
         has_undefined: backward has reached a parameter, but computed no gradient for it.
+        parts: the measured parts of the batch.
     """
 
     has_unused: bool = False
     has_undefined: bool = False
+    parts: Parts = Parts()
 
     def write(self, tail: Tensor) -> None:
         """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
-        if any(self):
-            tail.copy_(torch.tensor(self, dtype=tail.dtype))
+        squares, *counts = self.parts
+        if any((self.has_unused, self.has_undefined, *counts)):
+            tail[:4].copy_(torch.tensor([self.has_unused, self.has_undefined, *counts], dtype=tail.dtype))
+            tail[4] = squares
         else:
             tail.zero_()
 
     @classmethod
-    def read(cls, tail: Tensor) -> Verdicts:
-        """Reads from a tail, [NUM_VERDICTS], what any rank has found."""
-        return cls(*(number > 0 for number in tail.tolist()))
+    def read(cls, tail: Tensor, *, divided_by: int) -> Verdicts:
+        """Reads from a tail, [NUM_VERDICTS], what any rank has found.
+
+        Args:
+            divided_by: what the tail was divided by on its way.
+        """
+        unused, undefined, *counts, squares = tail.tolist()
+        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
+        return cls(unused > 0, undefined > 0, parts)
 
 
-NUM_TOTALS, NUM_VERDICTS = 4, len(Verdicts._fields)
+NUM_TOTALS, NUM_VERDICTS = 4, 5
 
 
 class GlobalCount:

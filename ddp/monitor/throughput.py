@@ -5,7 +5,7 @@
 
 Samples are global: those of all ranks together.
 
-Read before: `train/state.py`. Read next: `train/callbacks.py`.
+Read before: `train/state.py`. Read next: `noise_scale.py`.
 """
 
 from __future__ import annotations

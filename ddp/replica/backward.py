@@ -48,7 +48,7 @@ from ddp.comm.work import Work
 from ddp.errors import CommunicatorBroken, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
-from ddp.gradients.totals import GlobalCount, Totals, Verdicts
+from ddp.gradients.totals import GlobalCount, Parts, Totals, Verdicts
 from ddp.replica.unused import Use, complaint, greatest_uses
 
 
@@ -135,6 +135,7 @@ class Backward:
         self._seen: list[Tensor] = []  # parameters in the order of their gradients, as long as no order is known
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
+        self._square = torch.zeros((), device=comm.device)  # of this rank's own gradient, where that is asked for
         self._num_launched = 0
         self._in_flight: list[tuple[BucketReduction, Work]] = []
 
@@ -153,6 +154,7 @@ class Backward:
         self.state, self.began_s = State.RUNNING, now_s()
         self.layout, self.step, self._totals, self._divide_by = layout, step, totals, divide_by
         self._has_samples = has_samples
+        self._measures = totals is not None and totals.measure and has_samples
         if layout.is_learned:
             self._set_up()
             for reduction in self.reductions:
@@ -244,7 +246,12 @@ class Backward:
             self._launch(reduction)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Moves a bucket's gradients to their places in it."""
+        """Moves a bucket's gradients to their places in it, and measures them there if that is asked for."""
+        self._move_into(bucket)
+        if self._measures:
+            self._square = self._square + bucket.square()
+
+    def _move_into(self, bucket: Bucket) -> None:
         for slot in bucket.fill():
             self._note_undefined(slot)
 
@@ -328,7 +335,7 @@ class Backward:
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction.bucket)  # all of them first: filling shows which gradients are undefined
         undefined = set(self._undefined).difference(missing)
-        mine = Verdicts(bool(missing), bool(undefined)) if self._has_samples else Verdicts()
+        mine = Verdicts(bool(missing), bool(undefined), self._parts()) if self._has_samples else Verdicts()
         mine.write(self.layout.verdicts)
         for reduction in self.reductions[self._num_launched :]:
             self._launch(reduction)
@@ -336,10 +343,22 @@ class Backward:
         if not self.layout.verdicts_ride:
             self._all_reduce(self.layout.verdicts, label=f"step {self.step}, verdicts")
         totals = self._settle_totals()
-        self._settle(missing, undefined, Verdicts.read(self.layout.verdicts))
+        verdicts = Verdicts.read(self.layout.verdicts, divided_by=self._verdicts_divided_by())
+        self._settle(missing, undefined, verdicts)
         self.state = State.DONE
         self._kept.clear()
-        return totals
+        return totals._replace(parts=verdicts.parts if any(verdicts.parts) else None)
+
+    def _parts(self) -> Parts:
+        """Returns this rank's measured part of the batch."""
+        if self._totals is None:
+            return Parts()
+        return Parts.of(self._square, self._totals.num_items) if self._measures else self._totals.parts or Parts()
+
+    def _verdicts_divided_by(self) -> int:
+        """Returns what the verdicts were divided by, together with the bucket that carried them."""
+        has_count = self._totals is not None and self.layout.totals_ride and len(self.layout.buckets) == 1
+        return int(self._divide_by) if self.layout.verdicts_ride and not has_count else 1
 
     def _learn(self) -> None:
         """Changes to a layout in the order in which gradients have become ready. Collective.
@@ -373,7 +392,7 @@ class Backward:
 
     def _settle(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> None:
         """Restores the old gradients of parameters that no rank has used; records an error if any went unused."""
-        if any(verdicts):
+        if verdicts.has_unused or verdicts.has_undefined:
             self._give_back(self._used_by_none(missing, undefined, verdicts))
             if verdicts.has_unused:
                 self._complain(missing if self._has_samples else None)

@@ -224,6 +224,10 @@ class BucketedDataParallel(Replica):
         return self._layouts.current.buckets
 
     @property
+    def measures_parts(self) -> bool:
+        return not self._layouts.current.sparse
+
+    @property
     def bucket_layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together; the bits of a ring depend on it."""
         return self._layouts.current.names

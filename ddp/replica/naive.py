@@ -69,7 +69,7 @@ class NaiveDataParallel(Replica):
         """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
         mine = self._take_totals()
         named = list(self.module.named_parameters())
-        sums = torch.tensor(list(mine or Totals()), dtype=torch.float64, device=self.comm.device)
+        sums = torch.tensor((mine or Totals())[:3], dtype=torch.float64, device=self.comm.device)
         has_gradient = torch.tensor([p.requires_grad and p.grad is not None for _, p in named], device=self.comm.device)
         with self.waited.running():
             self.comm.all_reduce(sums, label="totals")

@@ -135,6 +135,11 @@ class Replica(nn.Module, ABC):
         """Makes every gradient the mean over the ranks, after backward. Returns the step's totals. Collective."""
 
     @property
+    def measures_parts(self) -> bool:
+        """Returns True if this kind of replica can measure the parts of a batch (`Totals.parts`)."""
+        return False
+
+    @property
     def bucket_layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together; the bits of a ring depend on it."""
         return [[name] for name, _ in self.module.named_parameters()]

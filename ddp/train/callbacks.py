@@ -1,10 +1,10 @@
-"""Callbacks watch a run at six moments; this file has the base class, the throughput, and metrics.jsonl.
+"""Callbacks watch a run at six moments; this file has the base class, two meters, and metrics.jsonl.
 
     fit_start   step_start   step_end   evaluated   exception   fit_end
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks.
 
-Read before: `state.py`, `monitor/throughput.py`. Read next: `step.py`.
+Read before: `state.py`, `monitor/noise_scale.py`. Read next: `step.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp.files import json_object, write_whole
+from ddp.monitor.noise_scale import NoiseScale
 from ddp.monitor.throughput import Throughput
 from ddp.train.state import StepReport, TrainState
 
@@ -51,14 +52,39 @@ class ThroughputMeter(Callback):
             meter.add(report.num_samples, step_s=report.step_s, data_s=report.data_s, wait_s=report.wait_s)
 
 
+class NoiseMeter(Callback):
+    """Estimates the gradient noise scale from the steps in which the parts of the batch were measured."""
+
+    def __init__(self) -> None:
+        self.scale = NoiseScale()
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        if report.parts is None:
+            return
+        items_per_sample = max(1, report.num_items) / report.num_samples
+        self.scale.add(
+            float(report.parts.squares) / items_per_sample,
+            part_samples=report.parts.num_items / items_per_sample,
+            num_parts=round(report.parts.num_parts),
+            square=report.gradient_norm**2,
+            num_samples=report.num_samples,
+        )
+
+
+    def figures(self) -> dict[str, float | None]:
+        """Returns what is known, by name."""
+        scale, error, above = self.scale.estimate() or (None, None, None)
+        return {"noise_scale": scale, "noise_scale_error": error, "noise_scale_above": above}
+
+
 class MetricsFile(Callback):
     """Appends to metrics.jsonl on rank 0: one object per logged step, and one per evaluation.
 
     A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again.
     """
 
-    def __init__(self, path: Path, meter: ThroughputMeter, *, every: int) -> None:
-        self._path, self._meter, self._every = path, meter, every
+    def __init__(self, path: Path, meter: ThroughputMeter, noise: NoiseMeter, *, every: int) -> None:
+        self._path, self._meter, self._noise, self._every = path, meter, noise, every
 
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank == 0 and self._path.exists():
@@ -79,6 +105,7 @@ class MetricsFile(Callback):
                 "train_loss": report.loss,
                 "lr": report.rate,
                 "gradient_norm": report.gradient_norm,
+                **self._noise.figures(),
                 "samples_per_s": recent.samples_per_s,
                 "wait_fraction": recent.wait_fraction,
                 "data_fraction": recent.data_fraction,

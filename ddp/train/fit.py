@@ -55,7 +55,7 @@ from ddp.train.arguments import (
     schedules_of,
     settings_of,
 )
-from ddp.train.callbacks import Callback, MetricsFile, ThroughputMeter
+from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMeter
 from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
@@ -99,6 +99,7 @@ def fit(
     keep_last: int = 3,
     resume: str | Path | None = None,
     log_every: int = 10,
+    noise_scale_every: int = 10,
     progress: bool = True,
     curves: bool = True,
     callbacks: Sequence[Callback] = (),
@@ -155,6 +156,8 @@ def fit(
         resume: "auto" continues the run in `checkpoint_dir`, or begins it if there is none; a path continues from the
             run or checkpoint there.
         log_every: steps between two lines of metrics.jsonl.
+        noise_scale_every: steps from one measurement of the gradient noise scale to the next: up to which batch more
+            workers pay (`ddp/monitor/noise_scale.py`); 0: never. It needs several ranks or micro-batches.
         progress: prints what was derived, and a bar, or off a terminal a line per evaluation.
         curves: draws curves.png at the end.
         callbacks: objects of `ddp.Callback`, run after those of fit.
@@ -186,7 +189,7 @@ def fit(
     if not isinstance(global_batch, BatchWarmup):
         check_numbers(least=1, needed=True, global_batch=global_batch)
         global_batch = int(global_batch)
-    check_numbers(least=0, needed=True, seed=seed)
+    check_numbers(least=0, needed=True, seed=seed, noise_scale_every=noise_scale_every)
     check_numbers(least=0, loader_workers=loader_workers)
     check_numbers(
         least=1,
@@ -255,14 +258,14 @@ def fit(
     log.info("%s", "\n".join(notes))
 
     # 3  the loop
-    meter, score = ThroughputMeter(), f"test_{task.main_metric}"
-    watching: list[Callback] = [meter]
+    meter, noise, score = ThroughputMeter(), NoiseMeter(), f"test_{task.main_metric}"
+    watching: list[Callback] = [meter, noise]
     store = None
     if run_dir is not None:
         best: Literal["max", "min"] = "max" if task.higher_is_better else "min"
         store = CheckpointStore(run_dir / "checkpoints", keep_last=keep_last, best=best)
         watching += [
-            MetricsFile(run_dir / "metrics.jsonl", meter, every=log_every),
+            MetricsFile(run_dir / "metrics.jsonl", meter, noise, every=log_every),
             Checkpointer(store, identity=identity, every_steps=checkpoint_every_steps, score_metric=score),
         ]
     if progress:  # after the others, so that it shows what is saved already
@@ -286,6 +289,7 @@ def fit(
             schedule=factor,
             clip_norm=clip_norm,
             precision=precision,
+            noise_scale_every=noise_scale_every,
             evaluation=evaluation,
             evaluate_every_epochs=evaluate_every_epochs,
             evaluate_every_steps=evaluate_every_steps,
@@ -298,7 +302,7 @@ def fit(
         set_rate(optimizer, rates, 1.0)
         for group in optimizer.param_groups if rates_are_new else ():
             del group["initial_lr"]
-    summary = summary_of(state, task, meter, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
+    summary = summary_of(state, task, meter, noise, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
     if run_dir is not None:
         on_rank_zero(comm, partial(_finish, run_dir, summary, curves=curves), label="writing the results")
     return state

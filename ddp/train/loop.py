@@ -40,6 +40,7 @@ def train_loop(
     schedule: RateSchedule | None = None,
     clip_norm: float | None = None,
     precision: Precision = "fp32",
+    noise_scale_every: int = 0,
     evaluation: Evaluation | None = None,
     evaluate_every_epochs: int | None = 1,
     evaluate_every_steps: int | None = None,
@@ -65,6 +66,7 @@ def train_loop(
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
         schedule: a factor, by samples, on the optimizer's first rates; not used if `state` has torch's scheduler.
         clip_norm: largest norm of the global gradient.
+        noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         evaluation: returns the held-out metrics; collective, called on all ranks after the same step. It returns None
             if the ranks gave it up because one of them wants to stop.
         callbacks: run at the six moments of `callbacks.py`, in this order.
@@ -86,6 +88,7 @@ def train_loop(
         clip_norm=clip_norm,
         precision=precision,
         seed=seed,
+        noise_scale_every=noise_scale_every,
         first_look=FirstLook(task, wanted=_all_have_several_samples(state)),
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false

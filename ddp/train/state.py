@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.data.sampler import TrainSampler
+from ddp.gradients.totals import Parts
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.replica.replica import Replica
 
@@ -85,6 +86,7 @@ class StepReport:
         step: its number, from 1.
         loss: mean over all samples (or tokens) of the global batch.
         num_items: number of samples (or tokens) in that mean; num_samples: samples of the global batch.
+        parts: squared norms of gradients of parts of the batch, if they were measured.
         gradient_norm: of the global mean gradient, before clipping.
         rate: learning rate of the first parameter group.
         step_s: whole step; data_s: waiting for data during it; wait_s: waiting for other ranks during it.
@@ -95,6 +97,7 @@ class StepReport:
     loss: float
     num_items: int
     num_samples: int
+    parts: Parts | None
     gradient_norm: float
     rate: float
     step_s: float

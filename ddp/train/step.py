@@ -31,7 +31,7 @@ from ddp.clock import Stopwatch, now_s
 from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged
-from ddp.gradients.totals import Totals
+from ddp.gradients.totals import Parts, Totals
 from ddp.optim.layerwise import Layerwise, clip_factor
 from ddp.optim.schedules import set_rate
 from ddp.optim.torch_schedule import TorchSchedule
@@ -49,6 +49,7 @@ class StepRules:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
         base_rates: learning rate per parameter group, before the schedule's factor.
         clip_norm: largest norm of the global mean gradient; None for no clipping.
+        noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         first_look: is given the bare model and each batch, with its number of samples, before the batch is used.
     """
 
@@ -58,6 +59,7 @@ class StepRules:
     clip_norm: float | None
     precision: Precision
     seed: int
+    noise_scale_every: int
     first_look: Callable[[nn.Module, Any, int], None]
 
 
@@ -111,6 +113,7 @@ def train_step(
         loss=loss,
         num_items=totals.num_items,
         num_samples=plan.size,
+        parts=totals.parts,
         gradient_norm=gradient_norm,
         rate=rate,
         step_s=now_s() - start_s,
@@ -121,7 +124,7 @@ def train_step(
 
 
 def _gradient_norm(model: nn.Module) -> Tensor:
-    """Returns the norm of the global gradient."""
+    """Returns the norm of all gradients together."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return torch.nn.utils.get_total_norm([_values(gradient) for gradient in gradients])
 
@@ -141,7 +144,9 @@ def _backward(
 ) -> None:
     """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks."""
     model, device = state.model, state.comm.device
-    totals = Totals(num_stopping=int(wants_stop))
+    every = rules.noise_scale_every if model.measures_parts else 0
+    measures = every > 0 and state.step % every == 0 and (state.comm.world_size > 1 or len(plan.micros) > 1)
+    totals = Totals(num_stopping=int(wants_stop), measure=measures)
     if not plan.micros:
         model.ride_along(totals)
         model.reduce_without_backward()
@@ -164,6 +169,8 @@ def _backward(
             if is_last:
                 model.ride_along(totals)
             loss_sum.backward()
+        if totals.measure and not is_last:  # then the first micro-batch is this rank's part
+            totals = totals._replace(parts=Parts.of(_gradient_norm(model).square(), num_items), measure=False)
 
 
 def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, int]:
