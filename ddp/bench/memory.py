@@ -11,7 +11,7 @@ activations.
 
 `scripts/ddp bench_step --memory` is the command.
 
-Read before: `step.py`. Read next: `pss.py`, which samples.
+Read before: `step.py`. Read next: `pss.py`, which samples; `large_batch.py`.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Schedule
-from ddp.comm.arithmetic import Reduction
+from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.way import num_pieces
-from ddp.comm.wire import Wire
+from ddp.comm.wire import Wire, by_size
 from ddp.comm.work import Runner, Work, done
 
 
@@ -43,7 +43,7 @@ class Across:
     """
 
     def __init__(self, wire: Wire, hosts: Hosts, group: HostGroup | None, *, channel: int) -> None:
-        self._group = group
+        self._group, self._hosts = group, hosts
         self._place = group.index if group is not None else 0
         self._num_slices = min(map(len, hosts))
         self._counterparts = None  # where this rank carries nothing
@@ -73,6 +73,47 @@ class Across:
             if len(crossing) == 2:
                 self._hand_out(*crossing.popleft(), sequence=sequence)
         self._hand_out(*crossing.popleft(), sequence=sequence)
+
+    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, *, sequence: int) -> None:
+        """Combines each rank's slice of `flat` over all ranks, in place; the rest of `flat` is undefined then.
+
+        Args:
+            bounds: where the slices begin, in the order of `slices`, and where the last one ends.
+        """
+        num_hosts = len(self._hosts)
+        if self._group is not None:
+            self._group.reduce_scatter(flat, bounds[::num_hosts], reduction.op, sequence=sequence)
+        self._run("reduce_scatter", flat, bounds, reduction)
+
+    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
+        """Gives everyone each rank's slice of `flat`, in place.
+
+        Args:
+            bounds: as in `reduce_scatter`.
+        """
+        self._run("all_gather", flat, bounds, SUM)
+        if self._group is not None:
+            self._group.all_gather(flat, bounds[:: len(self._hosts)], sequence=sequence)
+
+    @property
+    def slices(self) -> list[int] | None:
+        """The number of each rank's slice, by rank; None where hosts differ in size.
+
+        Counterparts have slices side by side, because those of a host add up their slices' terms in one piece.
+        """
+        if len(set(map(len, self._hosts))) > 1:
+            return None
+        order = [rank for counterparts in zip(*self._hosts, strict=True) for rank in counterparts]
+        return [order.index(rank) for rank in range(len(order))]
+
+    def _run(self, operation: str, flat: Tensor, bounds: Sequence[int], reduction: Reduction) -> None:
+        """Runs a schedule among the counterparts, on what their slices have in common."""
+        assert self._counterparts is not None
+        first = self._place * len(self._hosts)
+        mine = bounds[first : first + len(self._hosts) + 1]
+        part = flat[mine[0] : mine[-1]]
+        schedule = by_size(operation, part, len(self._hosts))
+        self._counterparts.run(schedule, part, [bound - mine[0] for bound in mine], reduction)
 
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has called it."""

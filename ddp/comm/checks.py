@@ -152,3 +152,13 @@ def size(nbytes: int) -> None:
     """Refuses a size that no tensor has."""
     if not isinstance(nbytes, int) or nbytes < 0:
         raise ConfigError(f"nbytes={nbytes!r}: a tensor has 0 bytes or more, a whole number")
+
+
+def slices(flat: Tensor, bounds: Sequence[int], world_size: int) -> None:
+    """Refuses anything but a flat tensor, cut into one slice per rank."""
+    holds_result(flat)
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ConfigError(f"a tensor {list(flat.shape)} with strides {flat.stride()}: pass it flat and contiguous")
+    cuts = list(bounds)
+    if len(cuts) != world_size + 1 or cuts != sorted(cuts) or (cuts[0], cuts[-1]) != (0, flat.numel()):
+        raise ConfigError(f"bounds={cuts}: must be {world_size + 1} ascending positions from 0 to {flat.numel()}")

@@ -4,6 +4,7 @@
     comm.all_reduce(t, async_op=True)     returns a Work at once; any number may be in flight
     comm.all_reduce(t, algorithm="ring")  by that schedule; "auto" takes what is predicted to be fastest here
     comm.reduce_scatter(t)                rank r's share of the sum
+    comm.reduce_scatter_(t, bounds)       the same in place, in slices of any length; comm.all_gather_(t, bounds)
     comm.all_gather(t), comm.gather(t)    everyone's tensor, by rank; first dimensions may differ
     comm.broadcast(t), comm.reduce(t)     in place, from or to a root
     comm.scatter(list), comm.all_to_all(list)
@@ -111,7 +112,7 @@ class Communicator:
         except ConfigError:
             self._links.close()
             raise
-        self.settings = settings
+        self.settings, self._slices = settings, self._links.slices()
         self._messages = Messages(transport, self._turns, timeout_s=self.abort_s)
         self._watchdog.know_messages(self._messages.posted, self._messages.in_flight)
         self._groups: list[Communicator] = []
@@ -162,15 +163,9 @@ class Communicator:
             divide_by = self.world_size
 
         def reduce(flat: Tensor) -> None:
-            divisor, way = int(divide_by), self.auto.way(flat, algorithm)
-            checks.divisor_in_range(divisor)
-            narrow = divisor != 1 and sum_overflows(flat.dtype, wire_dtype)
-            if narrow:
-                flat.mul_(1 / self._enough)
-            reduction = Reduction(_adding(op), 1 if narrow else divisor, wire_dtype)
-            self._links.all_reduce(flat, way, reduction, sequence=call.sequence)
-            if narrow:
-                flat.mul_(self._enough / divisor)
+            way = self.auto.way(flat, algorithm)
+            run = partial(self._links.all_reduce, flat, way, sequence=call.sequence)
+            self._divided_by(int(divide_by), run, flat, flat, op=op, wire_dtype=wire_dtype)
 
         run = partial(in_place, reduce, tensor) if isinstance(tensor, Tensor) else partial(together, reduce, tensor)
         return self._turns.run(call, run, async_op=async_op)
@@ -196,6 +191,61 @@ class Communicator:
             return self._averaged(flat[bounds[self.rank] : bounds[self.rank + 1]].clone(), op).view(tensor.dtype)
 
         return self._turns.run(call, run, async_op=async_op)
+
+    def reduce_scatter_(
+        self,
+        flat: Tensor,
+        bounds: Sequence[int],
+        op: Op = "sum",
+        *,
+        divide_by: SupportsInt = 1,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Any:
+        """Combines slice s of `flat` over all ranks into that of the rank whose number in `slices` is s, in place.
+
+        The rest of `flat` is undefined then.
+
+        Args:
+            flat: [numel], contiguous.
+            bounds: world_size + 1 ascending positions: where each slice begins, and where the last one ends.
+            op, divide_by, async_op, label: as in `all_reduce`.
+        """
+        checks.operation(op, flat.dtype)
+        checks.slices(flat, bounds, self.world_size)
+        checks.divisor(divide_by, op, flat.dtype)
+        call = self._turns.number("reduce_scatter_", op, flat, label, how=tuple(bounds))
+        if op == "mean":
+            divide_by = self.world_size
+        mine = flat[bounds[self.slices[self.rank]] : bounds[self.slices[self.rank] + 1]]
+
+        def run() -> Tensor:
+            scatter = partial(self._links.reduce_scatter, flat, bounds, sequence=call.sequence)
+            self._divided_by(int(divide_by), scatter, flat, mine, op=op)
+            return mine
+
+        return self._turns.run(call, run, async_op=async_op)
+
+    def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: bool = False, label: str = "") -> Any:
+        """Gives everyone slice s of `flat` from the rank whose number in `slices` is s, in place.
+
+        Args:
+            flat, bounds: as in `reduce_scatter_`.
+            async_op, label: as in `all_reduce`.
+        """
+        checks.slices(flat, bounds, self.world_size)
+        call = self._turns.number("all_gather_", "", flat, label, how=tuple(bounds))
+
+        def run() -> Tensor:
+            self._links.all_gather(flat, bounds, sequence=call.sequence)
+            return flat
+
+        return self._turns.run(call, run, async_op=async_op)
+
+    @property
+    def slices(self) -> list[int]:
+        """By rank, the number of its slice in `reduce_scatter_` and `all_gather_`; its rank, but on several hosts."""
+        return self._slices
 
     def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Any:
         """Returns every rank's tensor, by rank. All dimensions but the first must agree.
@@ -553,6 +603,25 @@ class Communicator:
         self._all_gather(table.view(-1), range(0, self.world_size * count + 1, count), call)
         rows: list[list[int]] = table.tolist()
         return rows
+
+    def _divided_by(
+        self,
+        divisor: int,
+        run: Callable[[Reduction], None],
+        terms: Tensor,
+        result: Tensor,
+        *,
+        op: str,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Runs a reduction that divides its result; terms whose sum may overflow are made smaller first."""
+        checks.divisor_in_range(divisor)
+        narrow = divisor != 1 and sum_overflows(terms.dtype, wire_dtype)
+        if narrow:
+            terms.mul_(1 / self._enough)
+        run(Reduction(_adding(op), 1 if narrow else divisor, wire_dtype))
+        if narrow:
+            result.mul_(self._enough / divisor)
 
     def _divided(self, flat: Tensor, op: str) -> Tensor:
         """Divides the terms of a mean by a power of two, so that no sum overflows; this loses no digits."""

@@ -239,20 +239,22 @@ class HostGroup:
         self._add_copies(flat, plan, half, divide_by)
 
     @_all_or_nothing
-    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], op: str, *, sequence: int) -> None:
+    def reduce_scatter(
+        self, flat: Tensor, bounds: Sequence[int], op: str, *, divide_by: int = 1, sequence: int
+    ) -> None:
         """Combines member i's flat[bounds[i]:bounds[i + 1]] over the host; the rest of `flat` is undefined then.
 
         Args:
             flat: [numel].
             bounds: size + 1 ascending positions; slices may be empty.
-            op: as in `all_reduce`.
+            op, divide_by: as in `all_reduce`.
         """
         memory, arithmetic, item = self._memory, _Arithmetic(op, self.size), flat.element_size()
         region = memory.find(flat.data_ptr(), flat.nbytes)
         call = self._entry("reduce_scatter", flat, f"by {op} {_slices(bounds)}", region)
-        if memory.enter(call, sequence) and region is not None:
+        if memory.enter(call, sequence, divide_by) and region is not None:
             for leaves, _ in self._blocks(flat.data_ptr(), flat.dtype, region, *bounds[self.index : self.index + 2]):
-                arithmetic.in_place(leaves, leaves[self.index])
+                arithmetic.in_place(leaves, leaves[self.index], divide_by)
             memory.wait()
             return
         step = memory.piece_bytes // item // self.size
@@ -265,7 +267,7 @@ class HostGroup:
             first, last = runs[self.index]
             terms = [box[self.index * step :][: last - first] for box in boxes]
             terms[self.index] = mine = flat[first:last]
-            arithmetic.in_place(terms, mine)
+            arithmetic.in_place(terms, mine, divide_by)
 
     @_all_or_nothing
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:

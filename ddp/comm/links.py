@@ -26,7 +26,7 @@ from ddp.comm.host_reduce import HostGroup
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import Watchdog
 from ddp.comm.way import Way, possible_ways
-from ddp.comm.wire import Wire
+from ddp.comm.wire import Wire, by_size
 from ddp.log import log
 from ddp.transport.edge import InVain, has_hope
 from ddp.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
@@ -69,6 +69,35 @@ class Links:
             self.across.all_reduce(flat, way.schedule, reduction, sequence=sequence)
         else:
             self.wire.run(way.schedule, flat, reduction=reduction)
+
+    def slices(self) -> list[int]:
+        """Returns the number of each rank's slice in `reduce_scatter` and `all_gather`, by rank."""
+        return (self.across.slices if self.across is not None else None) or list(range(self.wire.world_size))
+
+    def reduce_scatter(
+        self, flat: Tensor, bounds: Sequence[int], reduction: Reduction = SUM, *, sequence: int = 0
+    ) -> None:
+        """Combines each rank's slice of `flat` over all ranks, in place; the rest of `flat` is undefined then."""
+        if memory := self.memory_of(flat):
+            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+            return
+        undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
+        if self.across is not None and self.across.slices and flat.is_cpu:
+            self.across.reduce_scatter(flat, bounds, undivided, sequence=sequence)
+        else:
+            self.wire.run(by_size("reduce_scatter", flat, self.wire.world_size), flat, bounds, undivided)
+        if reduction.divide_by != 1:
+            number = self.slices()[self.wire.rank]
+            flat[bounds[number] : bounds[number + 1]].div_(reduction.divide_by)
+
+    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int = 0) -> None:
+        """Gives everyone each rank's slice of `flat`, in place."""
+        if memory := self.memory_of(flat):
+            memory.all_gather(flat, bounds, sequence=sequence)
+        elif self.across is not None and self.across.slices and flat.is_cpu:
+            self.across.all_gather(flat, bounds, sequence=sequence)
+        else:
+            self.wire.run(by_size("all_gather", flat, self.wire.world_size), flat, bounds)
 
     def close(self) -> None:
         """Gives the memory back."""

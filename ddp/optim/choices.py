@@ -1,6 +1,6 @@
 """The choices of an optimizer: a preset's, some of them replaced, each checked.
 
-Read before: `groups.py`. Read next: `layerwise.py`.
+Read before: `norms.py`. Read next: `layerwise.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ dimension. What else is to be left out, such as position embeddings, is given by
 
 Only names and shapes are read, so it works for a model on the meta device.
 
-Read before: `trust_ratio.py`. Read next: `choices.py`.
+Read before: `trust_ratio.py`. Read next: `norms.py`.
 """
 
 from __future__ import annotations

@@ -6,17 +6,14 @@
                  apply      change the weights
 
 Note "units and blocks". A phase is several passes over memory. On a CPU each one is faster if the cache still holds
-what the last one has written. So a large tensor is cut into blocks that fit the cache, and goes through all passes of a
-phase block by block. Much smaller blocks lose more to Python calls than they win. Small tensors are taken together, as
-many as fit a block, by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is one large tensor,
-or such a batch of small ones. On a GPU all tensors are one unit.
-
-Note "norms". A norm is made of the norms of fixed blocks, in one order. So its bits depend on the tensor alone, and are
-the same on every rank.
+what the last one has written. So a large tensor goes through all passes of a phase block by block (`norms.py`). Much
+smaller blocks would lose more to Python calls than they win. Small tensors are taken together, as many as fit a block,
+by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is one large tensor, or such a batch of
+small ones. On a GPU all tensors are one unit.
 
 Gradients are never written to: they are views of buckets.
 
-Read before: `choices.py`. Read next: `lars.py`.
+Read before: `choices.py`, `norms.py`. Read next: `lars.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ from torch.optim import Optimizer
 from ddp.dense import is_dense
 from ddp.errors import ConfigError
 from ddp.optim.choices import check_range
-
-BLOCK_NUMEL = 1 << 18  # of one column; five columns of float32 are 5 MB
+from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
 
 Adapt = Literal["always", "with_decay", "never"]
 """Which tensors of a group have a trust ratio: all, all if the group has a decay, or none."""
@@ -78,14 +74,34 @@ class Unit(NamedTuple):
             yield Batch([weights[block]], [gradient[block]], [[state[block]] for (state,) in states], [update[block]])
 
 
+class Measured(NamedTuple):
+    """A unit between the two phases.
+
+    Attributes:
+        norms: [num_blocks, 2]: ‖w‖ and ‖update‖ of each block of all its tensors; None where it has no ratio.
+    """
+
+    unit: Unit
+    group: Mapping[str, Any]
+    norms: Tensor | None
+
+
+Exchange = Callable[[Sequence[Measured]], Sequence[Tensor]]
+"""Returns the norms of whole tensors for each unit, [num_tensors, 2]; other ranks may have other blocks of them."""
+
+
 class Layerwise(Optimizer, ABC):
     """An optimizer that multiplies the rate of each tensor by a trust ratio.
 
     Every group has lr, weight_decay, maximize and `adapt`. Tensors without a ratio are treated as if it were 1.
+
+    Attributes:
+        STATES: names of the optimizer's states of a tensor, which have the tensor's shape.
+        exchange: the parameters are parts of tensors, and this finds the norms of whole ones (`replica/sharded.py`).
     """
 
     STATES: tuple[str, ...]
-    """Names of the optimizer's states of a tensor, which have the tensor's shape."""
+    exchange: Exchange | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -119,26 +135,35 @@ class Layerwise(Optimizer, ABC):
                 loss = closure()
         if gradient_factor is None:
             gradient_factor = self._clipping()
+        waiting: list[Measured] = []
         for group in self.param_groups:
             sign = -1.0 if group["maximize"] else 1.0
             for (num_steps, *_), rows in self._rows(group).items():
-                for unit in units(rows):
-                    self._step(unit, group, num_steps, sign * gradient_factor)
+                for unit in units(rows, share_memory=self.exchange is None):
+                    measured = self._measured(unit, group, num_steps, sign * gradient_factor)
+                    if self.exchange is None:
+                        self._applied(measured, _of_tensors(measured))
+                    else:
+                        waiting.append(measured)
+        if self.exchange is not None:
+            for measured, norms in zip(waiting, self.exchange(waiting), strict=True):
+                self._applied(measured, norms)
         return loss
 
-    def _step(self, unit: Unit, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
+    def _measured(self, unit: Unit, group: Mapping[str, Any], num_steps: int, factor: float) -> Measured:
         adapts = group["adapt"] == "always" or (group["adapt"] == "with_decay" and group["weight_decay"])
         norms: list[Tensor] = []
         for batch in unit.batches():
             self._measure(batch, group, num_steps, factor)
             if adapts:
-                norms += torch._foreach_norm(batch.weights + batch.updates, 2, _wide(batch.updates[0].dtype))
+                norms.append(block_norms(batch.weights + batch.updates).view(2, -1).T)
+        return Measured(unit, group, torch.cat(norms) if adapts else None)
+
+    def _applied(self, measured: Measured, norms: Tensor | None) -> None:
+        unit, group, _ = measured
         ratios = [1.0] * len(unit.whole.weights)
-        if adapts:
-            of_both = torch.stack(norms)
-            of_both = torch.linalg.vector_norm(of_both.view(-1, 2), dim=0) if unit.is_one else of_both
-            weight_norms, update_norms = of_both.chunk(2)
-            ratios = self._ratios(weight_norms, update_norms, group).tolist()
+        if norms is not None:
+            ratios = self._ratios(norms[:, 0], norms[:, 1], group).tolist()
         for batch in unit.batches():
             self._apply(batch, group, ratios)
 
@@ -191,23 +216,27 @@ class Layerwise(Optimizer, ABC):
         if self.clip_norm is None:
             return 1.0
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return clip_factor(float(torch.nn.utils.get_total_norm(gradients)), self.clip_norm)
+        return clip_factor(float(total_norm(block_norms(gradients))), self.clip_norm)
 
 
 # --- units and blocks ------------------------------------------------------------------------------------------------
 
 
-def units(rows: Sequence[Row]) -> Iterator[Unit]:
-    """Yields the units of a step (note "units and blocks"). Large tensors share the memory of their updates."""
+def units(rows: Sequence[Row], *, share_memory: bool) -> Iterator[Unit]:
+    """Yields the units of a step (note "units and blocks").
+
+    Args:
+        share_memory: large tensors share the memory of their updates, so that each unit is done with before the next.
+    """
     together: list[Row] = []
     numel, scratch = 0, rows[0][0].new_empty(0)
     for row in rows:
         weights = row[0]
         on_cpu = weights.device.type == "cpu"
         if on_cpu and weights.numel() > BLOCK_NUMEL and is_dense(weights):
-            if scratch.numel() < weights.numel():
+            if scratch.numel() < weights.numel() or not share_memory:
                 scratch = weights.new_empty(weights.numel())
-            flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in row]  # all in the weights' order
+            flat = list(map(in_memory_order, row))  # all in the weights' order
             yield Unit(_batch([flat], [scratch[: weights.numel()]]), is_one=True)
             continue
         if together and on_cpu and numel + weights.numel() > BLOCK_NUMEL:
@@ -228,9 +257,12 @@ def _batch(rows: Sequence[Sequence[Tensor]], updates: list[Tensor]) -> Batch:
     return Batch(weights, gradients, states, updates)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of norms of tensors of this type."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+def _of_tensors(measured: Measured) -> Tensor | None:
+    """Returns the norms of a unit's tensors, [num_tensors, 2], if it has all of their blocks."""
+    counts = [num_blocks(weights.numel()) for weights in measured.unit.whole.weights]
+    if measured.norms is None or max(counts) == 1:
+        return measured.norms
+    return torch.stack([whole_norms(column, counts) for column in measured.norms.unbind(1)], dim=1)
 
 
 def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:

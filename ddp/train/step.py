@@ -33,6 +33,7 @@ from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.totals import Parts, Totals
 from ddp.optim.layerwise import Layerwise, clip_factor
+from ddp.optim.norms import block_norms, total_norm
 from ddp.optim.schedules import set_rate
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.precision.autocast import Precision, forward_precision
@@ -126,7 +127,7 @@ def train_step(
 def _gradient_norm(model: nn.Module) -> Tensor:
     """Returns the norm of all gradients together."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm([_values(gradient) for gradient in gradients])
+    return total_norm(block_norms(_values(gradient) for gradient in gradients))
 
 
 def _values(gradient: Tensor) -> Tensor:

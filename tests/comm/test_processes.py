@@ -5,6 +5,7 @@ Hosts are made up by telling some ranks another boot id: what lies between them 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ def sessions(world_size: int) -> None:
     nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
+    slices_in_place_equal_an_all_reduce(comm)
     allocated_memory_is_shared_and_freed(comm)
     groups_have_memory_of_their_own(comm)
     memory_is_freed_from_any_thread(comm)
@@ -55,6 +57,7 @@ def sessions(world_size: int) -> None:
     nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
+    slices_in_place_equal_an_all_reduce(comm)
     allocated_memory_is_shared_and_freed(comm)
     ddp.shutdown()
     topology._boot_id = its_own
@@ -65,6 +68,34 @@ def sessions(world_size: int) -> None:
     in_order = canonical_sum([normal(rank, 999) for rank in range(world_size)])
     assert torch.equal(chosen, in_order)
     ddp.shutdown()
+
+
+def slices_in_place_equal_an_all_reduce(comm: Communicator) -> None:
+    """In one host's memory bit by bit. Slices of any length; ordinary and allocated memory; sums that are divided."""
+    world_size, in_memory = comm.world_size, len(comm.hosts) == 1 < comm.world_size
+    for numel in (0, 1, 37, 70_000, 300_000):
+        for cuts in ([numel * s // world_size for s in range(1, world_size)], [numel // 3] * (world_size - 1)):
+            bounds = [0, *cuts, numel]
+            for dtype in (torch.float32, torch.float16):
+                for flat in (torch.empty(numel, dtype=dtype), comm.allocate(numel, dtype)):
+                    whole = flat.copy_(normal(comm.rank, numel, dtype)).clone()
+                    comm.all_reduce(whole, divide_by=3, algorithm="shared_memory" if in_memory else "auto")
+                    mine = comm.reduce_scatter_(flat, bounds, divide_by=3, label="slices")
+                    first, last = (bounds[comm.slices[comm.rank] + i] for i in (0, 1))
+                    assert mine.data_ptr() == flat[first:].data_ptr() or first == last
+                    tolerance = {} if dtype is torch.float32 else {"rtol": 5e-3, "atol": 5e-3}
+                    torch.testing.assert_close(mine, whole[first:last], **tolerance)
+                    assert torch.equal(mine, whole[first:last]) or not in_memory
+                    work = comm.all_gather_(flat, bounds, async_op=True)
+                    assert work.wait() is flat
+                    torch.testing.assert_close(flat, whole, **tolerance)
+    mean = comm.reduce_scatter_(torch.full((9,), float(comm.rank)), [0, *[9] * world_size], "mean")
+    assert mean.tolist() == [(world_size - 1) / 2] * (9 if comm.slices[comm.rank] == 0 else 0)
+    for wrong in ([0] * world_size, [0] * (world_size + 1), [0, *[10] * world_size]):
+        with pytest.raises(ConfigError, match=r"bounds=.*ascending positions from 0 to 9"):
+            comm.reduce_scatter_(torch.zeros(9), wrong)
+    with pytest.raises(ConfigError, match="pass it flat and contiguous"):
+        comm.all_gather_(torch.zeros(3, 3), [0, *[9] * world_size])
 
 
 def nobody_leaves_a_barrier_early(comm: Communicator) -> None:
@@ -224,6 +255,18 @@ def groups_have_memory_of_their_own(comm: Communicator) -> None:
     assert evens.world_size == 1 or "shared_memory" in evens.ways()
     assert evens.all_reduce(torch.tensor([float(comm.rank)])).item() == sum(range(0, comm.world_size, 2))
     evens.close()
+
+
+def hosts_of_two() -> None:
+    topology._boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
+    comm = ddp.init(abort_s=20, segment_bytes=1 << 12)
+    assert (comm.hosts, comm.slices) == (((0, 1), (2, 3)), [0, 2, 1, 3])
+    slices_in_place_equal_an_all_reduce(comm)
+    ddp.shutdown()
+
+
+def test_counterparts_on_hosts_of_one_size_have_their_slices_side_by_side() -> None:
+    run_ranks(hosts_of_two, 4)
 
 
 @pytest.mark.parametrize("world_size", [2, 5])  # 5: hosts of 3 and 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
-from ddp.optim import LAMB, LARC, LARS, layerwise, parameter_groups
+from ddp.optim import LAMB, LARC, LARS, layerwise, norms, parameter_groups
 from ddp.optim.lamb import PRESETS
 from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS
 from ddp.optim.trust_ratio import trust_ratios
@@ -24,9 +24,14 @@ KINDS = {"lamb": LAMB, "lars": LARS, "larc": LARC}
 SHAPES = [(7, 5), (5,), (40, 30), (3, 4, 2, 2), (), (0,), (300, 9), (16,)]  # with blocks of 512, two large ones
 
 
+def patch_blocks(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    monkeypatch.setattr(layerwise, "BLOCK_NUMEL", numel)
+    monkeypatch.setattr(norms, "BLOCK_NUMEL", numel)
+
+
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layerwise, "BLOCK_NUMEL", 512)
+    patch_blocks(monkeypatch, 512)
 
 
 def tensors(dtype: torch.dtype, *, scale: float = 1.0, seed: int = 0) -> list[Tensor]:
@@ -289,7 +294,7 @@ def test_parameters_without_a_gradient_stay_and_count_no_step(kind: str) -> None
 @EACH
 def test_blocks_and_layouts_change_rounding_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(block: int, memory_format: torch.memory_format) -> Tensor:
-        monkeypatch.setattr(layerwise, "BLOCK_NUMEL", block)
+        patch_blocks(monkeypatch, block)
         start = torch.arange(2 * 40 * 6 * 6, dtype=torch.float64).view(2, 40, 6, 6).sin()
         w = nn.Parameter(start.clone(memory_format=memory_format))
         optimizer = KINDS[kind]([w], lr=0.01)

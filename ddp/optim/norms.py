@@ -1,0 +1,61 @@
+"""Norms of tensors, block by block, so that ranks which have some blocks each find the same bits as one that has all.
+
+A large tensor is cut into blocks of `BLOCK_NUMEL` elements, in the order in which they lie in memory; a smaller one is
+one block. The norm of several blocks is the root of the sum of their squares, added in this order. Nothing else, such
+as how blocks are shared among ranks, changes a bit of it.
+
+Read before: `groups.py`. Read next: `choices.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp.dense import is_dense
+
+BLOCK_NUMEL = 1 << 18  # of float32: 1 MB, of which a few fit a cache
+
+
+def num_blocks(numel: int) -> int:
+    """Returns the number of blocks of a tensor of this size."""
+    return max(1, -(-numel // BLOCK_NUMEL))
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Returns a tensor's elements as they lie in memory, [numel]; a copy if there are gaps between them."""
+    return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
+
+
+def block_norms(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns the norms of all blocks of all tensors, one after the other, [num_blocks]; in float32 or wider."""
+    blocks = [block for tensor in tensors for block in _blocks(tensor)]
+    if not blocks:
+        return torch.zeros(0)
+    is_double = any(block.dtype is torch.float64 for block in blocks)
+    norms = torch._foreach_norm(blocks, 2, torch.float64 if is_double else torch.float32)
+    return torch.stack([norm.to(norms[0].device) for norm in norms])
+
+
+def total_norm(norms: Tensor) -> Tensor:
+    """Returns the norm of what has these norms of blocks."""
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
+
+def whole_norms(norms: Tensor, counts: Sequence[int]) -> Tensor:
+    """Returns the norm of each tensor, [num_tensors], from the norms of all blocks.
+
+    Args:
+        norms: [num_blocks].
+        counts: the number of blocks of each tensor.
+    """
+    parts = norms.split(list(counts))
+    return torch.stack([part[0] if len(part) == 1 else total_norm(part) for part in parts])
+
+
+def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return (tensor,) if tensor.numel() <= BLOCK_NUMEL else in_memory_order(tensor).split(BLOCK_NUMEL)
