@@ -49,6 +49,7 @@ The words of this package, one meaning each:
     micro-batch         the samples of one forward and backward on one rank
     step                one optimizer step; epoch: one pass over the training samples
     learning-rate schedule    a factor on the learning rate, by samples
+    noise scale         the batch up to which more samples a step pay, measured from the noise of gradients
     trust ratio         a factor on the learning rate of one tensor, by the norms of its weights and its update
 
 Read next: `errors.py`.

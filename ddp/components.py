@@ -39,6 +39,7 @@ from ddp.optim.layerwise import Layerwise
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
+from ddp.replica.sharded import ShardedDataParallel
 from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel
 from ddp.tasks.loss_function import LossFunction, as_task
@@ -206,7 +207,7 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
     if config.replica.kind == "naive":
         replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
     else:
-        replica = BucketedDataParallel(
+        replica = (ShardedDataParallel if config.optim.sharded else BucketedDataParallel)(
             module,
             comm=comm,
             broadcast_buffers=False,

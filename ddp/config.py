@@ -139,6 +139,9 @@ class Optim:
         "√k, and the warm-up takes k times more samples",
     )
     base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
+    sharded: bool = setting(
+        False, "each worker updates a slice of the parameters, and holds the optimizer's state of that alone (ZeRO 1)"
+    )
     exclude: list[str] = setting([], "names of further parameters to treat like biases and norms, such as [embed.*]")
 
 

@@ -12,10 +12,12 @@ repetition is one step: zero_grad, forward, backward, optimizer.
 | in_backward | ours with `step_in_backward`: the optimizer steps a bucket while the next one is in flight         |
 | fit         | `ddp.fit` on samples in memory: from one step's beginning to the next one's                        |
 | fit_noise   | the same, and the gradient noise scale is measured in every step instead of every tenth            |
+| lamb        | ours as in `ddp.fit`, with LAMB instead of SGD, and the norm of the gradient                       |
+| sharded     | the same, and each rank updates a slice of the parameters (`ddp/replica/sharded.py`)               |
 | by_hand     | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler   |
 
-The last three fetch a new batch for each step; the others have it. All replicas have their default: a forward in
-training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
+`fit`, `fit_noise` and `by_hand` fetch a new batch for each step; the others have it. All replicas have their default: a
+forward in training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
 
 `LEGEND` in ddp/bench/report.py says what the figures mean.
 
@@ -55,8 +57,11 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, init, shutdown
 from ddp.data.splits import TensorSet
 from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.optim.lamb import LAMB
+from ddp.optim.update import Update
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
+from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate
 from ddp.tasks.language_model import LanguageModel
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
@@ -70,6 +75,8 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "in_backward": DistributedDataParallel,
     "fit": partial(BucketedDataParallel, broadcast_buffers=True),
     "fit_noise": partial(BucketedDataParallel, broadcast_buffers=True),
+    "lamb": BucketedDataParallel,
+    "sharded": ShardedDataParallel,
     "by_hand": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
 }
 LEAST_STEPS = 10
@@ -118,6 +125,7 @@ class StepCell(TimedCell):
             "torch ÷ ours": written(three_digits, self.speedup),
             "over turns": self.spread,
             "by_hand ÷ fit": written(three_digits, self.ratio("by_hand", "fit")),
+            "lamb ÷ sharded": written(three_digits, self.ratio("lamb", "sharded")),
             "noise scale": written("{:+.2%}".format, self.over_unmeasured),
             "over alone": written("{:+.1%}".format, self.over_alone),
             "µs per parameter": written(three_digits, self.per_parameter_s, 1e6),
@@ -152,7 +160,10 @@ class TimeSteps:
     def _measure(self, comm: Communicator) -> StepCell:
         """Has all replicas in local variables, so that they end here (note "replicas first")."""
         module, batch = make(self.model, rank=comm.rank)
-        kinds: dict[str, type[Training]] = {"fit": Fitting, "fit_noise": Fitting, "by_hand": ByHand}
+        kinds: dict[str, type[Training]] = {
+            "fit": Fitting, "fit_noise": Fitting,
+            "lamb": Updating, "sharded": Updating, "by_hand": ByHand,
+        }
         trainings = {
             name: kinds.get(name, Training)(name, copy.deepcopy(module), batch) for name in self.variants
         }
@@ -233,6 +244,26 @@ class Training:
         """Returns how long all backwards of ours have waited for reductions so far."""
         assert isinstance(self.replica, DistributedDataParallel)
         return self.replica.waited.total_s
+
+
+class Updating(Training):
+    """Trains with LAMB; a step ends as in `ddp.fit`."""
+
+    def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
+        super().__init__(variant, module, batch)
+        self._optimizer = LAMB(self.replica.parameters(), lr=1e-4)
+        if isinstance(self.replica, ShardedDataParallel):
+            self._update: Update = ShardedUpdate(self.replica, self._optimizer)
+        else:
+            self._update = Update(self.replica, self._optimizer)
+
+    def step(self) -> None:
+        inputs, targets = self._batch
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(self.replica(inputs).flatten(0, -2), targets.flatten())
+        loss.backward()
+        self._update.step(self._update.gradient_norm(), None)
+        self.loss = loss.detach()
 
 
 class Fitting(Training):

@@ -9,7 +9,7 @@ dispute is an argument (`LambChoices`), and `PRESETS` has the known variants.
 
 A step reads w, g, m, v and writes m, v and u, and then reads w and u and writes w: ten streams, where Adam has seven.
 
-Read before: `lars.py`. Read next: `precision/autocast.py`.
+Read before: `lars.py`. Read next: `update.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddp.errors import ConfigError
 from ddp.optim.choices import check_range, with_preset
-from ddp.optim.layerwise import Adapt, Batch, Layerwise
+from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios
 from ddp.optim.trust_ratio import trust_ratios
 
 
@@ -141,12 +141,12 @@ class LAMB(Layerwise):
         bounds, most = group["norm_bounds"], group["max_ratio"]
         return trust_ratios(weight_norms, update_norms, norm_bounds=bounds, max_ratio=most)
 
-    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: list[float]) -> None:
+    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: Ratios) -> None:
         weights, updates, rate = batch.weights, batch.updates, float(group["lr"])
         if not group["decay_in_ratio"] and group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
-        if len(ratios) == 1:
-            torch._foreach_add_(weights, updates, alpha=-rate * ratios[0])
+        if isinstance(ratios, float):
+            torch._foreach_add_(weights, updates, alpha=-rate * ratios)
         else:
             torch._foreach_mul_(updates, [-rate * ratio for ratio in ratios])
             torch._foreach_add_(weights, updates)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ddp.errors import ConfigError
 from ddp.optim.choices import check_range, with_preset
-from ddp.optim.layerwise import Adapt, Batch, Layerwise
+from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios
 from ddp.optim.trust_ratio import trust_ratios
 
 
@@ -130,11 +130,11 @@ class LARS(Layerwise):
             norm_bounds=group["norm_bounds"],
         )
 
-    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: list[float]) -> None:
+    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: Ratios) -> None:
         weights, _, (momenta,), updates = batch
         rate, decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
         inside, outside = (rate, 1.0) if group["rate_in_momentum"] else (1.0, rate)
-        scales = [inside * ratio for ratio in ratios] if len(ratios) > 1 else inside * ratios[0]
+        scales = inside * ratios if isinstance(ratios, float) else [inside * ratio for ratio in ratios]
         if group["decay_in_ratio"]:
             torch._foreach_add_(updates, weights, alpha=decay)
             torch._foreach_mul_(updates, scales)

@@ -34,6 +34,7 @@ from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_block
 
 Adapt = Literal["always", "with_decay", "never"]
 """Which tensors of a group have a trust ratio: all, all if the group has a decay, or none."""
+Ratios = float | list[float]
 Row = tuple[Tensor, ...]
 """Weights, gradient, and the optimizer's states of one tensor, or of a block of it."""
 
@@ -86,7 +87,7 @@ class Measured(NamedTuple):
     norms: Tensor | None
 
 
-Exchange = Callable[[Sequence[Measured]], Sequence[Tensor]]
+Exchange = Callable[[Sequence[Measured]], Sequence[Tensor | None]]
 """Returns the norms of whole tensors for each unit, [num_tensors, 2]; other ranks may have other blocks of them."""
 
 
@@ -98,10 +99,15 @@ class Layerwise(Optimizer, ABC):
     Attributes:
         STATES: names of the optimizer's states of a tensor, which have the tensor's shape.
         exchange: the parameters are parts of tensors, and this finds the norms of whole ones (`replica/sharded.py`).
+        is_large: says which tensors are units by themselves; a part of such a tensor is one, too, however small.
     """
 
     STATES: tuple[str, ...]
     exchange: Exchange | None = None
+
+    @staticmethod
+    def is_large(weights: Tensor) -> bool:
+        return weights.numel() > BLOCK_NUMEL and is_dense(weights) and weights.device.type == "cpu"
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -139,7 +145,7 @@ class Layerwise(Optimizer, ABC):
         for group in self.param_groups:
             sign = -1.0 if group["maximize"] else 1.0
             for (num_steps, *_), rows in self._rows(group).items():
-                for unit in units(rows, share_memory=self.exchange is None):
+                for unit in units(rows, self.is_large, share_memory=self.exchange is None):
                     measured = self._measured(unit, group, num_steps, sign * gradient_factor)
                     if self.exchange is None:
                         self._applied(measured, _of_tensors(measured))
@@ -165,7 +171,7 @@ class Layerwise(Optimizer, ABC):
         if norms is not None:
             ratios = self._ratios(norms[:, 0], norms[:, 1], group).tolist()
         for batch in unit.batches():
-            self._apply(batch, group, ratios)
+            self._apply(batch, group, ratios[0] if unit.is_one else ratios)
 
     @abstractmethod
     def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
@@ -181,11 +187,11 @@ class Layerwise(Optimizer, ABC):
         """Returns the trust ratio of each tensor, [num_tensors]."""
 
     @abstractmethod
-    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: list[float]) -> None:
+    def _apply(self, batch: Batch, group: Mapping[str, Any], ratios: Ratios) -> None:
         """Changes the weights.
 
         Args:
-            ratios: one for each row; or a single one, for all.
+            ratios: one for each row; a number where the batch is a block of a large tensor.
         """
 
     def _rows(self, group: Mapping[str, Any]) -> dict[tuple[int, torch.dtype, torch.device], list[Row]]:
@@ -222,10 +228,11 @@ class Layerwise(Optimizer, ABC):
 # --- units and blocks ------------------------------------------------------------------------------------------------
 
 
-def units(rows: Sequence[Row], *, share_memory: bool) -> Iterator[Unit]:
+def units(rows: Sequence[Row], is_large: Callable[[Tensor], bool], *, share_memory: bool) -> Iterator[Unit]:
     """Yields the units of a step (note "units and blocks").
 
     Args:
+        is_large: says which tensors are units by themselves.
         share_memory: large tensors share the memory of their updates, so that each unit is done with before the next.
     """
     together: list[Row] = []
@@ -233,7 +240,7 @@ def units(rows: Sequence[Row], *, share_memory: bool) -> Iterator[Unit]:
     for row in rows:
         weights = row[0]
         on_cpu = weights.device.type == "cpu"
-        if on_cpu and weights.numel() > BLOCK_NUMEL and is_dense(weights):
+        if is_large(weights):
             if scratch.numel() < weights.numel() or not share_memory:
                 scratch = weights.new_empty(weights.numel())
             flat = list(map(in_memory_order, row))  # all in the weights' order

@@ -18,7 +18,7 @@ does `raise_pending`, which can be called before the optimizer's step. After a b
 RuntimeError. If parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or
 `ReplicaMismatch`.
 
-Read before: `backward.py`, `timeline.py`. Read next: `sync_batchnorm.py`.
+Read before: `backward.py`, `timeline.py`. Read next: `sharded.py`.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment, TorchSchedule
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
+from ddp.replica.sharded import ShardedDataParallel
 from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
@@ -53,7 +54,7 @@ ELSEWHERE = {
 """What other libraries call an argument, and what `fit` calls it."""
 
 
-def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Replica:
+def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, *, sharded: bool = False) -> Replica:
     """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
 
     Raises:
@@ -87,9 +88,16 @@ def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> Re
             left_out[0],
         )
     if isinstance(model, Replica):
+        if sharded and not isinstance(model, ShardedDataParallel):
+            raise ConfigError(f"sharded=True with a model in a {name}: give ddp.fit the bare module")
         return model
     model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
-    if any(produces_sparse_gradient(layer) for layer in model.modules()):
+    is_sparse = any(produces_sparse_gradient(layer) for layer in model.modules())
+    if is_sparse and sharded:
+        raise ConfigError("sharded=True: a layer has sparse gradients, which no slice can hold; leave it out")
+    if sharded:
+        return ShardedDataParallel(model, comm=comm)
+    if is_sparse:
         return DistributedDataParallel(model, comm=comm)
     return BucketedDataParallel(model, comm=comm)
 

@@ -54,6 +54,7 @@ def save_checkpoint(
         CheckpointError: it could not be written; on every rank.
     """
     state.model.sync_buffers()
+    optimizer = state.update.state_dict()
     random_states = all_gather_object(state.comm, _random_states(state.comm))
     meta = {
         "identity": _with_data(identity, state),
@@ -67,7 +68,7 @@ def save_checkpoint(
     def write() -> None:
         parts = {
             "model": state.model.module.state_dict(),
-            "optimizer": _plain(state.optimizer.state_dict()),
+            "optimizer": _plain(optimizer),
             "position": state.position(),
             "slots": {"random": random_states},
         }
@@ -105,7 +106,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     state.model.num_steps = state.step
     state.model.module.load_state_dict(parts["model"])
     settings = [dict(group) for group in state.optimizer.param_groups]
-    state.optimizer.load_state_dict(parts["optimizer"])
+    state.update.load_state_dict(parts["optimizer"])
     unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version
     began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=True)
     for group, own, (then, now) in zip(state.optimizer.param_groups, settings, began, strict=True):

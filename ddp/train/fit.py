@@ -91,6 +91,7 @@ def fit(
     schedule_every: Moment | None = None,
     clip_norm: float | None = None,
     precision: Precision = "fp32",
+    sharded: bool = False,
     num_shards: int | None = None,
     micro_size: int | None = None,
     seed: int = 0,
@@ -146,6 +147,8 @@ def fit(
         schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
         clip_norm: largest norm of the global gradient.
         precision: "fp32", or "bf16" for autocast.
+        sharded: each rank updates a slice of the parameters, and holds the optimizer's state of that alone
+            (`ddp/replica/sharded.py`).
         num_shards, micro_size: number of parts of a batch, and largest number of samples per forward; larger shares are
             accumulated (`TrainSampler`).
         seed: of the samples' order and of dropout.
@@ -218,7 +221,7 @@ def fit(
     task = as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=loader_workers)
     test = held_out_source(source, test_data, collate)
-    replica = replica_of(model, optimizer, comm)
+    replica = replica_of(model, optimizer, comm, sharded=sharded)
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
     # 2  the state
@@ -298,6 +301,7 @@ def fit(
         )
 
     # 4  the results
+    state.update.finish()
     if scheduler is None:  # as fit found them, so that another fit begins with the rates that its caller sets
         set_rate(optimizer, rates, 1.0)
         for group in optimizer.param_groups if rates_are_new else ():

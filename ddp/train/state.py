@@ -15,7 +15,9 @@ from ddp.comm.communicator import Communicator
 from ddp.data.sampler import TrainSampler
 from ddp.gradients.totals import Parts
 from ddp.optim.torch_schedule import TorchSchedule
+from ddp.optim.update import Update
 from ddp.replica.replica import Replica
+from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate
 
 
 @dataclass(eq=False)
@@ -28,6 +30,7 @@ class TrainState:
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
+        update: makes the optimizer's step.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
     """
 
@@ -41,9 +44,14 @@ class TrainState:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
     schedule: TorchSchedule | None = None
+    update: Update = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, ShardedDataParallel):
+            self.update = ShardedUpdate(self.model, self.optimizer)
+        else:
+            self.update = Update(self.model, self.optimizer)
         self.first_settings = [
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups

@@ -32,10 +32,9 @@ from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.totals import Parts, Totals
-from ddp.optim.layerwise import Layerwise, clip_factor
-from ddp.optim.norms import block_norms, total_norm
 from ddp.optim.schedules import set_rate
 from ddp.optim.torch_schedule import TorchSchedule
+from ddp.optim.update import gradient_norm
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
@@ -90,19 +89,14 @@ def train_step(
     loss = float(totals.loss_sum) / max(1, totals.num_items)
     if not math.isfinite(loss):
         raise Diverged(_diverged(state.step + 1, "loss", loss))
-    norm = _gradient_norm(model)
-    gradient_norm = float(norm)
-    if not math.isfinite(gradient_norm):
-        raise Diverged(_diverged(state.step + 1, "gradient norm", gradient_norm))
+    norm = state.update.gradient_norm()
+    length = float(norm)
+    if not math.isfinite(length):
+        raise Diverged(_diverged(state.step + 1, "gradient norm", length))
     if not isinstance(rules.schedule, TorchSchedule):
         set_rate(optimizer, rules.base_rates, rules.schedule(plan))
     rate = float(optimizer.param_groups[0]["lr"])
-    if isinstance(optimizer, Layerwise):  # it multiplies gradients on its way, and does not write to them
-        optimizer.step(gradient_factor=clip_factor(gradient_norm, rules.clip_norm or optimizer.clip_norm))
-    else:
-        if rules.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), rules.clip_norm, norm)
-        optimizer.step()
+    state.update.step(norm, rules.clip_norm)
     state.sampler.commit(plan)
     state.step, state.train_loss = state.step + 1, loss
     if isinstance(rules.schedule, TorchSchedule):
@@ -115,24 +109,13 @@ def train_step(
         num_items=totals.num_items,
         num_samples=plan.size,
         parts=totals.parts,
-        gradient_norm=gradient_norm,
+        gradient_norm=length,
         rate=rate,
         step_s=now_s() - start_s,
         data_s=fetching.total_s,
         wait_s=model.waited.take_s(),
     )
     return report, totals.num_stopping > 0
-
-
-def _gradient_norm(model: nn.Module) -> Tensor:
-    """Returns the norm of all gradients together."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return total_norm(block_norms(_values(gradient) for gradient in gradients))
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Returns the values of a gradient; a sparse one is coalesced, so that each row occurs once."""
-    return gradient.values() if gradient.is_sparse else gradient
 
 
 def _backward(
@@ -171,7 +154,8 @@ def _backward(
                 model.ride_along(totals)
             loss_sum.backward()
         if totals.measure and not is_last:  # then the first micro-batch is this rank's part
-            totals = totals._replace(parts=Parts.of(_gradient_norm(model).square(), num_items), measure=False)
+            square = gradient_norm(model.parameters()).square()
+            totals = totals._replace(parts=Parts.of(square, num_items), measure=False)
 
 
 def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, int]:

@@ -277,7 +277,7 @@ class Backward:
         divide_by: SupportsInt = 1 if carries_divisor else self._divide_by
         try:
             label = f"step {self.step}, {bucket.label}"
-            work = self._all_reduce(bucket.flat, divide_by=divide_by, async_op=in_background, label=label)
+            work = self._combine(bucket, divide_by=divide_by, async_op=in_background, label=label)
         except CommunicatorBroken:
             self._wait()  # a bucket in flight has failed, and its error names the rank that it waited for
             raise
@@ -286,6 +286,10 @@ class Backward:
             self._collect(wait=False)
         else:
             self._complete(reduction, now_s())
+
+    def _combine(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> Work | None:
+        """Makes the sum of all ranks' buckets, divided. Returns the work if it is still in flight."""
+        return self._all_reduce(bucket.flat, divide_by=divide_by, async_op=async_op, label=label)
 
     def _all_reduce(
         self, flat: Tensor, *, divide_by: SupportsInt = 1, async_op: bool = False, label: str
