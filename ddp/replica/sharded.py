@@ -24,7 +24,7 @@ import copy
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, SupportsInt
 
@@ -36,7 +36,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.work import Work
 from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket, span
+from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.layout import Layout
 from ddp.optim.layerwise import Layerwise, Measured, laid_out_like
 from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
@@ -109,6 +109,16 @@ def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
     return [*bounds, starts[-1]]
 
 
+def slice_of(bucket: Bucket, bounds: Sequence[int], number: int) -> Iterator[tuple[Slot, int, int, int]]:
+    """Yields each parameter that a slice has a part of: its slot, where it starts, and where the part begins and ends."""
+    start = 0
+    for slot in bucket.slots:
+        begin, end = max(bounds[number], start), min(bounds[number + 1], start + slot.parameter.numel())
+        if begin < end:
+            yield slot, start, begin, end
+        start += span(slot.parameter)
+
+
 class Part(NamedTuple):
     """Holds what a rank updates of a parameter.
 
@@ -149,23 +159,18 @@ class Shards:
         self._release.atexit = False
         parts: dict[int, Part] = {}
         for (bucket, bounds), flat in zip(self.of_buckets(), self._flats, strict=True):
-            first, last = (bounds[comm.slices[comm.rank] + side] for side in (0, 1))
-            start = 0
-            for slot in bucket.slots:
-                begin, end = max(first, start), min(last, start + slot.parameter.numel())
-                if begin < end:
-                    blocks = range(starts[slot.index], starts[slot.index + 1])
-                    skipped = (begin - start) // BLOCK_NUMEL
-                    parts[slot.index] = Part(
-                        slot.parameter,
-                        begin - start,
-                        end - start,
-                        nn.Parameter(flat[begin:end]),
-                        bucket.flat[begin:end],
-                        blocks[skipped : skipped + num_blocks(end - begin)],
-                        blocks,
-                    )
-                start += span(slot.parameter)
+            for slot, start, begin, end in slice_of(bucket, bounds, comm.slices[comm.rank]):
+                blocks = range(starts[slot.index], starts[slot.index + 1])
+                skipped = (begin - start) // BLOCK_NUMEL
+                parts[slot.index] = Part(
+                    slot.parameter,
+                    begin - start,
+                    end - start,
+                    nn.Parameter(flat[begin:end]),
+                    bucket.flat[begin:end],
+                    blocks[skipped : skipped + num_blocks(end - begin)],
+                    blocks,
+                )
         self.parts = [parts[index] for index in sorted(parts)]
         self.take_in()
 
@@ -344,13 +349,9 @@ class ShardedUpdate(Update):
             }
             for name, dtype in sorted(kinds, key=str):
                 flat = torch.zeros(bounds[-1], dtype=dtype, device=self._comm.device)
-                first, last = (bounds[self._comm.slices[self._comm.rank] + side] for side in (0, 1))
-                start = 0
-                for slot in bucket.slots:
-                    begin, end = max(first, start), min(last, start + slot.parameter.numel())
-                    if begin < end and about.get(slot.index, {}).get(name) == dtype:
+                for slot, _, begin, end in slice_of(bucket, bounds, self._comm.slices[self._comm.rank]):
+                    if about.get(slot.index, {}).get(name) == dtype:
                         flat[begin:end] = state[weights_of[id(slot.parameter)]][name]
-                    start += span(slot.parameter)
                 self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
                 for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
                     if keep and about.get(slot.index, {}).get(name) == dtype:

@@ -35,7 +35,7 @@ from ddp.data.batch_sizes import BatchWarmup
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, source_of
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.files import json_object
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
@@ -283,22 +283,26 @@ def fit(
             on_rank_zero(comm, lambda: _take(store, until_end), label="locking the folder of the checkpoints")
         if stop_on_signals:
             until_end.enter_context(stop.listening())
-        train_loop(
-            state,
-            task,
-            source,
-            epochs=epochs,
-            max_steps=max_steps,
-            schedule=factor,
-            clip_norm=clip_norm,
-            precision=precision,
-            noise_scale_every=noise_scale_every,
-            evaluation=evaluation,
-            evaluate_every_epochs=evaluate_every_epochs,
-            evaluate_every_steps=evaluate_every_steps,
-            callbacks=[*watching, *callbacks],
-            stop=stop,
-        )
+        try:
+            train_loop(
+                state,
+                task,
+                source,
+                epochs=epochs,
+                max_steps=max_steps,
+                schedule=factor,
+                clip_norm=clip_norm,
+                precision=precision,
+                noise_scale_every=noise_scale_every,
+                evaluation=evaluation,
+                evaluate_every_epochs=evaluate_every_epochs,
+                evaluate_every_steps=evaluate_every_steps,
+                callbacks=[*watching, *callbacks],
+                stop=stop,
+            )
+        except Diverged:  # on all ranks alike, and nothing was changed: the optimizer can go on
+            state.update.finish()
+            raise
 
     # 4  the results
     state.update.finish()

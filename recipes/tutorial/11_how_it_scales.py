@@ -102,5 +102,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# You have built all that data-parallel training consists of. `docs/reading.md` leads through the library, and
-# `scripts/ddp exercise schedule` asks for an all-reduce that nobody has written before.
+# `12_large_batches.py`: what a larger batch breaks, and what mends it.

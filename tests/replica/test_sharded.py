@@ -104,6 +104,8 @@ def everything(limit_mb: float) -> list[tuple[str, list[str], list[str]]]:
         whole = bits_of(*fitted(kind)[:2])
         parts = bits_of(*fitted(kind, sharded=True)[:2])
         found.append((kind, whole, parts))
+        if kind not in ("lamb", "adamw"):
+            continue
         found.append((f"{kind}, moved", whole, bits_of(*fitted(kind, sharded=True, callbacks=[MovesOut()])[:2])))
         module, optimizer = made(kind)  # in small buckets and micro-batches
         replica = ShardedDataParallel(module, bucket_cap_mb=limit_mb)
@@ -113,8 +115,7 @@ def everything(limit_mb: float) -> list[tuple[str, list[str], list[str]]]:
         replica.verify_replicas()
         other = bits_of(*fitted(kind, micro_size=2)[:2])
         found.append((f"{kind}, small buckets", other, bits_of(module, optimizer)))
-        if kind in ("lamb", "adamw"):
-            found.append((f"{kind}, frozen", frozen(kind, sharded=False), frozen(kind, sharded=True)))
+        found.append((f"{kind}, frozen", frozen(kind, sharded=False), frozen(kind, sharded=True)))
         veto(kind)
     ddp.shutdown()
     return found
@@ -147,7 +148,7 @@ def veto(kind: str) -> None:
     how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 43, "max_steps": 1, "checkpoint_dir": None}
     with pytest.raises(Diverged):
         ddp.fit(module, (poisoned, CLASSES), optimizer, progress=False, sharded=True, **how)
-    assert bits_of(module, optimizer)[: len(list(module.parameters()))] == before[: len(list(module.parameters()))]
+    assert bits_of(module, optimizer) == before
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
