@@ -110,7 +110,7 @@ def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
 
 
 def slice_of(bucket: Bucket, bounds: Sequence[int], number: int) -> Iterator[tuple[Slot, int, int, int]]:
-    """Yields each parameter that a slice has a part of: its slot, where it starts, and where the part begins and ends."""
+    """Yields each parameter that a slice has a part of: its slot and start, and where the part begins and ends."""
     start = 0
     for slot in bucket.slots:
         begin, end = max(bounds[number], start), min(bounds[number + 1], start + slot.parameter.numel())
