@@ -9,7 +9,7 @@ Read before: `groups.py`. Read next: `choices.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,14 +29,22 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
 
 
-def block_norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the norms of all blocks of all tensors, one after the other, [num_blocks]; in float32 or wider."""
+def block_norms(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the norms of all blocks of all tensors, one after the other, [num_blocks].
+
+    Args:
+        dtype: in which they are computed; None for `wide` of the tensors' types.
+    """
     blocks = [block for tensor in tensors for block in _blocks(tensor)]
     if not blocks:
         return torch.zeros(0)
-    is_double = any(block.dtype is torch.float64 for block in blocks)
-    norms = torch._foreach_norm(blocks, 2, torch.float64 if is_double else torch.float32)
+    norms = torch._foreach_norm(blocks, 2, dtype or wide({block.dtype for block in blocks}))
     return torch.stack([norm.to(norms[0].device) for norm in norms])
+
+
+def wide(dtypes: Collection[torch.dtype]) -> torch.dtype:
+    """Returns the type in which norms of tensors of these types are computed together."""
+    return torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
 
 
 def total_norm(norms: Tensor) -> Tensor:

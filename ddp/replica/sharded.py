@@ -24,7 +24,7 @@ import copy
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, SupportsInt
 
@@ -38,14 +38,16 @@ from ddp.comm.work import Work
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.layout import Layout
+from ddp.optim.lamb import LAMB
+from ddp.optim.lars import LARC, LARS
 from ddp.optim.layerwise import Layerwise, Measured, laid_out_like
-from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
+from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms, wide
 from ddp.optim.update import Update, clipped_step
 from ddp.replica.backward import Backward
 from ddp.replica.bucketed import BucketedDataParallel
 
-ELEMENTWISE = (SGD, Adam, AdamW, Layerwise)
-"""Optimizers that update each element by itself, but for norms that they ask for."""
+ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
+"""Optimizers that update each element by itself, but for norms that they ask for; a class derived from one may not."""
 
 
 class ShardedDataParallel(BucketedDataParallel):
@@ -187,6 +189,12 @@ class Shards:
                     view.copy_(slot.parameter)
                     slot.parameter.data = view
 
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Moves each parameter into memory of its own: who saves one would save all that lie beside it."""
+        for slot in self.layout.slots:
+            slot.parameter.data = slot.parameter.detach().clone()
+
     def gather(self) -> None:
         """Gives every rank the parameters that the others have updated. Collective."""
         for (bucket, bounds), flat in zip(self.of_buckets(), self._flats, strict=True):
@@ -203,36 +211,41 @@ class ShardedUpdate(Update):
 
     Args:
         replica: has reduced the gradients.
-        optimizer: over the replica's parameters. Its groups' settings hold in every step; its state is elsewhere until
-            `finish`.
+        optimizer: over the replica's parameters. Its groups hold in every step. From the first step on its state is
+            elsewhere, until `finish`.
 
     Raises:
-        ConfigError: the optimizer's update of an element depends on other elements.
+        ConfigError: the optimizer's update of an element may depend on other elements, or the optimizer has hooks.
     """
 
     def __init__(self, replica: ShardedDataParallel, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, ELEMENTWISE):
+        if type(optimizer) not in ELEMENTWISE:
             raise ConfigError(
                 f"optim.sharded=true with {type(optimizer).__name__}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, "
                 "which update each element by itself but for norms; leave it out, or take one of these"
+            )
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise ConfigError(
+                f"optim.sharded=true with hooks of {type(optimizer).__name__}: they would see parts; remove "
+                "them, or leave it out"
             )
         super().__init__(replica, optimizer)
         self._comm, self._replica = replica.comm, replica
         self._shards: Shards | None = None
         self._mine: Optimizer = optimizer  # over the parts, once they are known
         self._places: dict[int, Part] = {}  # by address
-        self._whole: dict[Tensor, dict[str, Any]] = dict(optimizer.state)  # to be cut into parts
-        optimizer.state = defaultdict(dict)
+        self._frozen: dict[Tensor, dict[str, Any]] = {}  # the whole state of parameters that need no gradient now
+        self._groups: list[list[int]] = []  # ids of parameters, by group
 
     def gradient_norm(self) -> Tensor:
         shards = self._prepared()
         parts = [part for part in shards.parts if part.whole.grad is not None]
-        norms = block_norms(part.gradient for part in parts)
+        dtype = wide({parameter.dtype for parameter in shards.layout.parameters})  # also of what others measure
+        norms = block_norms((part.gradient for part in parts), dtype)
         everyone = torch.zeros(shards.num_blocks, dtype=torch.float64, device=self._comm.device)
         everyone[[block for part in parts for block in part.blocks]] = norms.to(everyone)
         self._comm.all_reduce(everyone, label="norms of gradients")
-        is_double = any(parameter.dtype is torch.float64 for parameter in shards.layout.parameters)
-        return total_norm(everyone if is_double else everyone.float())
+        return total_norm(everyone.to(dtype))
 
     @torch.no_grad()
     def step(self, norm: Tensor, clip_norm: float | None) -> None:
@@ -247,8 +260,9 @@ class ShardedUpdate(Update):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state on rank 0; elsewhere the settings alone."""
-        kept = self._gathered(keep=self._comm.rank == 0)
-        self.optimizer.state.update(kept)
+        if self._shards is None:
+            return self.optimizer.state_dict()
+        self.optimizer.state.update(self._gathered(keep=self._comm.rank == 0))
         try:
             return self.optimizer.state_dict()
         finally:
@@ -256,28 +270,31 @@ class ShardedUpdate(Update):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a whole state, which every rank has; each keeps its parts."""
-        self.optimizer.load_state_dict(state)
-        self._whole, self._shards = dict(self.optimizer.state), None
-        self.optimizer.state = defaultdict(dict)
+        self.optimizer.load_state_dict(state)  # whole until the next step
+        self._shards, self._frozen = None, {}
 
     def finish(self) -> None:
-        self.optimizer.state.update(self._gathered(keep=True))
+        if self._shards is not None:
+            self.optimizer.state.update(self._gathered(keep=True))
+            self._shards.give_back()
+            self._shards, self._frozen = None, {}
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _prepared(self) -> Shards:
         """Returns the parts for the layout of the last backward, with their optimizer."""
-        layout = self._replica.layout
-        if self._shards is None or self._shards.layout is not layout:
-            if self._shards is not None:
-                self._whole = self._gathered(keep=True)
-            self._shards = Shards(self._comm, layout)
-            self._mine = self._optimizer_of(self._shards.parts)
-        else:
+        layout, groups = self._replica.layout, [list(map(id, each["params"])) for each in self.optimizer.param_groups]
+        if self._shards is not None and self._shards.layout is layout and self._groups == groups:
             self._shards.take_in()
+            return self._shards
+        whole = dict(self.optimizer.state) if self._shards is None else self._gathered(keep=True)
+        self.optimizer.state = defaultdict(dict)
+        self._shards, self._groups = Shards(self._comm, layout), groups
+        self._frozen = {each: state for each, state in whole.items() if id(each) not in layout.slot_of}
+        self._mine = self._optimizer_of(self._shards.parts, whole)
         return self._shards
 
-    def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
+    def _optimizer_of(self, parts: Sequence[Part], whole_state: Mapping[Tensor, dict[str, Any]]) -> Optimizer:
         """Returns the optimizer of these parts, with their part of the whole state."""
         mine = copy.copy(self.optimizer)
         by_parameter = {id(part.whole): part for part in parts}
@@ -288,10 +305,8 @@ class ShardedUpdate(Update):
             held = [by_parameter[id(parameter)] for parameter in group["params"] if id(parameter) in by_parameter]
             mine.param_groups.append({**group, "params": [part.weights for part in held]})
             for part in held:
-                whole = self._whole.get(part.whole, {})
+                whole = whole_state.get(part.whole, {})
                 mine.state[part.weights] = {name: _cut(value, part, name) for name, value in whole.items()}
-        known = self._replica.layout.slot_of
-        self._whole = {whole: state for whole, state in self._whole.items() if id(whole) not in known}  # frozen now
         if isinstance(mine, Layerwise):
             mine.exchange = self._exchange
             mine.is_large = self._is_of_large  # type: ignore[method-assign]
@@ -324,8 +339,7 @@ class ShardedUpdate(Update):
 
     def _gathered(self, *, keep: bool) -> dict[Tensor, dict[str, Any]]:
         """Returns the state of whole parameters, on the ranks that keep it. Collective."""
-        if self._shards is None:
-            return dict(self._whole) if keep else {}
+        assert self._shards is not None
         layout, state = self._shards.layout, self._mine.state
         slots = {id(slot.parameter): slot for slot in layout.slots}
         mine = {  # small values, and the types of large ones
@@ -356,7 +370,7 @@ class ShardedUpdate(Update):
                 for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
                     if keep and about.get(slot.index, {}).get(name) == dtype:
                         whole[slot.parameter][name] = view.clone()
-        return {**self._whole, **whole} if keep else {}
+        return {**self._frozen, **whole} if keep else {}
 
 
 def _is_large(value: Any, like: Tensor, name: str) -> bool:

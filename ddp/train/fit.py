@@ -35,7 +35,7 @@ from ddp.data.batch_sizes import BatchWarmup
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, source_of
-from ddp.errors import ConfigError, Diverged
+from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.files import json_object
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
@@ -300,7 +300,7 @@ def fit(
                 callbacks=[*watching, *callbacks],
                 stop=stop,
             )
-        except Diverged:  # on all ranks alike, and nothing was changed: the optimizer can go on
+        except (Diverged, UnusedParameters):  # on all ranks alike, and nothing was changed: the optimizer can go on
             state.update.finish()
             raise
 

@@ -45,6 +45,16 @@ def small_blocks() -> None:
         module.BLOCK_NUMEL = 64  # type: ignore[attr-defined]
 
 
+class Widened(nn.Linear):
+    """Computes in float64, behind layers of float32."""
+
+    def __init__(self, here: int, there: int) -> None:
+        super().__init__(here, there, bias=False, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(F.gelu(inputs).double())
+
+
 def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     module = nn.Sequential(
@@ -54,8 +64,7 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         nn.LayerNorm(31),
         nn.GELU(),
         nn.Linear(31, 31, bias=False),
-        nn.GELU(),
-        nn.Linear(31, 3),
+        Widened(31, 3),
     )
     return module, OPTIMIZERS[kind](parameter_groups(module, weight_decay=0.01))
 
@@ -113,6 +122,7 @@ def everything(limit_mb: float) -> list[tuple[str, list[str], list[str]]]:
         how |= {"global_batch": 10, "max_steps": NUM_STEPS, "clip_norm": 0.3, "schedule": ddp.optim.cosine()}
         ddp.fit(replica, data(), optimizer, micro_size=2, **how)
         replica.verify_replicas()
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())  # each in memory of its own
         other = bits_of(*fitted(kind, micro_size=2)[:2])
         found.append((f"{kind}, small buckets", other, bits_of(module, optimizer)))
         found.append((f"{kind}, frozen", frozen(kind, sharded=False), frozen(kind, sharded=True)))
@@ -220,6 +230,10 @@ def test_slices_begin_at_tensors_or_blocks_and_are_about_equal(numels: list[int]
         assert abs(bound - number * sum(spans) / num_slices) <= 128  # the longest distance between two borders
 
 
+class Derived(torch.optim.SGD):
+    """May do anything in its step."""
+
+
 def refusals() -> None:
     ddp.init(abort_s=30)
     module, _ = made("sgd")
@@ -233,6 +247,14 @@ def refusals() -> None:
     odd = nn.Linear(3, 3, dtype=torch.complex64)
     with pytest.raises(ConfigError, match=r"weight is torch.complex64 on cpu: a sharded update takes real numbers"):
         ShardedDataParallel(odd)
+    hooked = torch.optim.SGD(module.parameters(), momentum=0.9)
+    hooked.state[next(module.parameters())] = {"momentum_buffer": torch.ones(5, 1, 3)}
+    hooked.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="with hooks of SGD: they would see parts"):
+        fitted_with(module, hooked)
+    assert hooked.state
+    with pytest.raises(ConfigError, match="with Derived: takes SGD"):
+        fitted_with(module, Derived(module.parameters()))
     with pytest.raises(ConfigError, match="Rprop: takes SGD"):
         ShardedUpdate(ShardedDataParallel(nn.Linear(3, 3)), torch.optim.Rprop(module.parameters()))
     ddp.shutdown()
