@@ -273,7 +273,8 @@ def batch_of(config: Config, num_train: int) -> int | BatchWarmup:
     first, last = config.batch.warmup_size, config.batch.global_size
     if first is None:
         return last
-    return BatchWarmup(first, last, config.batch.warmup_samples or round((config.batch.warmup_epochs or 0) * num_train))
+    samples = config.batch.warmup_samples or math.ceil((config.batch.warmup_epochs or 0) * num_train)
+    return BatchWarmup(first, last, samples)
 
 
 def warmup_samples(config: Config, num_train: int) -> float:

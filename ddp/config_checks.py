@@ -7,7 +7,9 @@ Read before: `config.py`. Read next: `config_reader.py`.
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,14 +85,15 @@ def _bound_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with single values."""
     for bound, keys in _AT_LEAST.items():
         for key in keys.split():
-            if (value := _lookup(config, key)) is not None and value < bound:
-                yield f"{key}={value}: must be at least {bound}"
+            if (value := _lookup(config, key)) is not None and not bound <= value < math.inf:
+                yield f"{key}={value}: must be at least {bound}, and finite"
     for key in _SHARES.split():
         if (value := _lookup(config, key)) is not None and not 0 <= value < 1:
             yield f"{key}={value}: must be at least 0 and below 1"
     for key in _POSITIVE.split():
-        if (value := _lookup(config, key)) is not None and not value > 0:
-            yield f"{key}={value}: must be greater than 0"
+        most = math.inf if key.startswith("comm.") else sys.float_info.max  # a deadline may be endless
+        if (value := _lookup(config, key)) is not None and not 0 < value <= most:
+            yield f"{key}={value}: must be greater than 0, and finite"
 
 
 _AT_LEAST = {

@@ -97,10 +97,10 @@ BAD = {
     "schedule.warmup_fraction": [1.0],
     "schedule.warmup_steps": [-1],
     "schedule.warmup_samples": [-1],
-    "schedule.warmup_epochs": [-0.5],
+    "schedule.warmup_epochs": [-0.5, float("inf"), float("nan")],
     "batch.warmup_size": [0, 1, 64, 8],  # 1 is less than the shards, 64 does not grow, and 8 does not say how long
     "batch.warmup_samples": [0, 9],
-    "batch.warmup_epochs": [0.0, 0.5],
+    "batch.warmup_epochs": [0.0, 0.5, float("inf")],
     "comm.warn_s": [0.0, 601],
     "comm.segment_bytes": [1],
     "checkpoint.keep_last": [0],

@@ -11,7 +11,6 @@ Read before: `streams.py`. Read next: `sampler.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ddp.errors import ConfigError
@@ -49,8 +48,12 @@ class BatchSizes:
 
     def __init__(self, length: int, batch: int | BatchWarmup) -> None:
         self.length = length
-        if isinstance(batch, BatchWarmup) and not (0 < batch.first < batch.last and batch.num_samples > 0):
-            raise ConfigError(f"{batch}: first must be at least 1 and less than last, and num_samples at least 1")
+        if isinstance(batch, BatchWarmup):
+            are_whole = all(isinstance(each, int) and not isinstance(each, bool) for each in batch)
+            if not are_whole or not (0 < batch.first < batch.last and batch.num_samples > 0):
+                raise ConfigError(
+                    f"{batch}: takes whole numbers; first must be at least 1 and less than last, num_samples at least 1"
+                )
         self.batch = batch if isinstance(batch, BatchWarmup) else BatchWarmup(batch, batch, 0)
 
     def size_at(self, position: int) -> int:
@@ -72,36 +75,40 @@ class BatchSizes:
     def num_steps(self, begin: int, end: int) -> int:
         """Returns the number of steps that lead from one position to another, or just beyond it."""
         steps = 0
-        for num_steps, samples, size in self._runs(begin):
+        while not self._is_steady(begin):
+            num_steps, samples, size = self._run(begin)
             if begin + samples >= end:
                 return steps + max(0, math.ceil((end - begin) / size))
             begin, steps = begin + samples, steps + num_steps
-        raise AssertionError
+        epochs, rest = divmod(max(0, end - begin), self.length)
+        return steps + epochs * math.ceil(self.length / self.batch.last) + math.ceil(rest / self.batch.last)
 
     def after(self, begin: int, num_steps: int) -> int:
         """Returns the position after some steps."""
-        for steps, samples, size in self._runs(begin):
+        while not self._is_steady(begin):
+            steps, samples, size = self._run(begin)
             if steps >= num_steps:
                 return begin + min(samples, num_steps * size)
             begin, num_steps = begin + samples, num_steps - steps
-        raise AssertionError
+        epochs, rest = divmod(num_steps, math.ceil(self.length / self.batch.last))
+        return begin + epochs * self.length + rest * self.batch.last
 
     def all(self) -> set[int]:
         """Returns the sizes that the steps of a run may have."""
-        found, position = set(), 0
-        for num_steps, samples, size in self._runs(0):
+        found, position = set[int](), 0
+        while position < self.batch.num_samples + self.length:
+            num_steps, samples, size = self._run(position)
             found |= {size} if num_steps > 1 else set()
             found.add(samples - (num_steps - 1) * size)
             position += samples
-            if position >= self.batch.num_samples + self.length:
-                return found
-        raise AssertionError
+        return found
 
-    def _runs(self, position: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (steps, samples, size): one step while the batch grows, then all that is left of an epoch."""
-        while True:
-            left = self.length - position % self.length
-            size = self.batch.size_at(position)
-            samples = left if position >= self.batch.num_samples else min(left, size)
-            yield math.ceil(samples / size), samples, size
-            position += samples
+    def _is_steady(self, position: int) -> bool:
+        """Returns True if this and all further epochs are alike."""
+        return position >= self.batch.num_samples and position % self.length == 0
+
+    def _run(self, position: int) -> tuple[int, int, int]:
+        """Returns (steps, samples, size): of one step while the batch grows, else of all that is left of an epoch."""
+        left, size = self.length - position % self.length, self.batch.size_at(position)
+        samples = left if position >= self.batch.num_samples else min(left, size)
+        return math.ceil(samples / size), samples, size

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Literal
 
 from torch import Tensor
@@ -49,7 +50,13 @@ def cosine(*, final_factor: float = 0.0) -> RateSchedule:
 
 
 def polynomial(*, power: float = 1.0, final_factor: float = 0.0) -> RateSchedule:
-    """Returns a schedule from 1 down to `final_factor` along a power of what is left of the run; it stays there."""
+    """Returns a schedule from 1 down to `final_factor` along a power of what is left of the run; it stays there.
+
+    Raises:
+        ConfigError: the power is not above 0.
+    """
+    if not power > 0:
+        raise ConfigError(f"power={power!r}: must be above 0")
     return _down_to(final_factor, lambda done, of: max(0.0, 1.0 - done / of) ** power)
 
 
@@ -60,7 +67,12 @@ def wsd(*, decay_fraction: float = 0.2, final_factor: float = 0.0) -> RateSchedu
 
     Args:
         decay_fraction: the last share, above 0.
+
+    Raises:
+        ConfigError: that is no share.
     """
+    if not 0 < decay_fraction <= 1:
+        raise ConfigError(f"decay_fraction={decay_fraction!r}: must be a share of the run, above 0 and at most 1")
 
     def factor(done: float, of: float) -> float:
         share = (done - (1.0 - decay_fraction) * of) / (decay_fraction * of)
@@ -98,7 +110,7 @@ def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -
     groups = optimizer.param_groups
     if len(base_rates) != len(groups):
         raise ConfigError(f"{len(base_rates)} base rates for {len(groups)} parameter groups: give one for each")
-    if not 0 <= factor < math.inf:
+    if not isinstance(factor, Real) or not 0 <= factor < math.inf:
         raise ConfigError(f"the learning-rate schedule returned the factor {factor}: it must be a number from 0 up")
     for group, base_rate in zip(groups, base_rates, strict=True):
         if isinstance(group["lr"], Tensor):  # because the optimizer's captured graph reads this tensor

@@ -205,6 +205,8 @@ def fit(
         checkpoint_every_steps=checkpoint_every_steps,
     )
     check_callbacks(callbacks)
+    if not isinstance(sharded, bool):
+        raise ConfigError(f"sharded={sharded!r}: must be True or False")
     if precision not in get_args(Precision):
         raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):

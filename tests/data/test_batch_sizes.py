@@ -74,9 +74,12 @@ def test_a_growing_run_goes_on_at_another_world_size_with_the_same_steps(length,
     assert begun + gone_on == whole
 
 
-@pytest.mark.parametrize("warmup", [(8, 8, 10), (9, 8, 10), (0, 8, 10), (4, 8, 0)])
+NO_GROWTH = [(8, 8, 10), (9, 8, 10), (0, 8, 10), (4, 8, 0), (4, 8, 9.5), ("4", 8, 9), (True, 8, 9), (4, 8, None)]
+
+
+@pytest.mark.parametrize("warmup", NO_GROWTH)
 def test_a_warm_up_that_does_not_grow_is_refused(warmup):
-    with pytest.raises(ConfigError, match=r"first=.*: first must be at least 1 and less than last"):
+    with pytest.raises(ConfigError, match=r"first=.*: takes whole numbers; first must be at least 1 and less than"):
         BatchSizes(100, BatchWarmup(*warmup))
 
 

@@ -66,6 +66,17 @@ def test_steps_of_any_size_add_up_to_the_same_rate_times_samples(schedule):
     assert area == pytest.approx([area[0]] * 4, rel=1e-2)
 
 
+def test_what_is_no_share_or_power_is_refused():
+    for decay_fraction in (0, -0.5, 2, float("nan")):
+        with pytest.raises(ConfigError, match=r"decay_fraction=.*: must be a share of the run"):
+            wsd(decay_fraction=decay_fraction)
+    for power in (0, -1):
+        with pytest.raises(ConfigError, match=r"power=.*: must be above 0"):
+            polynomial(power=power)
+    with pytest.raises(ConfigError, match="schedule returned the factor None: it must be a number"):
+        set_rate(optimizer(0.1), [0.1], None)
+
+
 def test_each_group_keeps_its_proportion_and_tensors_stay_in_place():
     rate = torch.tensor(0.0)
     opt = optimizer(0.1, 0.2)
