@@ -65,9 +65,9 @@ class Rival:
 
 
 RIVALS = {
-    "SGD": Rival(partial(SGD, momentum=0.9, nesterov=True), (0.001, 0.005, 0.02, 0.1), "linear", 1e-4),
+    "SGD": Rival(partial(SGD, momentum=0.9, nesterov=True), (0.0005, 0.004, 0.03, 0.2), "linear", 1e-4),
     "AdamW": Rival(AdamW, (3e-4, 1e-3, 3e-3, 1e-2), "sqrt", 0.01),
-    "LARS": Rival(LARS, (0.03, 0.1, 0.3, 1.0), "sqrt", 1e-4),
+    "LARS": Rival(LARS, (0.1, 0.3, 1.0, 3.0), "sqrt", 1e-4),
     "LAMB": Rival(LAMB, (1e-3, 3e-3, 1e-2, 3e-2), "sqrt", 0.01),
 }
 
@@ -331,9 +331,10 @@ def foretold(results: Sequence[Result]) -> str:
     """Returns the critical batch that the runs at the smallest batch have measured at their end."""
     known = [r.noise_scale for r in results if r.trial.is_test and r.trial.batch == BATCHES[0] and r.noise_scale]
     scales = [each.scale for each in known if each.scale is not None]
-    if not scales:
-        return "not measured"
-    return f"{min(scales):,.0f} to {max(scales):,.0f} samples, median {statistics.median(scales):,.0f}"
+    bounds = [each.above for each in known if each.above is not None]
+    told = [f"{min(scales):,.0f} to {max(scales):,.0f} samples"] if scales else []
+    told += [f"above {statistics.median(bounds):,.0f}, by {len(bounds)} of {len(known)} runs"] if bounds else []
+    return "; ".join(told) or "not measured"
 
 
 def show(results: Sequence[Result]) -> None:
