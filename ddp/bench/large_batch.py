@@ -366,16 +366,16 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     scales = [r.noise_scale.scale for r in results if r.trial.is_test and r.trial.batch == BATCHES[0] and r.noise_scale]
-    for name in RIVALS:
+    for number, name in enumerate(RIVALS):
         mine = [point for point in points(results) if point.rival == name]
-        batches = [point.batch for point in mine]
-        left.errorbar(batches, [100 * p.mean for p in mine], [100 * p.spread for p in mine], fmt="o-", ms=4, label=name)
-        reached = [(point.batch, point.to_target) for point in mine if point.to_target is not None]
+        batches, how = [point.batch for point in mine], {"color": f"C{number}", "ms": 4, "label": name}
+        left.errorbar(batches, [100 * p.mean for p in mine], [100 * p.spread for p in mine], fmt="o-", **how)
+        reached = [(point.batch, point.to_target / 1e6) for point in mine if point.to_target is not None]
         if reached:
-            right.plot(*zip(*reached, strict=True), "o-", ms=4, label=name)
+            right.plot(*zip(*reached, strict=True), "o-", **how)
     tests = [result for result in results if result.trial.is_test]
     left.set(title="accuracy after the same number of samples, %", xlabel="global batch", xscale="log")
-    right.set(title=f"samples to {target_of(tests):.1%}", xlabel="global batch", xscale="log", yscale="log")
+    right.set(title=f"samples to {target_of(tests):.1%}, millions", xlabel="global batch", xscale="log")
     if known := [scale for scale in scales if scale is not None]:
         for axes in (left, right):
             axes.axvspan(min(known), max(known), color="gray", alpha=0.2, label="noise scale")
