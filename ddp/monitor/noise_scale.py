@@ -93,7 +93,7 @@ class NoiseScale:
             return None
         mean = self._sums / self._weight
         covariance = (self._products / self._weight - np.outer(mean, mean)) / self._num_independent
-        (signal, noise), spread = mean.tolist(), math.sqrt(covariance[0, 0])
+        (signal, noise), spread = mean.tolist(), math.sqrt(max(0.0, covariance[0, 0]))
         if noise <= 0 or signal + 2 * spread <= 0:
             return None
         if signal <= 2 * spread:

@@ -57,6 +57,14 @@ def test_nothing_is_said_before_anything_is_known():
     assert scale.estimate() is not None
 
 
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
+def test_equal_measurements_have_no_error_whatever_their_rounding(signal, noise):
+    scale = NoiseScale()
+    for _ in range(40):
+        measured(scale, [3, 4], 7, signal=signal, noise=noise, unit=1.0)
+        scale.estimate()
+
+
 def test_a_gradient_that_is_all_noise_has_a_lower_bound():
     scale, random = NoiseScale(), torch.Generator().manual_seed(0)
     for _ in range(100):
