@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,17 +82,20 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _bound_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with single values."""
+    for key in " ".join([*_AT_LEAST.values(), _SHARES, _POSITIVE]).split():
+        value = _lookup(config, key)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{key}={value}: must be a finite number"
     for bound, keys in _AT_LEAST.items():
         for key in keys.split():
-            if (value := _lookup(config, key)) is not None and not bound <= value < math.inf:
-                yield f"{key}={value}: must be at least {bound}, and finite"
+            if (value := _lookup(config, key)) is not None and not value >= bound:
+                yield f"{key}={value}: must be at least {bound}"
     for key in _SHARES.split():
         if (value := _lookup(config, key)) is not None and not 0 <= value < 1:
             yield f"{key}={value}: must be at least 0 and below 1"
     for key in _POSITIVE.split():
-        most = math.inf if key.startswith("comm.") else sys.float_info.max  # a deadline may be endless
-        if (value := _lookup(config, key)) is not None and not 0 < value <= most:
-            yield f"{key}={value}: must be greater than 0, and finite"
+        if (value := _lookup(config, key)) is not None and not value > 0:
+            yield f"{key}={value}: must be greater than 0"
 
 
 _AT_LEAST = {
