@@ -39,6 +39,8 @@ class Across:
         channel: a channel of the transport that nobody uses.
 
     Attributes:
+        slices: by rank, the number of its slice in `reduce_scatter` and `all_gather`; None where hosts differ in size.
+            Counterparts have slices side by side, because those of a host add up their slices' terms in one piece.
         runner: runs the crossings of a long buffer.
     """
 
@@ -46,6 +48,10 @@ class Across:
         self._group, self._hosts = group, hosts
         self._place = group.index if group is not None else 0
         self._num_slices = min(map(len, hosts))
+        self.slices: list[int] | None = None
+        if self._num_slices == max(map(len, hosts)):
+            order = [rank for counterparts in zip(*hosts, strict=True) for rank in counterparts]
+            self.slices = [order.index(rank) for rank in range(len(order))]
         self._counterparts = None  # where this rank carries nothing
         if self._place < self._num_slices:
             self._counterparts = wire.among([host[self._place] for host in hosts], channel)
@@ -95,26 +101,6 @@ class Across:
         if self._group is not None:
             self._group.all_gather(flat, bounds[:: len(self._hosts)], sequence=sequence)
 
-    @property
-    def slices(self) -> list[int] | None:
-        """The number of each rank's slice, by rank; None where hosts differ in size.
-
-        Counterparts have slices side by side, because those of a host add up their slices' terms in one piece.
-        """
-        if len(set(map(len, self._hosts))) > 1:
-            return None
-        order = [rank for counterparts in zip(*self._hosts, strict=True) for rank in counterparts]
-        return [order.index(rank) for rank in range(len(order))]
-
-    def _run(self, operation: str, flat: Tensor, bounds: Sequence[int], reduction: Reduction) -> None:
-        """Runs a schedule among the counterparts, on what their slices have in common."""
-        assert self._counterparts is not None
-        first = self._place * len(self._hosts)
-        mine = bounds[first : first + len(self._hosts) + 1]
-        part = flat[mine[0] : mine[-1]]
-        schedule = by_size(operation, part, len(self._hosts))
-        self._counterparts.run(schedule, part, [bound - mine[0] for bound in mine], reduction)
-
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has called it."""
         if self._group is not None:
@@ -128,6 +114,15 @@ class Across:
     def close(self) -> None:
         """Ends the thread."""
         self.runner.close()
+
+    def _run(self, operation: str, flat: Tensor, bounds: Sequence[int], reduction: Reduction) -> None:
+        """Runs a schedule among the counterparts, on what their slices have in common."""
+        assert self._counterparts is not None
+        first = self._place * len(self._hosts)
+        mine = bounds[first : first + len(self._hosts) + 1]
+        part = flat[mine[0] : mine[-1]]
+        schedule = by_size(operation, part, len(self._hosts))
+        self._counterparts.run(schedule, part, [bound - mine[0] for bound in mine], reduction)
 
     def _cross(self, piece: Tensor, slices: Sequence[int], schedule: Schedule, reduction: Reduction) -> None:
         """Combines this rank's slice with its counterparts', if it carries one."""

@@ -73,6 +73,7 @@ class Communicator:
         rank, world_size: this process's number, and how many there are.
         settings, and of them device, generation, abort_s: see `Settings`.
         auto: which way "auto" takes, and what it has chosen so far.
+        slices: by rank, the number of its slice in `reduce_scatter_` and `all_gather_`; its rank, but on several hosts.
 
     Raises:
         ConfigError: the algorithm asked for is not possible here.
@@ -112,7 +113,7 @@ class Communicator:
         except ConfigError:
             self._links.close()
             raise
-        self.settings, self._slices = settings, self._links.slices()
+        self.settings, self.slices = settings, self._links.slices
         self._messages = Messages(transport, self._turns, timeout_s=self.abort_s)
         self._watchdog.know_messages(self._messages.posted, self._messages.in_flight)
         self._groups: list[Communicator] = []
@@ -241,11 +242,6 @@ class Communicator:
             return flat
 
         return self._turns.run(call, run, async_op=async_op)
-
-    @property
-    def slices(self) -> list[int]:
-        """By rank, the number of its slice in `reduce_scatter_` and `all_gather_`; its rank, but on several hosts."""
-        return self._slices
 
     def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Any:
         """Returns every rank's tensor, by rank. All dimensions but the first must agree.

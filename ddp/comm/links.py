@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -70,8 +71,9 @@ class Links:
         else:
             self.wire.run(way.schedule, flat, reduction=reduction)
 
+    @cached_property
     def slices(self) -> list[int]:
-        """Returns the number of each rank's slice in `reduce_scatter` and `all_gather`, by rank."""
+        """By rank, the number of its slice in `reduce_scatter` and `all_gather`."""
         return (self.across.slices if self.across is not None else None) or list(range(self.wire.world_size))
 
     def reduce_scatter(
@@ -82,22 +84,26 @@ class Links:
             memory.reduce_scatter(flat, bounds, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
             return
         undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
-        if self.across is not None and self.across.slices and flat.is_cpu:
-            self.across.reduce_scatter(flat, bounds, undivided, sequence=sequence)
+        if across := self._slicing(flat):
+            across.reduce_scatter(flat, bounds, undivided, sequence=sequence)
         else:
             self.wire.run(by_size("reduce_scatter", flat, self.wire.world_size), flat, bounds, undivided)
         if reduction.divide_by != 1:
-            number = self.slices()[self.wire.rank]
+            number = self.slices[self.wire.rank]
             flat[bounds[number] : bounds[number + 1]].div_(reduction.divide_by)
 
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int = 0) -> None:
         """Gives everyone each rank's slice of `flat`, in place."""
         if memory := self.memory_of(flat):
             memory.all_gather(flat, bounds, sequence=sequence)
-        elif self.across is not None and self.across.slices and flat.is_cpu:
-            self.across.all_gather(flat, bounds, sequence=sequence)
+        elif across := self._slicing(flat):
+            across.all_gather(flat, bounds, sequence=sequence)
         else:
             self.wire.run(by_size("all_gather", flat, self.wire.world_size), flat, bounds)
+
+    def _slicing(self, flat: Tensor) -> Across | None:
+        """Returns what connects the hosts' memories, if such a tensor goes through it in slices."""
+        return self.across if self.across is not None and self.across.slices and flat.is_cpu else None
 
     def close(self) -> None:
         """Gives the memory back."""
