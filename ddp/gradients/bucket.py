@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.dense import is_dense
+from ddp.optim.norms import block_norms, total_norm
 from ddp.transport.shared_memory import copy_bytes
 
 ALIGNMENT_BYTES = 64
@@ -135,9 +136,7 @@ class Bucket:
 
     def square(self) -> Tensor:
         """Returns the sum of squares of all gradients."""
-        narrow = self.gradients.element_size() < 4
-        norm: Tensor = torch.linalg.vector_norm(self.gradients, dtype=torch.float32 if narrow else None)
-        return norm.square()
+        return total_norm(block_norms([self.gradients])).square()
 
     def fill(self) -> list[Slot]:
         """Moves in every gradient that is not in its place yet. Returns the slots without one, which hold zeros."""
