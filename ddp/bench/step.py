@@ -58,10 +58,10 @@ from ddp.comm.setup import current, init, shutdown
 from ddp.data.splits import TensorSet
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.optim.lamb import LAMB
-from ddp.optim.update import Update
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
-from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate
+from ddp.replica.replica import Replica
+from ddp.replica.sharded import ShardedDataParallel
 from ddp.tasks.language_model import LanguageModel
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
@@ -160,13 +160,7 @@ class TimeSteps:
     def _measure(self, comm: Communicator) -> StepCell:
         """Has all replicas in local variables, so that they end here (note "replicas first")."""
         module, batch = make(self.model, rank=comm.rank)
-        kinds: dict[str, type[Training]] = {
-            "fit": Fitting, "fit_noise": Fitting,
-            "lamb": Updating, "sharded": Updating, "by_hand": ByHand,
-        }
-        trainings = {
-            name: kinds.get(name, Training)(name, copy.deepcopy(module), batch) for name in self.variants
-        }
+        trainings = {name: KINDS.get(name, Training)(name, copy.deepcopy(module), batch) for name in self.variants}
         for training in trainings.values():
             training.find_pace()
         ours = trainings.get("ours")
@@ -252,10 +246,8 @@ class Updating(Training):
     def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
         super().__init__(variant, module, batch)
         self._optimizer = LAMB(self.replica.parameters(), lr=1e-4)
-        if isinstance(self.replica, ShardedDataParallel):
-            self._update: Update = ShardedUpdate(self.replica, self._optimizer)
-        else:
-            self._update = Update(self.replica, self._optimizer)
+        assert isinstance(self.replica, Replica)
+        self._update = self.replica.make_update(self._optimizer)
 
     def step(self) -> None:
         inputs, targets = self._batch
@@ -328,6 +320,15 @@ class ByHand(Training):
                 if len(starts_s) > num_steps:
                     return [end - start for start, end in pairwise(starts_s)]
         raise AssertionError("the loop above has no other end")
+
+
+KINDS: dict[str, type[Training]] = {
+    "fit": Fitting,
+    "fit_noise": Fitting,
+    "lamb": Updating,
+    "sharded": Updating,
+    "by_hand": ByHand,
+}
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

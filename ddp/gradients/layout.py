@@ -39,9 +39,9 @@ class Layout:
         sparse: names of the parameters whose gradients are sparse tensors, which live in no bucket.
         for_hook: a communication hook reduces the buckets. They are ordinary memory then, and hold gradients and
             nothing else, because a hook may resize them.
-        tails_apart: totals and verdicts travel apart, because no rank gets a whole bucket.
 
     Attributes:
+        TAILS_MAY_RIDE: totals and verdicts travel in buckets where they can, else apart.
         slots: one for each parameter, in the order of registration.
         parameters: the same parameters, without their names.
         sparse: those slots that live in no bucket.
@@ -53,6 +53,7 @@ class Layout:
         totals_ride, verdicts_ride: a bucket carries them.
     """
 
+    TAILS_MAY_RIDE = True
     totals: Tensor
     verdicts: Tensor
 
@@ -65,11 +66,9 @@ class Layout:
         order: Sequence[str] | None = None,
         sparse: Collection[str] = (),
         for_hook: bool = False,
-        tails_apart: bool = False,
     ) -> None:
         self._comm, self._named, self._limits = comm, named, limits
         self._sparse, self.is_for_hook, self.is_learned = sparse, for_hook, order is not None
-        self._tails_apart = tails_apart
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.parameters = [parameter for _, parameter in named]
         self.sparse = [slot for slot in self.slots if slot.name in sparse]
@@ -79,7 +78,7 @@ class Layout:
         in_order = dict.fromkeys([*known, *by_name.values()])
         self._order = [slot.name for slot in in_order]
         groups = plan_buckets(in_order, limits=limits)
-        may_ride = not (for_hook or tails_apart) and bool(groups)
+        may_ride = self.TAILS_MAY_RIDE and not for_hook and bool(groups)
         self.totals_ride = may_ride and self._is_wide(groups[0])
         self.verdicts_ride = may_ride and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
@@ -113,10 +112,6 @@ class Layout:
         """Returns this layout's successor for a communication hook."""
         return self._succeeded_by(order=self.order, for_hook=True)
 
-    def with_tails_apart(self) -> Layout:
-        """Returns this layout's successor for buckets that are reduce-scattered."""
-        return self._succeeded_by(order=self.order, tails_apart=True)
-
     @property
     def latest(self) -> Layout:
         """The last successor, or this layout if there is none."""
@@ -126,13 +121,8 @@ class Layout:
         return layout
 
     def _succeeded_by(self, **changed: Any) -> Layout:
-        same: dict[str, Any] = {
-            "limits": self._limits,
-            "sparse": self._sparse,
-            "for_hook": self.is_for_hook,
-            "tails_apart": self._tails_apart,
-        }
-        self._successor = Layout(self._comm, self._named, **(same | changed))
+        same: dict[str, Any] = {"limits": self._limits, "sparse": self._sparse, "for_hook": self.is_for_hook}
+        self._successor = type(self)(self._comm, self._named, **(same | changed))
         return self._successor
 
     def allocate(self) -> None:

@@ -18,7 +18,7 @@ does `raise_pending`, which can be called before the optimizer's step. After a b
 RuntimeError. If parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or
 `ReplicaMismatch`.
 
-Read before: `backward.py`, `timeline.py`. Read next: `sharded.py`.
+Read before: `backward.py`, `timeline.py`. Read next: `shards.py`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class BucketedDataParallel(Replica):
         ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
         ConfigError: no parameter needs a gradient.
     """
+
+    _LAYOUT = Layout
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class BucketedDataParallel(Replica):
         """Returns a layout of the parameters that need a gradient now."""
         needed = self._watch.needed_ids
         named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return Layout(self.comm, named, limits=self._limits)
+        return self._LAYOUT(self.comm, named, limits=self._limits)
 
     def _choose_layout(self) -> None:
         self._layouts.choose(self._make_layout, early=self._backward.early)

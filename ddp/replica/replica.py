@@ -25,10 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
 from ddp.gradients.totals import Totals
+from ddp.optim.update import Update
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
 from ddp.replica.uncompiled import uncompiled
@@ -133,6 +135,10 @@ class Replica(nn.Module, ABC):
     @abstractmethod
     def _average(self) -> Totals:
         """Makes every gradient the mean over the ranks, after backward. Returns the step's totals. Collective."""
+
+    def make_update(self, optimizer: Optimizer) -> Update:
+        """Returns what makes this optimizer's steps with the gradients that this kind of replica has averaged."""
+        return Update(self, optimizer)
 
     @property
     def measures_parts(self) -> bool:

@@ -9,42 +9,34 @@ As many bytes travel as in an all-reduce, which is a reduce-scatter and an all-g
 ranks does 1 ÷ p of the optimizer's work, and holds 1 ÷ p of its state: ZeRO stage 1 (Rajbhandari et al., arXiv
 1910.02054, section 5.1).
 
-Parameters live side by side in memory that is laid out like the buckets of their gradients, so that a slice of a bucket
-is a slice of both. Slices begin at tensors, or at blocks of large ones (`optim/norms.py`). So every norm has the same
-bits as without sharding, and every rank the same parameters.
-
 A checkpoint holds the whole state, in torch's form: it can be resumed at any world size, sharded or not.
 
-Read before: `bucketed.py`, `optim/update.py`. Read next: `sync_batchnorm.py`.
+Read before: `shards.py`, `optim/update.py`. Read next: `sync_batchnorm.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple, SupportsInt
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.work import Work
 from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.gradients.layout import Layout
+from ddp.gradients.bucket import Bucket
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARC, LARS
 from ddp.optim.layerwise import Layerwise, Measured, laid_out_like
-from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms, wide
+from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norms, wide
 from ddp.optim.update import Update, clipped_step
 from ddp.replica.backward import Backward
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.shards import Part, ShardedLayout, Shards, slice_of
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
 """Optimizers that update each element by itself, but for norms that they ask for; a class derived from one may not."""
@@ -62,148 +54,40 @@ class ShardedDataParallel(BucketedDataParallel):
         ConfigError: a parameter cannot be sharded.
     """
 
+    _LAYOUT = ShardedLayout
+
     def __init__(self, module: nn.Module, **how: Any) -> None:
         super().__init__(module, **how)
         for name, parameter in self._replicated_parameters():
             if parameter.is_complex() or parameter.device != self.comm.device:
                 raise ConfigError(
                     f"{name} is {parameter.dtype} on {parameter.device}: a sharded update takes real numbers on "
-                    f"{self.comm.device}; leave optim.sharded out"
+                    f"{self.comm.device}; leave sharding out"
                 )
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardedLayout:
         """The layout of the last step."""
-        return self._layouts.current
+        layout = self._layouts.current
+        assert isinstance(layout, ShardedLayout)
+        return layout
+
+    def make_update(self, optimizer: Optimizer) -> ShardedUpdate:
+        return ShardedUpdate(self, optimizer)
 
     def _new_backward(self, former: Backward | None = None) -> Backward:
         return _ShardedBackward(self.comm, overlap=self.overlaps, waited=self.waited, former=former)
-
-    def _make_layout(self) -> Layout:
-        return super()._make_layout().with_tails_apart()
 
 
 class _ShardedBackward(Backward):
     """A backward whose buckets are reduce-scattered."""
 
     def _combine(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> Work | None:
+        assert isinstance(self.layout, ShardedLayout)
+        bounds = self.layout.bounds[bucket.index]
         with self._waited.running():
-            bounds = slice_bounds(bucket, self.comm.world_size)
             found = self.comm.reduce_scatter_(bucket.flat, bounds, divide_by=divide_by, async_op=async_op, label=label)
         return found if async_op else None
-
-
-def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
-    """Returns where the slices of a bucket begin, about equally long, and where the last one ends."""
-    starts = [0, *accumulate(span(slot.parameter) for slot in bucket.slots)]
-    borders = [
-        border
-        for slot, start in zip(bucket.slots, starts, strict=False)
-        for border in range(start, start + max(1, slot.parameter.numel()), BLOCK_NUMEL)
-    ]
-    borders.append(starts[-1])
-    bounds = [0]
-    for number in range(1, num_slices):
-        wanted = starts[-1] * number / num_slices
-        right = min(bisect_left(borders, wanted), len(borders) - 1)
-        near = min(borders[max(0, right - 1)], borders[right], key=lambda border: abs(border - wanted))
-        bounds.append(max(bounds[-1], near))
-    return [*bounds, starts[-1]]
-
-
-def slice_of(bucket: Bucket, bounds: Sequence[int], number: int) -> Iterator[tuple[Slot, int, int, int]]:
-    """Yields each parameter that a slice has a part of: its slot and start, and where the part begins and ends."""
-    start = 0
-    for slot in bucket.slots:
-        begin, end = max(bounds[number], start), min(bounds[number + 1], start + slot.parameter.numel())
-        if begin < end:
-            yield slot, start, begin, end
-        start += span(slot.parameter)
-
-
-class Part(NamedTuple):
-    """Holds what a rank updates of a parameter.
-
-    Attributes:
-        whole: the parameter.
-        start, stop: the elements of it, in the order of memory.
-        weights: [stop − start], a view of the parameter.
-        gradient: the same elements of its gradient.
-        blocks: the numbers of its blocks among those of all parameters.
-        of_whole: those of the whole parameter.
-    """
-
-    whole: nn.Parameter
-    start: int
-    stop: int
-    weights: nn.Parameter
-    gradient: Tensor
-    blocks: range
-    of_whole: range
-
-
-class Shards:
-    """The parameters of a layout side by side, and the parts that this rank updates. Collective to make.
-
-    Attributes:
-        parts: in the order of the layout's parameters.
-        num_blocks: of all parameters.
-    """
-
-    def __init__(self, comm: Communicator, layout: Layout) -> None:
-        self._comm, self.layout = comm, layout
-        counts = [num_blocks(parameter.numel()) for parameter in layout.parameters]
-        starts = [0, *accumulate(counts)]
-        self.num_blocks = starts[-1]
-        self._bounds = [slice_bounds(bucket, comm.world_size) for bucket in layout.buckets]
-        self._flats = [comm.allocate(bounds[-1], bucket.flat.dtype) for bucket, bounds in self.of_buckets()]
-        self._release = weakref.finalize(self, _free, comm, self._flats)
-        self._release.atexit = False
-        parts: dict[int, Part] = {}
-        for (bucket, bounds), flat in zip(self.of_buckets(), self._flats, strict=True):
-            for slot, start, begin, end in slice_of(bucket, bounds, comm.slices[comm.rank]):
-                blocks = range(starts[slot.index], starts[slot.index + 1])
-                skipped = (begin - start) // BLOCK_NUMEL
-                parts[slot.index] = Part(
-                    slot.parameter,
-                    begin - start,
-                    end - start,
-                    nn.Parameter(flat[begin:end]),
-                    bucket.flat[begin:end],
-                    blocks[skipped : skipped + num_blocks(end - begin)],
-                    blocks,
-                )
-        self.parts = [parts[index] for index in sorted(parts)]
-        self.take_in()
-
-    def of_buckets(self) -> list[tuple[Bucket, list[int]]]:
-        """Returns each bucket with the bounds of its slices."""
-        return list(zip(self.layout.buckets, self._bounds, strict=True))
-
-    @torch.no_grad()
-    def take_in(self) -> None:
-        """Moves parameters into the flat memory; also those that somebody has moved out since."""
-        for bucket, flat in zip(self.layout.buckets, self._flats, strict=True):
-            for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
-                if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
-                    view.copy_(slot.parameter)
-                    slot.parameter.data = view
-
-    @torch.no_grad()
-    def give_back(self) -> None:
-        """Moves each parameter into memory of its own: who saves one would save all that lie beside it."""
-        for slot in self.layout.slots:
-            slot.parameter.data = slot.parameter.detach().clone()
-
-    def gather(self) -> None:
-        """Gives every rank the parameters that the others have updated. Collective."""
-        for (bucket, bounds), flat in zip(self.of_buckets(), self._flats, strict=True):
-            self._comm.all_gather_(flat, bounds, label=f"parameters of {bucket.label}")
-
-
-def _free(comm: Communicator, flats: Sequence[Tensor]) -> None:
-    for flat in flats:
-        comm.free(flat)
 
 
 class ShardedUpdate(Update):
@@ -221,13 +105,13 @@ class ShardedUpdate(Update):
     def __init__(self, replica: ShardedDataParallel, optimizer: Optimizer) -> None:
         if type(optimizer) not in ELEMENTWISE:
             raise ConfigError(
-                f"optim.sharded=true with {type(optimizer).__name__}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, "
-                "which update each element by itself but for norms; leave it out, or take one of these"
+                f"sharded=True with {type(optimizer).__name__}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which "
+                "update each element by itself but for norms; leave it out, or take one of these"
             )
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise ConfigError(
-                f"optim.sharded=true with hooks of {type(optimizer).__name__}: they would see parts; remove "
-                "them, or leave it out"
+                f"sharded=True with hooks of {type(optimizer).__name__}: they would see parts; remove them, or leave "
+                "it out"
             )
         super().__init__(replica, optimizer)
         self._comm, self._replica = replica.comm, replica
@@ -354,7 +238,7 @@ class ShardedUpdate(Update):
             slot.parameter: dict(about[slot.index]) for slot in layout.slots if about.get(slot.index)
         }
         weights_of = {id(part.whole): part.weights for part in self._shards.parts}
-        for bucket, bounds in self._shards.of_buckets():
+        for bucket, bounds in zip(layout.buckets, layout.bounds, strict=True):
             kinds = {
                 (name, value)
                 for slot in bucket.slots

@@ -17,7 +17,6 @@ from ddp.gradients.totals import Parts
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import Update
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate
 
 
 @dataclass(eq=False)
@@ -48,10 +47,7 @@ class TrainState:
     first_settings: list[dict[str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, ShardedDataParallel):
-            self.update = ShardedUpdate(self.model, self.optimizer)
-        else:
-            self.update = Update(self.model, self.optimizer)
+        self.update = self.model.make_update(self.optimizer)
         self.first_settings = [
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups

@@ -19,7 +19,8 @@ import ddp
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups
-from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate, slice_bounds
+from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate
+from ddp.replica.shards import slice_bounds
 from ddp.replica.verify import tensor_hash
 from ddp.transport import topology
 
@@ -217,7 +218,7 @@ def test_slices_begin_at_tensors_or_blocks_and_are_about_equal(numels: list[int]
     slots = [Slot(index, str(index), nn.Parameter(torch.empty(numel))) for index, numel in enumerate(numels)]
     bucket = Bucket(0, slots)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp.replica.sharded.BLOCK_NUMEL", 128)
+        patch.setattr("ddp.replica.shards.BLOCK_NUMEL", 128)
         bounds = slice_bounds(bucket, num_slices)
     spans = [span(slot.parameter) for slot in slots]
     assert len(bounds) == num_slices + 1 and bounds == sorted(bounds)
@@ -237,7 +238,7 @@ class Derived(torch.optim.SGD):
 def refusals() -> None:
     ddp.init(abort_s=30)
     module, _ = made("sgd")
-    with pytest.raises(ConfigError, match=r"optim.sharded=true with RMSprop: takes SGD, Adam, AdamW, LARS"):
+    with pytest.raises(ConfigError, match=r"sharded=True with RMSprop: takes SGD, Adam, AdamW, LARS"):
         fitted_with(module, torch.optim.RMSprop(module.parameters()))
     with pytest.raises(ConfigError, match=r"sharded=True with a model in a NaiveDataParallel: give ddp.fit the bare"):
         fitted_with(ddp.NaiveDataParallel(module), torch.optim.SGD(module.parameters()))
