@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ddp import components
+from ddp import components, optimization
 from ddp import config as settings
 from ddp.address import origins
 from ddp.comm.communicator import Communicator
@@ -57,7 +57,7 @@ def check(config: Config) -> None:
     splits = components.load_data(config, download=True)
     components.check_loss(config, splits)
     model = components.make_model_without_memory(config, splits)
-    optimizer = components.make_optimizer(config, model)
+    optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
@@ -115,8 +115,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
-    optimizer = components.make_optimizer(config, module)
-    if comm.rank == 0 and (notes := [*origins(), *components.derived(config, len(splits.train))]):
+    optimizer = optimization.make_optimizer(config, module)
+    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, len(splits.train))]):
         print("\n".join(notes), flush=True)
     collect_from_now_on()  # the optimizer has imported the last of torch
     fit(
@@ -124,7 +124,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         splits.train,
         optimizer,
         loss=task,
-        global_batch=components.batch_of(config, len(splits.train)),
+        global_batch=optimization.batch_of(config, len(splits.train)),
         num_shards=config.batch.num_shards,
         micro_size=config.batch.micro_size,
         epochs=config.epochs,
@@ -135,7 +135,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         evaluation_batch=config.loader.evaluation_batch,
         loader_workers=config.loader.num_workers,
         collate=splits.collate,
-        schedule=components.make_schedule(config, len(splits.train)),
+        schedule=optimization.make_schedule(config, len(splits.train)),
         clip_norm=config.clip_norm,
         precision=config.precision,
         seed=config.seed,

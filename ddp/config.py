@@ -12,7 +12,7 @@ Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base
 choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line. `CHOICES` is
 the table of all of them. Data and models of the user's own have an address as their name: see `address.py`.
 
-Components never see these classes: `components.py` takes them apart into plain keyword arguments.
+Components never see these classes: `components.py` and `optimization.py` take them apart into plain arguments.
 
 Read before: `address.py`. Read next: `config_checks.py`, `settings_page.py`.
 """
@@ -181,23 +181,27 @@ class Schedule:
 
 
 @dataclass(kw_only=True, slots=True)
-class Cosine(Schedule):
-    name: str = "cosine"
+class Falling(Schedule):
+    """A schedule that falls steadily, for which a short warm-up is usual."""
+
     final_factor: float = setting(0.0, "factor on lr at the end of the run")
 
 
 @dataclass(kw_only=True, slots=True)
-class Polynomial(Schedule):
+class Cosine(Falling):
+    name: str = "cosine"
+
+
+@dataclass(kw_only=True, slots=True)
+class Polynomial(Falling):
     name: str = "polynomial"
     power: float = setting(1.0, "power of what is left of the run; 1: a straight line")
-    final_factor: float = setting(0.0, "factor on lr at the end of the run")
 
 
 @dataclass(kw_only=True, slots=True)
-class Wsd(Schedule):
+class Wsd(Falling):
     name: str = "wsd"
     decay_fraction: float = setting(0.2, "last share of the run, in which lr falls, above 0")
-    final_factor: float = setting(0.0, "factor on lr at the end of the run")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,12 +17,11 @@ from ddp.address import is_address
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
 from ddp.config import (
     Config,
-    Cosine,
+    Falling,
     Gpt,
     ImageFolder,
     OwnData,
     OwnModel,
-    Polynomial,
     Sgd,
     StandardLibrary,
     Step,
@@ -60,7 +59,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         config.batch.num_shards = num_shards if fits else workers
     schedule = config.schedule
     if all(_lookup(config, f"schedule.warmup_{unit}") is None for unit in WARMUPS):
-        schedule.warmup_fraction = 0.05 if isinstance(schedule, Cosine | Polynomial | Wsd) else 0.0
+        schedule.warmup_fraction = 0.05 if isinstance(schedule, Falling) else 0.0
     names = (config.model.name, config.data.name, config.loss, config.comm.algorithm)
     if not any(map(is_address, names)):
         config.run.code = ""

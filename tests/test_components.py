@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddp.components import (
-    batch_of,
-    derived,
-    load_data,
-    make_model,
-    make_model_without_memory,
-    make_optimizer,
-    make_task,
-    warmup_samples,
-)
+from ddp.components import load_data, make_model, make_model_without_memory, make_task
 from ddp.config import CHOICES
 from ddp.config_checks import resolve
 from ddp.config_reader import from_plain
@@ -25,6 +16,7 @@ from ddp.data.batch_sizes import BatchWarmup
 from ddp.errors import ConfigError
 from ddp.optim.lamb import PRESETS
 from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS
+from ddp.optimization import batch_of, derived, make_optimizer, warmup_samples
 
 
 @pytest.mark.parametrize("model", CHOICES["model"])

@@ -33,6 +33,7 @@ FLOORS = [
         "build",
         "trained",
         "components",
+        "optimization",
         "address",
         "config",
         "config_checks",

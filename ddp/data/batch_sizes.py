@@ -2,7 +2,7 @@
 
 The position is the number of samples that all ranks together have trained on since the run began. An epoch ends with a
 smaller step if the batch does not divide it. A *batch warm-up* begins with smaller batches: early gradients differ so
-little from their mean that large batches would be wasted on them (arXiv 1812.06162, sec. 2.4). Since nothing but the
+little from their mean that large batches would be wasted on them (arXiv 1812.06162). Since nothing but the
 position counts, a loader may plan ahead, and a resumed run goes on exactly.
 
 Read before: `streams.py`. Read next: `sampler.py`.

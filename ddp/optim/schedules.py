@@ -3,8 +3,8 @@
     constant()                 1
     step(gamma, milestones)    gamma ** (milestones passed)                      milestones: shares of the run
     cosine(final)              final + (1 - final) (1 + cos(pi t / T)) / 2       arXiv 1608.03983, eq. 5
-    polynomial(power, final)   final + (1 - final) (1 - t / T) ** power          arXiv 1708.03888, sec. 5: power 2
-    wsd(decay, final)          1; then final + (1 - final) (1 - sqrt(share))     arXiv 2405.18392, eq. 1
+    polynomial(power, final)   final + (1 - final) (1 - t / T) ** power          arXiv 1708.03888: power 2
+    wsd(decay, final)          1; then final + (1 - final) (1 - sqrt(share))     arXiv 2405.18392
     with_warmup(f, N)          f(t, T) * min(1, t / N)                           arXiv 1706.02677, sec. 2.2
 
 They count *samples*, so that the curves of different batches lie over one another. A step takes the factor in the

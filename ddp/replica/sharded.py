@@ -7,7 +7,7 @@
 
 As many bytes travel as in an all-reduce, which is a reduce-scatter and an all-gather, too. Between the two, each of p
 ranks does 1 ÷ p of the optimizer's work, and holds 1 ÷ p of its state: ZeRO stage 1 (Rajbhandari et al., arXiv
-1910.02054, section 5.1).
+1910.02054, section 5.1). Where hosts have different numbers of ranks, the two go over the network's edges alone.
 
 A checkpoint holds the whole state, in torch's form: it can be resumed at any world size, sharded or not.
 

@@ -70,7 +70,6 @@ class NoiseMeter(Callback):
             num_samples=report.num_samples,
         )
 
-
     def figures(self) -> dict[str, float | None]:
         """Returns what is known, by name."""
         scale, error, above = self.scale.estimate() or (None, None, None)

@@ -355,12 +355,8 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     workers = f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
     start = f", continuing after step {state.step:,}" if state.step else ""
     way = f", all-reduce: {comm.auto.describe()}" if comm.world_size > 1 else ""
-    first, batch, _ = sampler.sizes.batch
-    size = (
-        f"{batch}"
-        if first == batch
-        else f"{first}, growing to {batch} over {sampler.sizes.batch.num_samples:,} samples,"
-    )
+    first, last, num_samples = sampler.sizes.batch
+    size = f"{last}" if first == last else f"{first}, growing to {last} over {num_samples:,} samples,"
     return [
         f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
         f"{type(state.model).__name__}{way}",

@@ -1,0 +1,125 @@
+"""From settings to what changes the weights: the optimizer, its rate, the global batch, and their schedules.
+
+What one setting makes of another, as a batch does of the rate, is said here once.
+
+Read before: `components.py`, `optim/schedules.py`, `data/batch_sizes.py`. Read next: `trained.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ddp import config as settings
+from ddp.config import Config
+from ddp.data.batch_sizes import BatchSizes, BatchWarmup
+from ddp.errors import ConfigError
+from ddp.optim import schedules
+from ddp.optim.groups import parameter_groups
+from ddp.optim.lamb import LAMB
+from ddp.optim.lars import LARC, LARS
+from ddp.optim.layerwise import Layerwise
+from ddp.wording import counted
+
+
+def learning_rate(config: Config) -> float:
+    """Returns the configured learning rate, scaled for the global batch."""
+    optim = config.optim
+    return schedules.scaled_rate(
+        optim.lr,
+        global_batch=config.batch.global_size,
+        base_batch=optim.base_batch,
+        rule=optim.lr_scaling,
+    )
+
+
+def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
+    """Returns an optimizer over all parameters; biases and norms have neither weight decay nor a trust ratio.
+
+    Raises:
+        ConfigError: a preset, a choice or a name to be excluded does not exist.
+    """
+    optim, rate = config.optim, learning_rate(config)
+    if isinstance(optim, settings.LayerwiseOptim):
+        return _layerwise(optim, module, rate, clip_norm=config.clip_norm)
+    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude)
+    match optim:
+        case settings.Sgd(momentum=momentum, nesterov=nesterov):
+            return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
+        case settings.Adam(name=name, beta1=beta1, beta2=beta2, eps=eps):
+            kind = AdamW if name == "adamw" else Adam
+            return kind(groups, lr=rate, betas=(beta1, beta2), eps=eps)
+    raise AssertionError(optim)
+
+
+def _layerwise(optim: settings.LayerwiseOptim, module: nn.Module, rate: float, *, clip_norm: float | None) -> Layerwise:
+    """Returns LARS, LARC or LAMB."""
+    of_excluded = {} if optim.preset == "nvlamb" else {"adapt": "never"}
+    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude, **of_excluded)
+    kinds: dict[str, Callable[..., Layerwise]] = {"lars": LARS, "larc": LARC, "lamb": LAMB}
+    for name in ("lr", "weight_decay", "preset"):
+        if name in optim.args:
+            raise ConfigError(f"optim.args.{name}={optim.args[name]}: is a setting of its own; set optim.{name}")
+    try:
+        optimizer = kinds[optim.name](groups, rate, preset=optim.preset, **optim.args)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"optim={optim.name}: {error}") from error
+    if clip_norm is not None and optimizer.clip_norm is not None:
+        raise ConfigError(
+            f"clip_norm={clip_norm:g}: optim.preset={optim.preset} clips by itself, at {optimizer.clip_norm:g}; leave "
+            "clip_norm out, or set optim.args.clip_norm=null"
+        )
+    return optimizer
+
+
+def batch_of(config: Config, num_train: int) -> int | BatchWarmup:
+    """Returns the global batch, or how it grows over a data set of so many samples."""
+    first, last = config.batch.warmup_size, config.batch.global_size
+    if first is None:
+        return last
+    samples = config.batch.warmup_samples or math.ceil((config.batch.warmup_epochs or 0) * num_train)
+    return BatchWarmup(first, last, samples)
+
+
+def warmup_samples(config: Config, num_train: int) -> float:
+    """Returns in how many samples of all workers the learning rate rises."""
+    schedule, optim, sizes = config.schedule, config.optim, BatchSizes(num_train, batch_of(config, num_train))
+    if schedule.warmup_steps is not None:
+        return sizes.after(0, schedule.warmup_steps)
+    times = config.batch.global_size / optim.base_batch if optim.lr_scaling == "legw" else 1
+    if schedule.warmup_samples is not None:
+        return times * schedule.warmup_samples
+    if schedule.warmup_epochs is not None:
+        return times * schedule.warmup_epochs * num_train
+    _, of_run = sizes.end(0, epochs=config.epochs, num_steps=config.max_steps)
+    return times * (schedule.warmup_fraction or 0) * of_run
+
+
+def derived(config: Config, num_train: int) -> list[str]:
+    """Returns what follows from the rules for large batches, a line each."""
+    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, num_train)
+    notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
+    if rise:
+        steps = BatchSizes(num_train, batch_of(config, num_train)).num_steps(0, math.ceil(rise))
+        notes.append(f"the learning rate rises over {rise:,.0f} samples ({counted(steps, 'step')})")
+    return notes
+
+
+def make_schedule(config: Config, num_train: int) -> schedules.RateSchedule:
+    """Returns the learning-rate schedule for a data set of so many samples."""
+    schedule = config.schedule
+    match schedule:
+        case settings.Cosine(final_factor=final_factor):
+            factor = schedules.cosine(final_factor=final_factor)
+        case settings.Polynomial(power=power, final_factor=final_factor):
+            factor = schedules.polynomial(power=power, final_factor=final_factor)
+        case settings.Wsd(decay_fraction=decay_fraction, final_factor=final_factor):
+            factor = schedules.wsd(decay_fraction=decay_fraction, final_factor=final_factor)
+        case settings.Step(milestones=milestones, gamma=gamma):
+            factor = schedules.step(milestones=milestones, gamma=gamma)
+        case _:
+            factor = schedules.constant()
+    return schedules.with_warmup(factor, num_samples=warmup_samples(config, num_train))
