@@ -10,22 +10,19 @@ smallest batch, scaled by the optimizer's usual rule.
 The model predicts a byte of Python's standard library from the eight bytes before it. Each run that has ended is a line
 of results.jsonl, so a study that was stopped goes on with the next run.
 
-Read before: `memory.py`, `train/fit.py`. Read next: `report.py`.
+Read before: `memory.py`, `train/fit.py`. Read next: `large_batch_report.py`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -259,129 +256,3 @@ def in_words(result: Result) -> str:
     reached = "diverged" if result.accuracy is None else f"{result.accuracy:.2%}"
     about = f"{trial.rival}, batch {trial.batch:,}, rate {trial.rate:g}, seed {trial.seed}"
     return f"{kind} {about}: {reached} in {result.seconds:.0f} s"
-
-
-# ------------------------------------------------------------------------------------------------------------ the end
-
-
-@dataclass(frozen=True)
-class Point:
-    """The tests of one optimizer at one batch.
-
-    Attributes:
-        accuracies: by seed; 0 for a run that diverged.
-        to_target: samples until the target was reached, mean over the seeds; None if one of them did not.
-    """
-
-    rival: str
-    batch: int
-    rate: float
-    accuracies: tuple[float, ...]
-    to_target: float | None
-
-    @property
-    def mean(self) -> float:
-        """Returns the mean accuracy."""
-        return statistics.fmean(self.accuracies)
-
-    @property
-    def spread(self) -> float:
-        """Returns the standard deviation over the seeds."""
-        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else 0.0
-
-
-def target_of(results: Sequence[Result]) -> float:
-    """Returns the accuracy that `to_target` asks for: two points below the best mean at the smallest batch."""
-    means = {}
-    for name in RIVALS:
-        reached = [r.accuracy or 0.0 for r in results if (r.trial.rival, r.trial.batch) == (name, BATCHES[0])]
-        means[name] = statistics.fmean(reached) if reached else 0.0
-    return max(means.values()) - 0.02
-
-
-def points(results: Sequence[Result]) -> list[Point]:
-    """Returns the tests of each optimizer at each batch."""
-    tests = [result for result in results if result.trial.is_test]
-    target, found = target_of(tests), []
-    for name in RIVALS:
-        for batch in BATCHES:
-            mine = [result for result in tests if (result.trial.rival, result.trial.batch) == (name, batch)]
-            if not mine:
-                continue
-            reached = [samples_to(target, result.curve) for result in mine]
-            known = [samples for samples in reached if samples is not None]
-            to_target = statistics.fmean(known) if len(known) == len(mine) else None
-            accuracies = tuple(result.accuracy or 0.0 for result in mine)
-            found.append(Point(name, batch, mine[0].trial.rate, accuracies, to_target))
-    return found
-
-
-def samples_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:
-    """Returns the samples after which a curve crosses the target, between evaluations by a line; None if never."""
-    before = (0, 0.0)
-    for samples, accuracy in curve:
-        if accuracy >= target:
-            share = (target - before[1]) / (accuracy - before[1])
-            return before[0] + share * (samples - before[0])
-        before = samples, accuracy
-    return None
-
-
-def foretold(results: Sequence[Result]) -> str:
-    """Returns the critical batch that the runs at the smallest batch have measured at their end."""
-    known = [r.noise_scale for r in results if r.trial.is_test and r.trial.batch == BATCHES[0] and r.noise_scale]
-    scales = [each.scale for each in known if each.scale is not None]
-    bounds = [each.above for each in known if each.above is not None]
-    told = [f"{min(scales):,.0f} to {max(scales):,.0f} samples"] if scales else []
-    told += [f"above {statistics.median(bounds):,.0f}, by {len(bounds)} of {len(known)} runs"] if bounds else []
-    return "; ".join(told) or "not measured"
-
-
-def show(results: Sequence[Result]) -> None:
-    """Prints the table."""
-    found = {(point.rival, point.batch): point for point in points(results)}
-    tests = [result for result in results if result.trial.is_test]
-    table = Table(title=f"accuracy in percent ± deviation over seeds (rate); samples to {target_of(tests):.1%}")
-    table.add_column("optimizer")
-    for batch in BATCHES:
-        table.add_column(f"batch {batch:,}", justify="right")
-    for name in RIVALS:
-        table.add_row(name, *(_cell(found.get((name, batch))) for batch in BATCHES))
-    Console().print(table)
-    print(f"critical batch that the gradient noise scale foretold at batch {BATCHES[0]}: {foretold(results)}")
-    print(f"{len(results)} runs, {sum(result.seconds for result in results) / 60:.0f} minutes")
-
-
-def _cell(point: Point | None) -> str:
-    if point is None:
-        return ""
-    to_target = "not reached" if point.to_target is None else f"{point.to_target:,.0f}"
-    return f"{100 * point.mean:.1f} ± {100 * point.spread:.1f} ({point.rate:g})\n{to_target}"
-
-
-def draw(results: Sequence[Result], picture: Path) -> None:
-    """Draws accuracy and samples to the target over the batch."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    scales = [r.noise_scale.scale for r in results if r.trial.is_test and r.trial.batch == BATCHES[0] and r.noise_scale]
-    for number, name in enumerate(RIVALS):
-        mine = [point for point in points(results) if point.rival == name]
-        batches, how = [point.batch for point in mine], {"color": f"C{number}", "ms": 4, "label": name}
-        left.errorbar(batches, [100 * p.mean for p in mine], [100 * p.spread for p in mine], fmt="o-", **how)
-        reached = [(point.batch, point.to_target / 1e6) for point in mine if point.to_target is not None]
-        if reached:
-            right.plot(*zip(*reached, strict=True), "o-", **how)
-    tests = [result for result in results if result.trial.is_test]
-    left.set(title="accuracy after the same number of samples, %", xlabel="global batch", xscale="log")
-    right.set(title=f"samples to {target_of(tests):.1%}, millions", xlabel="global batch", xscale="log")
-    if known := [scale for scale in scales if scale is not None]:
-        for axes in (left, right):
-            axes.axvspan(min(known), max(known), color="gray", alpha=0.2, label="noise scale")
-    for axes in (left, right):
-        axes.set_xticks(BATCHES, [f"{batch:,}" for batch in BATCHES])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(picture, dpi=120)

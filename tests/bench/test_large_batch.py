@@ -1,0 +1,81 @@
+"""The study of large batches: which run is the best one, what results say, and what a stopped study leaves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from ddp.bench.large_batch import BATCHES, RIVALS, SEEDS, Result, Trial, best_of, chosen_after, read, tuning_trials
+from ddp.bench.large_batch_report import Findings, draw, foretold, samples_to, show
+from ddp.monitor.noise_scale import Estimate
+
+
+def studied() -> list[Result]:
+    """Results of a study in which the second rate is the best, and SGD diverges at the largest batch."""
+    tuning = list(tuning_trials(num_train=10_000))
+    results: dict[Trial, Result] = {}
+    for trial in chosen_after(tuning, results):
+        lost = trial.rival == "SGD" and trial.batch == BATCHES[-1]
+        accuracy = 0.6 - 0.1 * abs(RIVALS[trial.rival].rates.index(trial.rate) - 1) + 0.01 * trial.seed
+        curve = [(1000, 0.3), (2000, accuracy)]
+        noise = Estimate(100.0 + trial.seed, 10.0, None)
+        results[trial] = Result(trial) if lost else Result(trial, accuracy, 2.0, curve, noise, seconds=1.0)
+    return list(results.values())
+
+
+def test_every_optimizer_is_tried_at_four_rates_and_the_best_is_tested_with_all_seeds() -> None:
+    results = studied()
+    by_trial = {result.trial: result for result in results}
+    tuning = [trial for trial in by_trial if not trial.is_test]
+    assert len(results) == len(RIVALS) * len(BATCHES) * (4 + len(SEEDS))
+    assert {trial.seed for trial in tuning} == {SEEDS[0]}
+    best = {(trial.rival, trial.batch): trial.rate for trial in best_of(tuning, by_trial)}
+    assert all(best[name, BATCHES[0]] == rival.rates[1] for name, rival in RIVALS.items())
+    tested = [trial for trial in by_trial if trial.is_test]
+    assert all(trial.rate == best[trial.rival, trial.batch] for trial in tested)
+
+
+def test_findings_are_means_over_seeds_and_a_run_that_diverged_counts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Findings.of(studied())
+    assert found.target == pytest.approx(0.61 - 0.02)
+    lamb, sgd = found.points["LAMB", BATCHES[1]], found.points["SGD", BATCHES[-1]]
+    assert [lamb.mean, lamb.spread] == pytest.approx([0.61, 0.01])
+    crossings = [1000 + 1000 * (0.59 - 0.3) / (0.3 + 0.01 * seed) for seed in SEEDS]
+    assert lamb.to_target == pytest.approx(sum(crossings) / len(SEEDS))
+    assert (sgd.mean, sgd.to_target) == (0, None)
+    assert foretold(found) == "100 to 102 samples"
+    show(found)
+    assert "61.0 ± 1.0 (0.003)" in capsys.readouterr().out
+    draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_a_study_that_was_stopped_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for results in ([], studied()[:3], studied()[:50]):
+        found = Findings.of(results)
+        show(found)
+        draw(found, tmp_path / "picture.png")
+        assert foretold(found) == "not measured"
+        assert "AdamW" in capsys.readouterr().out
+
+
+def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    path, results = tmp_path / "results.jsonl", studied()[:3]
+    assert read(path) == []
+    lines = [json.dumps(asdict(result)) for result in results]
+    path.write_text("\n".join([*lines[:2], lines[2][:50]]))
+    assert read(path) == results[:2]
+
+
+def test_samples_to_a_target() -> None:
+    curve = [(100, 0.2), (200, 0.6), (300, 0.5)]
+    assert samples_to(0.4, curve) == pytest.approx(150)
+    assert samples_to(0.1, curve) == pytest.approx(50)
+    assert samples_to(0.2, curve) == 100
+    assert samples_to(0.7, curve) is None
+    assert samples_to(0.7, []) is None
