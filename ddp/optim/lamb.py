@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from ddp.errors import ConfigError
 from ddp.optim.choices import check_range, with_preset
 from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios
-from ddp.optim.trust_ratio import trust_ratios
+from ddp.optim.trust_ratio import Norms, trust_ratios
 
 
 class LambChoices(TypedDict, total=False):
@@ -118,7 +119,7 @@ class LAMB(Layerwise):
         if factor != 1.0:
             gradients = list(torch._foreach_mul(gradients, factor))
         torch._foreach_zero_(updates)
-        step = torch.tensor(float(num_steps) if group["bias_correction"] else math.inf, device=weights[0].device)
+        step = _counter(float(num_steps) if group["bias_correction"] else math.inf, weights[0].device)
         torch._fused_adam_(  # a step of −1 from zero: updates ← m̂ ÷ (√v̂ + ε)
             updates,
             gradients,
@@ -137,7 +138,7 @@ class LAMB(Layerwise):
         if group["decay_in_ratio"] and group["weight_decay"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
 
-    def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
         bounds, most = group["norm_bounds"], group["max_ratio"]
         return trust_ratios(weight_norms, update_norms, norm_bounds=bounds, max_ratio=most)
 
@@ -150,3 +151,8 @@ class LAMB(Layerwise):
         else:
             torch._foreach_mul_(updates, [-rate * ratio for ratio in ratios])
             torch._foreach_add_(weights, updates)
+
+
+@lru_cache(maxsize=8)  # one for all units of a step
+def _counter(num_steps: float, device: torch.device) -> Tensor:
+    return torch.tensor(num_steps, device=device)

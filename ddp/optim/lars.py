@@ -20,13 +20,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
 from ddp.optim.choices import check_range, with_preset
 from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios
-from ddp.optim.trust_ratio import trust_ratios
+from ddp.optim.trust_ratio import Norms, trust_ratios
 
 
 class LarsChoices(TypedDict, total=False):
@@ -120,7 +121,7 @@ class LARS(Layerwise):
         if factor != 1.0:
             torch._foreach_mul_(batch.updates, factor)
 
-    def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
         return trust_ratios(
             weight_norms,
             update_norms,
@@ -161,7 +162,7 @@ class LARC(LARS):
     PRESETS = LARC_PRESETS
     DEFAULT = "apex"
 
-    def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
-        ratios = super()._ratios(weight_norms, update_norms, group)
+    def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
+        ratios, rate = super()._ratios(weight_norms, update_norms, group), float(group["lr"])
         has_ratio = (weight_norms > 0) & (update_norms > 0)
-        return torch.where(has_ratio, (ratios / float(group["lr"])).clamp(max=1.0), 1.0)
+        return np.where(has_ratio, np.minimum(ratios, rate) / rate, 1.0)

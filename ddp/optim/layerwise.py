@@ -7,9 +7,9 @@
 
 Note "units and blocks". A phase is several passes over memory. On a CPU each one is faster if the cache still holds
 what the last one has written. So a large tensor goes through all passes of a phase block by block (`norms.py`). Much
-smaller blocks would lose more to Python calls than they win. Small tensors are taken together, as many as fit a block,
-by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is one large tensor, or such a batch of
-small ones. On a GPU all tensors are one unit.
+smaller blocks would lose more to Python calls than they win. Small tensors, of less than a quarter of a block, are
+taken together, as many as fit a block, by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is
+one large tensor, or such a batch of small ones. On a GPU all tensors are one unit.
 
 Gradients are never written to: they are views of buckets.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -31,6 +32,7 @@ from ddp.dense import is_dense
 from ddp.errors import ConfigError
 from ddp.optim.choices import check_range
 from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
+from ddp.optim.trust_ratio import Norms
 
 Adapt = Literal["always", "with_decay", "never"]
 """Which tensors of a group have a trust ratio: all, all if the group has a decay, or none."""
@@ -57,22 +59,14 @@ class Unit(NamedTuple):
     """Tensors that are measured and changed together.
 
     Attributes:
-        whole: all of them.
-        is_one: they are one tensor, [numel] in each column.
+        weights: all of them.
+        batches: what goes through a phase together: the blocks of one tensor, or all tensors.
+        is_one: they are one tensor.
     """
 
-    whole: Batch
+    weights: list[Tensor]
+    batches: list[Batch]
     is_one: bool
-
-    def batches(self) -> Iterator[Batch]:
-        """Yields what goes through a phase together: the blocks of the one tensor, or all tensors."""
-        if not self.is_one:
-            yield self.whole
-            return
-        (weights,), (gradient,), states, (update,) = self.whole
-        for start in range(0, weights.numel(), BLOCK_NUMEL):
-            block = slice(start, start + BLOCK_NUMEL)
-            yield Batch([weights[block]], [gradient[block]], [[state[block]] for (state,) in states], [update[block]])
 
 
 class Measured(NamedTuple):
@@ -107,7 +101,7 @@ class Layerwise(Optimizer, ABC):
 
     @staticmethod
     def is_large(weights: Tensor) -> bool:
-        return weights.numel() > BLOCK_NUMEL and is_dense(weights) and weights.device.type == "cpu"
+        return weights.numel() > BLOCK_NUMEL // 4 and is_dense(weights) and weights.device.type == "cpu"
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -145,7 +139,7 @@ class Layerwise(Optimizer, ABC):
         for group in self.param_groups:
             sign = -1.0 if group["maximize"] else 1.0
             for (num_steps, *_), rows in self._rows(group).items():
-                for unit in units(rows, self.is_large, share_memory=self.exchange is None):
+                for unit in self._units(rows):
                     measured = self._measured(unit, group, num_steps, sign * gradient_factor)
                     if self.exchange is None:
                         self._applied(measured, _of_tensors(measured))
@@ -159,7 +153,7 @@ class Layerwise(Optimizer, ABC):
     def _measured(self, unit: Unit, group: Mapping[str, Any], num_steps: int, factor: float) -> Measured:
         adapts = group["adapt"] == "always" or (group["adapt"] == "with_decay" and group["weight_decay"])
         norms: list[Tensor] = []
-        for batch in unit.batches():
+        for batch in unit.batches:
             self._measure(batch, group, num_steps, factor)
             if adapts:
                 norms.append(block_norms(batch.weights + batch.updates).view(2, -1).T)
@@ -167,10 +161,11 @@ class Layerwise(Optimizer, ABC):
 
     def _applied(self, measured: Measured, norms: Tensor | None) -> None:
         unit, group, _ = measured
-        ratios = [1.0] * len(unit.whole.weights)
+        ratios = [1.0] * len(unit.weights)
         if norms is not None:
-            ratios = self._ratios(norms[:, 0], norms[:, 1], group).tolist()
-        for batch in unit.batches():
+            of_weights, of_updates = norms.T.numpy(force=True)
+            ratios = self._ratios(of_weights, of_updates, group).tolist()
+        for batch in unit.batches:
             self._apply(batch, group, ratios[0] if unit.is_one else ratios)
 
     @abstractmethod
@@ -183,7 +178,7 @@ class Layerwise(Optimizer, ABC):
         """
 
     @abstractmethod
-    def _ratios(self, weight_norms: Tensor, update_norms: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
         """Returns the trust ratio of each tensor, [num_tensors]."""
 
     @abstractmethod
@@ -225,38 +220,50 @@ class Layerwise(Optimizer, ABC):
         return clip_factor(float(total_norm(block_norms(gradients))), self.clip_norm)
 
 
-# --- units and blocks ------------------------------------------------------------------------------------------------
+    # --- units and blocks --------------------------------------------------------------------------------------------
 
+    def _units(self, rows: Sequence[Row]) -> Iterator[Unit]:
+        """Yields the units of a step (note "units and blocks")."""
+        together: list[Row] = []
+        numel = 0
+        for row in rows:
+            weights = row[0]
+            on_cpu = weights.device.type == "cpu"
+            if self.is_large(weights):
+                columns = [in_memory_order(each).split(BLOCK_NUMEL) for each in (*self._room([weights]), *row)]
+                blocks = [_batch([block], [update]) for update, *block in zip(*columns, strict=True)]
+                yield Unit([weights], blocks, is_one=True)
+                continue
+            if together and on_cpu and numel + weights.numel() > BLOCK_NUMEL:
+                yield self._small(together)
+                together, numel = [], 0
+            together.append(row)
+            numel += weights.numel()
+        if together:
+            yield self._small(together)
 
-def units(rows: Sequence[Row], is_large: Callable[[Tensor], bool], *, share_memory: bool) -> Iterator[Unit]:
-    """Yields the units of a step (note "units and blocks").
+    def _small(self, rows: Sequence[Row]) -> Unit:
+        weights = [row[0] for row in rows]
+        return Unit(weights, [_batch(rows, self._room(weights))], is_one=False)
 
-    Args:
-        is_large: says which tensors are units by themselves.
-        share_memory: large tensors share the memory of their updates, so that each unit is done with before the next.
-    """
-    together: list[Row] = []
-    numel, scratch = 0, rows[0][0].new_empty(0)
-    for row in rows:
-        weights = row[0]
-        on_cpu = weights.device.type == "cpu"
-        if is_large(weights):
-            if scratch.numel() < weights.numel() or not share_memory:
-                scratch = weights.new_empty(weights.numel())
-            flat = list(map(in_memory_order, row))  # all in the weights' order
-            yield Unit(_batch([flat], [scratch[: weights.numel()]]), is_one=True)
-            continue
-        if together and on_cpu and numel + weights.numel() > BLOCK_NUMEL:
-            yield _small(together)
-            together, numel = [], 0
-        together.append(row)
-        numel += weights.numel()
-    if together:
-        yield _small(together)
+    def _room(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Returns room for the updates of a unit.
 
-
-def _small(rows: Sequence[Row]) -> Unit:
-    return Unit(_batch(rows, [torch.empty_like(row[0]) for row in rows]), is_one=False)
+        On a CPU it is kept, because writing to new memory costs as much again: one room for all units, or one for each
+        if they wait for other ranks.
+        """
+        first = weights[0]
+        if first.device.type != "cpu":
+            return list(map(torch.empty_like, weights))
+        key = first.dtype, None if self.exchange is None else first.data_ptr()
+        rooms: dict[Any, Tensor] = self.__dict__.setdefault("_rooms", {})  # a copied optimizer begins without
+        starts = [0, *accumulate(-(-each.numel() // 16) * 16 for each in weights)]  # 64 bytes of float32
+        if key not in rooms or rooms[key].numel() < starts[-1]:
+            rooms[key] = first.new_empty(starts[-1])
+        return [
+            rooms[key].as_strided(each.shape, each.stride(), start) if is_dense(each) else torch.empty_like(each)
+            for each, start in zip(weights, starts, strict=False)
+        ]
 
 
 def _batch(rows: Sequence[Sequence[Tensor]], updates: list[Tensor]) -> Batch:
@@ -266,7 +273,7 @@ def _batch(rows: Sequence[Sequence[Tensor]], updates: list[Tensor]) -> Batch:
 
 def _of_tensors(measured: Measured) -> Tensor | None:
     """Returns the norms of a unit's tensors, [num_tensors, 2], if it has all of their blocks."""
-    counts = [num_blocks(weights.numel()) for weights in measured.unit.whole.weights]
+    counts = [num_blocks(weights.numel()) for weights in measured.unit.weights]
     if measured.norms is None or max(counts) == 1:
         return measured.norms
     return torch.stack([whole_norms(column, counts) for column in measured.norms.unbind(1)], dim=1)

@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+Norms = NDArray[np.floating]
 
 
 def trust_ratios(
-    weight_norms: Tensor,
-    update_norms: Tensor,
+    weight_norms: Norms,
+    update_norms: Norms,
     *,
     coefficient: float = 1.0,
     weight_decay: float = 0.0,
     eps: float = 0.0,
     norm_bounds: tuple[float, float] = (0.0, math.inf),
     max_ratio: float = math.inf,
-) -> Tensor:
+) -> Norms:
     """Returns the trust ratio of each tensor, [num_tensors].
 
     Args:
@@ -41,5 +43,8 @@ def trust_ratios(
         norm_bounds: φ clamps ‖w‖ to these.
         max_ratio: the largest ratio.
     """
-    ratios = coefficient * weight_norms.clamp(*norm_bounds) / (update_norms + weight_decay * weight_norms + eps)
-    return torch.where((weight_norms > 0) & (update_norms > 0), ratios.clamp(max=max_ratio), 1.0)
+    least, most = norm_bounds
+    bounded = np.minimum(np.maximum(weight_norms, least), most)
+    has_ratio = (weight_norms > 0) & (update_norms > 0)
+    lengths = np.where(has_ratio, update_norms + weight_decay * weight_norms + eps, 1)
+    return np.where(has_ratio, np.minimum(coefficient * bounded / lengths, max_ratio), 1.0)

@@ -203,7 +203,7 @@ class ShardedUpdate(Update):
         """Returns the norms of whole tensors, of which each rank has measured its parts."""
         assert self._shards is not None
         norms = torch.zeros(self._shards.num_blocks, 2, dtype=torch.float64, device=self._comm.device)
-        units = [[self._places[weights.data_ptr()] for weights in measured.unit.whole.weights] for measured in waiting]
+        units = [[self._places[weights.data_ptr()] for weights in measured.unit.weights] for measured in waiting]
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is not None:
                 norms[[block for part in parts for block in part.blocks]] = measured.norms.to(norms)

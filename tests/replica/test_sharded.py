@@ -40,9 +40,10 @@ OPTIMIZERS: dict[str, Make] = {
 
 def small_blocks() -> None:
     from ddp.optim import layerwise
-    from ddp.replica import sharded
+    from ddp.replica import shards
 
-    for module in (norms, layerwise, sharded):
+    for module in (norms, layerwise, shards):
+        assert module.BLOCK_NUMEL > 64  # type: ignore[attr-defined]
         module.BLOCK_NUMEL = 64  # type: ignore[attr-defined]
 
 
