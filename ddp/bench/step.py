@@ -28,7 +28,7 @@ So replicas end before the group does.
 
 `scripts/ddp bench_step` is the command.
 
-Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `memory.py`.
+Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `optimizers.py`.
 """
 
 from __future__ import annotations

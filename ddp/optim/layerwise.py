@@ -21,7 +21,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -204,9 +203,11 @@ class Layerwise(Optimizer, ABC):
                 for name in self.STATES:
                     state[name] = torch.zeros_like(parameter)
             state["step"] += 1
-            for name in self.STATES:
-                state[name] = laid_out_like(parameter, state[name])
-            row = (parameter.detach(), laid_out_like(parameter, gradient), *[state[name] for name in self.STATES])
+            row = (parameter, gradient, *[state[name] for name in self.STATES])
+            order = parameter.stride()
+            if any(tensor.stride() != order for tensor in row):
+                row = tuple(laid_out_like(parameter, tensor) for tensor in row)
+                state.update(zip(self.STATES, row[2:], strict=True))
             if parameter.is_complex():
                 row = tuple(map(torch.view_as_real, row))
             rows[state["step"], parameter.dtype, parameter.device].append(row)
@@ -253,17 +254,14 @@ class Layerwise(Optimizer, ABC):
         if they wait for other ranks.
         """
         first = weights[0]
-        if first.device.type != "cpu":
+        if first.device.type != "cpu" or not all(each.is_contiguous() for each in weights):
             return list(map(torch.empty_like, weights))
         key = first.dtype, None if self.exchange is None else first.data_ptr()
         rooms: dict[Any, Tensor] = self.__dict__.setdefault("_rooms", {})  # a copied optimizer begins without
-        starts = [0, *accumulate(-(-each.numel() // 16) * 16 for each in weights)]  # 64 bytes of float32
-        if key not in rooms or rooms[key].numel() < starts[-1]:
-            rooms[key] = first.new_empty(starts[-1])
-        return [
-            rooms[key].as_strided(each.shape, each.stride(), start) if is_dense(each) else torch.empty_like(each)
-            for each, start in zip(weights, starts, strict=False)
-        ]
+        numel = sum(each.numel() for each in weights)
+        if key not in rooms or rooms[key].numel() < numel:
+            rooms[key] = first.new_empty(numel)
+        return list(torch._C._nn.unflatten_dense_tensors(rooms[key][:numel], list(weights)))
 
 
 def _batch(rows: Sequence[Sequence[Tensor]], updates: list[Tensor]) -> Batch:

@@ -35,11 +35,15 @@ def block_norms(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> 
     Args:
         dtype: in which they are computed; None for `wide` of the tensors' types.
     """
-    blocks = [block for tensor in tensors for block in _blocks(tensor)]
+    blocks = list(tensors)
+    if any(tensor.numel() > BLOCK_NUMEL or tensor.is_complex() for tensor in blocks):
+        blocks = [block for tensor in blocks for block in _blocks(tensor)]
     if not blocks:
         return torch.zeros(0)
-    norms = torch._foreach_norm(blocks, 2, dtype or wide({block.dtype for block in blocks}))
-    return torch.stack([norm.to(norms[0].device) for norm in norms])
+    norms = list(torch._foreach_norm(blocks, 2, dtype or wide({block.dtype for block in blocks})))
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.to(norms[0].device) for norm in norms]
+    return torch.stack(norms)
 
 
 def wide(dtypes: Collection[torch.dtype]) -> torch.dtype:
