@@ -114,4 +114,5 @@ def show(num_turns: int) -> None:
             for one, other in ratios
         ]
         table.add_row(shape, *times, *quotients)
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)
