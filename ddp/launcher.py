@@ -152,13 +152,19 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
 
 @cache
 def _offer_settings() -> None:
-    """Gives Hydra the defaults of ddp/config.py, the choices of each group, and those that an address names."""
+    """Gives Hydra the defaults of ddp/config.py, the choices of groups those of an address, `${per_worker:…}`."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.object_type import ObjectType
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult, ConfigSource
     from omegaconf import OmegaConf
 
+    def per_worker(*numbers: Any, _root_: Any) -> Any:
+        """Makes `batch.global_size='${per_worker:32}'` grow with the workers; leaves what is not a number."""
+        is_number = len(numbers) == 1 and isinstance(numbers[0], int)
+        return numbers[0] * _root_.cluster.workers if is_number else ",".join(map(str, numbers))
+
+    OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
     store = ConfigStore.instance()
     store.store("settings", plain_defaults())
     for group, choices in CHOICES.items():

@@ -104,7 +104,7 @@ def derived(config: Config, num_train: int) -> list[str]:
     notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
     if rise:
         steps = BatchSizes(num_train, batch_of(config, num_train)).num_steps(0, math.ceil(rise))
-        notes.append(f"the learning rate rises over {rise:,.0f} samples ({counted(steps, 'step')})")
+        notes.append(f"the learning rate rises over {math.ceil(rise):,} samples ({counted(steps, 'step')})")
     return notes
 
 

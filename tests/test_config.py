@@ -80,6 +80,14 @@ def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
 
 
+def test_a_batch_can_grow_with_the_workers(tmp_path: Path) -> None:
+    per_worker = "batch.global_size=${per_worker:%s}"
+    assert compose(tmp_path, "cluster.workers=3", per_worker % 32).batch.global_size == 96
+    for odd in ("", "a", "1.5", "1,2"):
+        with pytest.raises(ConfigError, match=rf"batch.global_size={odd}: expected a whole number"):
+            compose(tmp_path, per_worker % odd)
+
+
 BAD = {
     "cluster.workers": [0, -1, 10_000],
     "cluster.threads_per_worker": [0],
