@@ -5,11 +5,11 @@
                  ratios     one short vector for the unit (`trust_ratio.py`)
                  apply      change the weights
 
-Note "units and blocks". A phase is several passes over memory. On a CPU each one is faster if the cache still holds
-what the last one has written. So a large tensor goes through all passes of a phase block by block (`norms.py`). Much
-smaller blocks would lose more to Python calls than they win. Small tensors, of less than a quarter of a block, are
-taken together, as many as fit a block, by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is
-one large tensor, or such a batch of small ones. On a GPU all tensors are one unit.
+Note "units and stretches". A phase is several passes over memory. On a CPU each one is faster if the cache still holds
+what the last one has written. So a large tensor, of several blocks (`norms.py`), goes through all passes of a phase
+stretch by stretch. Much shorter stretches would lose more to Python calls than they win. Small tensors are taken
+together, as many as fit a stretch, by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is one
+large tensor, or such a batch of small ones. On a GPU all tensors are one unit.
 
 Gradients are never written to: they are views of buckets.
 
@@ -33,15 +33,16 @@ from ddp.optim.choices import check_range
 from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
 from ddp.optim.trust_ratio import Norms
 
+STRETCH_NUMEL = 4 * BLOCK_NUMEL  # of float32: 2 MB, of which a few fit a cache
 Adapt = Literal["always", "with_decay", "never"]
 """Which tensors of a group have a trust ratio: all, all if the group has a decay, or none."""
 Ratios = float | list[float]
 Row = tuple[Tensor, ...]
-"""Weights, gradient, and the optimizer's states of one tensor, or of a block of it."""
+"""Weights, gradient, and the optimizer's states of one tensor, or of a stretch of it."""
 
 
 class Batch(NamedTuple):
-    """Several tensors or blocks, as columns.
+    """Several tensors or a stretch of one, as columns.
 
     Attributes:
         states: a column for each of `Layerwise.STATES`.
@@ -59,7 +60,7 @@ class Unit(NamedTuple):
 
     Attributes:
         weights: all of them.
-        batches: what goes through a phase together: the blocks of one tensor, or all tensors.
+        batches: what goes through a phase together: the stretches of one tensor, or all tensors.
         is_one: they are one tensor.
     """
 
@@ -100,7 +101,7 @@ class Layerwise(Optimizer, ABC):
 
     @staticmethod
     def is_large(weights: Tensor) -> bool:
-        return weights.numel() > BLOCK_NUMEL // 4 and is_dense(weights) and weights.device.type == "cpu"
+        return weights.numel() > BLOCK_NUMEL and is_dense(weights) and weights.device.type == "cpu"
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -185,7 +186,7 @@ class Layerwise(Optimizer, ABC):
         """Changes the weights.
 
         Args:
-            ratios: one for each row; a number where the batch is a block of a large tensor.
+            ratios: one for each row; a number where the batch is a stretch of one tensor.
         """
 
     def _rows(self, group: Mapping[str, Any]) -> dict[tuple[int, torch.dtype, torch.device], list[Row]]:
@@ -221,21 +222,21 @@ class Layerwise(Optimizer, ABC):
         return clip_factor(float(total_norm(block_norms(gradients))), self.clip_norm)
 
 
-    # --- units and blocks --------------------------------------------------------------------------------------------
+    # --- units and stretches -----------------------------------------------------------------------------------------
 
     def _units(self, rows: Sequence[Row]) -> Iterator[Unit]:
-        """Yields the units of a step (note "units and blocks")."""
+        """Yields the units of a step (note "units and stretches")."""
         together: list[Row] = []
         numel = 0
         for row in rows:
             weights = row[0]
             on_cpu = weights.device.type == "cpu"
             if self.is_large(weights):
-                columns = [in_memory_order(each).split(BLOCK_NUMEL) for each in (*self._room([weights]), *row)]
+                columns = [in_memory_order(each).split(STRETCH_NUMEL) for each in (*self._room([weights]), *row)]
                 blocks = [_batch([block], [update]) for update, *block in zip(*columns, strict=True)]
                 yield Unit([weights], blocks, is_one=True)
                 continue
-            if together and on_cpu and numel + weights.numel() > BLOCK_NUMEL:
+            if together and on_cpu and numel + weights.numel() > STRETCH_NUMEL:
                 yield self._small(together)
                 together, numel = [], 0
             together.append(row)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp.dense import is_dense
 
-BLOCK_NUMEL = 1 << 19  # of float32: 2 MB, of which a few fit a cache
+BLOCK_NUMEL = 1 << 17
 
 
 def num_blocks(numel: int) -> int:

@@ -26,6 +26,7 @@ SHAPES = [(7, 5), (5,), (40, 30), (3, 4, 2, 2), (), (0,), (300, 9), (16,)]  # wi
 
 def patch_blocks(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
     monkeypatch.setattr(layerwise, "BLOCK_NUMEL", numel)
+    monkeypatch.setattr(layerwise, "STRETCH_NUMEL", 4 * numel)
     monkeypatch.setattr(norms, "BLOCK_NUMEL", numel)
 
 

@@ -45,6 +45,7 @@ def small_blocks() -> None:
     for module in (norms, layerwise, shards):
         assert module.BLOCK_NUMEL > 64  # type: ignore[attr-defined]
         module.BLOCK_NUMEL = 64  # type: ignore[attr-defined]
+    layerwise.STRETCH_NUMEL = 256
 
 
 class Widened(nn.Linear):
