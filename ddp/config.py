@@ -163,7 +163,7 @@ class Adam(Optim):
 
 @dataclass(kw_only=True, slots=True)
 class LayerwiseOptim(Optim):
-    preset: str = setting(MISSING, "the paper or program whose choices hold, of those in docs/large-batches.md")
+    preset: str = setting(MISSING, "paper or program whose choices hold, but for weight_decay: docs/large-batches.md")
     args: dict[str, Any] = setting({}, "choices other than the preset's, such as optim.args.bias_correction=false")
 
 

@@ -30,7 +30,7 @@ from ddp.clock import now_s
 from ddp.comm.setup import init, shutdown
 from ddp.data import standard_library
 from ddp.errors import Diverged
-from ddp.files import json_object
+from ddp.files import json_object, write_whole
 from ddp.monitor.noise_scale import Estimate
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.optim.schedules import Scaling
@@ -128,7 +128,9 @@ def study(folder: str, num_train: int) -> None:
     comm = init(device="cpu")
     path = Path(folder) / "results.jsonl"
     results = {result.trial: result for result in read(path)}
-    comm.barrier()  # before rank 0 adds a line
+    comm.barrier()  # before rank 0 writes
+    if comm.rank == 0:  # without a line that was cut off, which the next one would join
+        write_whole(path, "".join(f"{json.dumps(asdict(result))}\n" for result in results.values()))
     train, tuning, test = samples(num_train)
     trials = list(tuning_trials(num_train))
     num_trials = len(trials) + len(RIVALS) * len(BATCHES) * len(SEEDS)
@@ -176,6 +178,14 @@ def chosen_after(trials: Sequence[Trial], results: Mapping[Trial, Result]) -> It
     for best in best_of(trials, results):
         for seed in SEEDS:
             yield Trial(best.rival, best.batch, best.rate, seed, is_test=True, num_train=best.num_train)
+
+
+def planned(results: Sequence[Result], num_train: int) -> list[Result]:
+    """Returns the results of a study's own runs, without those of other rates and lengths."""
+    trials, known = list(tuning_trials(num_train)), {result.trial: result for result in results}
+    if not all(trial in known for trial in trials):  # then none is tested yet
+        return [known[trial] for trial in trials if trial in known]
+    return [known[trial] for trial in chosen_after(trials, known) if trial in known]
 
 
 def best_of(trials: Sequence[Trial], results: Mapping[Trial, Result]) -> list[Trial]:

@@ -17,7 +17,7 @@ from ddp.errors import ConfigError
 
 
 class BatchWarmup(NamedTuple):
-    """A global batch that grows from `first` to `last` samples, in multiples of `first`.
+    """A global batch that grows from `first` to `last` samples, in multiples of `first` but for the last.
 
     Attributes:
         num_samples: position from which on it is `last`.

@@ -40,7 +40,8 @@ class LarsChoices(TypedDict, total=False):
         eps: ε. Without it, a tensor whose gradient is almost zero takes a step of full length along noise.
         nesterov: step along the gradient that momentum leads to.
         rate_in_momentum: the rate is inside the momentum (above).
-        decay_in_ratio: λw is scaled by the ratio, and λ‖w‖ is in its denominator; else w decays by lr · λ.
+        decay_in_ratio: λw is scaled by the ratio, and λ‖w‖ is in its denominator; else λw joins the update without
+            it.
         norm_bounds: φ clamps ‖w‖ to these.
         adapt: which tensors have a ratio: "always" all, "with_decay" those of groups with a decay.
         clip_norm: largest norm of the gradient of all parameters together; None for no clipping.
@@ -165,4 +166,4 @@ class LARC(LARS):
     def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
         ratios, rate = super()._ratios(weight_norms, update_norms, group), float(group["lr"])
         has_ratio = (weight_norms > 0) & (update_norms > 0)
-        return np.where(has_ratio, np.minimum(ratios, rate) / rate, 1.0)
+        return np.where(has_ratio & (rate > 0), np.minimum(ratios / (rate or 1.0), 1.0), 1.0)

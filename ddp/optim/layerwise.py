@@ -108,6 +108,9 @@ class Layerwise(Optimizer, ABC):
             check_range(name, defaults[name], least=0)
         if defaults["adapt"] not in get_args(Adapt):
             raise ConfigError(f"adapt={defaults['adapt']!r}: take one of {', '.join(get_args(Adapt))}")
+        least, most = defaults["norm_bounds"]
+        if not 0 <= least <= most:
+            raise ConfigError(f"norm_bounds={defaults['norm_bounds']!r}: want two ascending numbers from 0 up")
         if defaults["clip_norm"] is not None and not defaults["clip_norm"] > 0:
             raise ConfigError(f"clip_norm={defaults['clip_norm']!r}: must be above 0; None for no clipping")
         super().__init__(params, defaults)
@@ -133,8 +136,12 @@ class Layerwise(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            raise RuntimeError(f"{type(self).__name__} needs dense gradients; leave sparse=True out")
         if gradient_factor is None:
-            gradient_factor = self._clipping()
+            norm = 0.0 if self.clip_norm is None else float(total_norm(block_norms(gradients)))
+            gradient_factor = clip_factor(norm, self.clip_norm)
         waiting: list[Measured] = []
         for group in self.param_groups:
             sign = -1.0 if group["maximize"] else 1.0
@@ -196,31 +203,22 @@ class Layerwise(Optimizer, ABC):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(f"{type(self).__name__} needs dense gradients; take torch.optim.SparseAdam")
             state = self.state[parameter]
             if not state:
                 state["step"] = 0
                 for name in self.STATES:
                     state[name] = torch.zeros_like(parameter)
             state["step"] += 1
-            row = (parameter, gradient, *[state[name] for name in self.STATES])
+            others = [gradient, *[state[name] for name in self.STATES]]
             order = parameter.stride()
-            if any(tensor.stride() != order for tensor in row):
-                row = tuple(laid_out_like(parameter, tensor) for tensor in row)
-                state.update(zip(self.STATES, row[2:], strict=True))
+            if any(tensor.stride() != order for tensor in others):
+                others = [laid_out_like(parameter, tensor) for tensor in others]
+                state.update(zip(self.STATES, others[1:], strict=True))
+            row = (parameter, *others)
             if parameter.is_complex():
                 row = tuple(map(torch.view_as_real, row))
             rows[state["step"], parameter.dtype, parameter.device].append(row)
         return rows
-
-    def _clipping(self) -> float:
-        """Returns the factor that makes the norm of all gradients together at most `clip_norm`."""
-        if self.clip_norm is None:
-            return 1.0
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return clip_factor(float(total_norm(block_norms(gradients))), self.clip_norm)
-
 
     # --- units and stretches -----------------------------------------------------------------------------------------
 
@@ -279,8 +277,12 @@ def _of_tensors(measured: Measured) -> Tensor | None:
 
 
 def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy of it, in the parameter's order of elements: a model may have changed it since."""
-    return tensor if tensor.stride() == parameter.stride() else torch.empty_like(parameter).copy_(tensor)
+    """Returns the tensor, or a copy of it, in the parameter's order of elements and without gaps between them.
+
+    A model may have changed the order since.
+    """
+    is_alike = tensor.stride() == parameter.stride() and is_dense(tensor)
+    return tensor if is_alike else torch.empty_like(parameter).copy_(tensor)
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

@@ -90,7 +90,14 @@ def with_warmup(schedule: RateSchedule, *, num_samples: float = 0, fraction: flo
 
     Args:
         num_samples, fraction: N, or the share of the run that N is.
+
+    Raises:
+        ConfigError: both are given, or one is out of its range.
     """
+    if num_samples and fraction:
+        raise ConfigError(f"num_samples={num_samples:g} and fraction={fraction:g}: leave one of them out")
+    if not 0 <= num_samples < math.inf or not 0 <= fraction < 1:
+        raise ConfigError(f"num_samples={num_samples:g}, fraction={fraction:g}: want samples, or a share below 1")
 
     def factor(done: float, of: float) -> float:
         ramp = num_samples or fraction * of

@@ -162,6 +162,7 @@ class ShardedUpdate(Update):
             self.optimizer.state.update(self._gathered(keep=True))
             self._shards.give_back()
             self._shards, self._frozen = None, {}
+            self._mine, self._places = self.optimizer, {}  # frees the parts' state
 
     # --- parts -------------------------------------------------------------------------------------------------------
 

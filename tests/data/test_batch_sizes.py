@@ -86,3 +86,5 @@ def test_a_warm_up_that_does_not_grow_is_refused(warmup):
 def test_the_smallest_batch_is_shared_by_all_workers():
     with pytest.raises(ConfigError, match="a global batch of 4 cannot be shared by 8 workers"):
         TrainSampler(100, global_batch=BatchWarmup(4, 16, 50), rank=0, world_size=8)
+    with pytest.raises(ConfigError, match="a batch that grows from 4 samples cannot be cut into 8 shards"):
+        TrainSampler(100, global_batch=BatchWarmup(4, 16, 50), rank=0, world_size=2, num_shards=8)

@@ -327,11 +327,35 @@ def test_complex_parameters_and_a_model_on_the_meta_device(kind: str) -> None:
 
 
 @EACH
-def test_sparse_gradients_are_refused(kind: str) -> None:
-    w = nn.Parameter(torch.ones(4, 2))
-    w.grad = torch.ones(4, 2).to_sparse()
+def test_sparse_gradients_are_refused_before_anything_changes(kind: str) -> None:
+    first, w = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
+    first.grad, w.grad = torch.ones(3), torch.ones(4, 2).to_sparse()
     with pytest.raises(RuntimeError, match="needs dense gradients"):
-        KINDS[kind]([w]).step()
+        KINDS[kind]([{"params": [first]}, {"params": [w]}], clip_norm=1.0).step()
+    assert torch.equal(first, torch.ones(3))
+
+
+@EACH
+def test_a_rate_of_zero_changes_nothing(kind: str) -> None:
+    w = nn.Parameter(torch.ones(4))
+    optimizer = KINDS[kind]([w], lr=0.0)
+    for _ in range(2):
+        w.grad = torch.ones(4)
+        optimizer.step()
+    assert torch.equal(w, torch.ones(4))
+
+
+@EACH
+def test_gaps_between_elements_are_left_out(kind: str) -> None:
+    start, gradients = torch.randn(8, 12), torch.randn(5, 8, 12)
+    dense, sliced = nn.Parameter(start[:, ::2].clone()), nn.Parameter(start.clone()[:, ::2])
+    for w in (dense, sliced):
+        optimizer = KINDS[kind]([w], lr=0.1)
+        for gradient in gradients:
+            w.grad = gradient[:, ::2] if w is sliced else gradient[:, ::2].clone()
+            optimizer.step()
+    assert sliced.grad is not None and sliced.grad.stride() == sliced.stride() != dense.stride()
+    torch.testing.assert_close(sliced, dense)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +377,7 @@ def test_sparse_gradients_are_refused(kind: str) -> None:
         ("lamb", {"weight_decay": "a"}, "weight_decay='a': must be a number"),
         ("lamb", {"betas": 0.9}, "betas=0.9: must be two numbers"),
         ("lars", {"norm_bounds": [1, "a"]}, r"norm_bounds=\[1, 'a'\]: must be two numbers"),
+        ("lamb", {"norm_bounds": (10, 1)}, r"norm_bounds=\(10, 1\): want two ascending numbers from 0 up"),
         ("larc", {"nesterov": 1}, "nesterov=1: must be True or False"),
         ("larc", {"adapt": 1}, "adapt=1: must be a word"),
     ],

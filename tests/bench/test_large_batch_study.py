@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from ddp.bench.large_batch import BATCHES, RIVALS, SEEDS, Result, Trial, best_of, chosen_after, read, tuning_trials
+from ddp.bench.large_batch import (
+    BATCHES,
+    RIVALS,
+    SEEDS,
+    Result,
+    Trial,
+    best_of,
+    chosen_after,
+    planned,
+    read,
+    tuning_trials,
+)
 from ddp.bench.large_batch_report import Findings, draw, foretold, samples_to, show
 from ddp.monitor.noise_scale import Estimate
 
@@ -70,6 +81,14 @@ def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     lines = [json.dumps(asdict(result)) for result in results]
     path.write_text("\n".join([*lines[:2], lines[2][:50]]))
     assert read(path) == results[:2]
+
+
+def test_results_of_another_grid_are_left_out() -> None:
+    results = studied()
+    elsewhere = Result(replace(results[-1].trial, rate=0.77), 0.9)
+    assert planned([elsewhere, *results], num_train=10_000) == results
+    assert planned([*results[:5], elsewhere], num_train=10_000) == results[:5]
+    assert planned(results, num_train=20_000) == []
 
 
 def test_samples_to_a_target() -> None:
