@@ -193,6 +193,7 @@ def stopped_and_resumed(folder: str, num_steps: int, sharded: bool) -> tuple[lis
     small_blocks()
     ddp.init(abort_s=30)
     how: dict[str, Any] = {"checkpoint_dir": folder, "resume": "auto", "num_shards": 4, "max_steps": num_steps}
+    how["global_batch"] = ddp.BatchWarmup(4, 12, num_samples=60)
     module, optimizer, _ = fitted("lamb", sharded=sharded, schedule=None, **how)
     ddp.shutdown()
     state = [value for parameter in module.parameters() for value in optimizer.state[parameter].values()]
@@ -201,7 +202,7 @@ def stopped_and_resumed(folder: str, num_steps: int, sharded: bool) -> tuple[lis
 
 
 def test_a_checkpoint_is_the_ordinary_one_at_any_world_size_and_with_or_without_shards(tmp_path: Path) -> None:
-    """The whole run once, and in four parts: 2 ranks with shards, 1 without, 4 and 3 with."""
+    """The whole run once, and in four parts: 2 ranks with shards, 1 without, 4 and 3 with. The batch grows."""
     whole, _ = run_ranks(stopped_and_resumed, 2, str(tmp_path / "whole"), 12, False)[0]
     parts = str(tmp_path / "parts")
     for world_size, num_steps, sharded in ((2, 3, True), (1, 6, False), (4, 9, True)):

@@ -105,6 +105,11 @@ SUBJECTS = {  # chapter → the functions that it is about
         "transport/shared_memory.py: Life.__init__, goes_on",
         "failures.py: describe_failures, _aside, _death",
     ],
+    "12_large_batches": [
+        "optim/trust_ratio.py: trust_ratios",
+        "optim/lars.py: _measure, _apply",
+        "optim/groups.py: parameter_groups",
+    ],
 }
 
 

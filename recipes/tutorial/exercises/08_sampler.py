@@ -121,6 +121,11 @@ class TrainSampler:
                 f"a global batch of {smallest} cannot be shared by {world_size} workers: "
                 f"raise it to {world_size} or more, or use {max(smallest, 1)} worker(s)"
             )
+        if smallest < min(num_shards, self.sizes.batch.last):
+            raise ConfigError(
+                f"a batch that grows from {smallest} samples cannot be cut into {num_shards} shards: begin with "
+                f"{num_shards} samples or more, or set num_shards={smallest}"
+            )
         if num_shards < world_size:
             raise ConfigError(
                 f"num_shards={num_shards} is less than {world_size} workers, so some would compute nothing: "
