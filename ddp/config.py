@@ -132,7 +132,9 @@ class Optim:
 
     name: str
     lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
-    weight_decay: float = setting(MISSING, "weight decay, of weight matrices only (not of biases and norms)")
+    weight_decay: float | None = setting(
+        MISSING, "weight decay, of weight matrices only (not of biases and norms); null: the preset's, or torch's default"
+    )
     lr_scaling: LrScaling = setting(
         "none",
         "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k; legw: lr · "
@@ -149,7 +151,7 @@ class Optim:
 class Sgd(Optim):
     name: str = "sgd"
     lr: float = 0.05
-    weight_decay: float = 5e-4
+    weight_decay: float | None = 5e-4
     momentum: float = setting(0.9, "share of the last update that is carried on")
     nesterov: bool = setting(True, "take the gradient's step from where momentum leads to (Nesterov)")
 
@@ -163,7 +165,7 @@ class Adam(Optim):
 
 @dataclass(kw_only=True, slots=True)
 class LayerwiseOptim(Optim):
-    preset: str = setting(MISSING, "paper or program whose choices hold, but for weight_decay: docs/large-batches.md")
+    preset: str = setting(MISSING, "paper or program whose choices hold: docs/large-batches.md")
     args: dict[str, Any] = setting({}, "choices other than the preset's, such as optim.args.bias_correction=false")
 
 
@@ -233,15 +235,15 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (Adam(name="adam", lr=1e-3, weight_decay=0.0), "Adam; weight decay is added to the gradient"),
         (Adam(name="adamw", lr=4e-3, weight_decay=0.01), "Adam with weight decay apart from the gradient"),
         (
-            LayerwiseOptim(name="lars", lr=4.0, weight_decay=5e-4, preset="paper"),
+            LayerwiseOptim(name="lars", lr=4.0, weight_decay=None, preset="paper"),
             "momentum whose rate follows the size of each tensor, for large batches",
         ),
         (
-            LayerwiseOptim(name="larc", lr=0.2, weight_decay=5e-4, preset="apex"),
+            LayerwiseOptim(name="larc", lr=0.2, weight_decay=None, preset="apex"),
             "LARS whose rate is never above lr",
         ),
         (
-            LayerwiseOptim(name="lamb", lr=0.01, weight_decay=0.01, preset="paper"),
+            LayerwiseOptim(name="lamb", lr=0.01, weight_decay=None, preset="paper"),
             "Adam whose rate follows the size of each tensor, for large batches",
         ),
     ],
@@ -390,7 +392,8 @@ class Config:
     clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
     log_every: int = setting(10, "steps between two lines of metrics.jsonl")
     noise_scale_every: int = setting(
-        10, "steps between two measurements of the gradient noise scale, up to which more workers pay; 0: never"
+        10,
+        "steps between two measurements of the gradient noise scale, the batch up to which more workers pay; 0: never",
     )
     resume: str = setting(
         "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"

@@ -178,8 +178,8 @@ def _warmup_problems(config: Config) -> Iterator[str]:
     ratio = batch.global_size / optim.base_batch
     if optim.lr_scaling == "legw" and fraction and fraction * ratio >= 1:
         yield (
-            f"schedule.warmup_fraction={fraction:g}: optim.lr_scaling=legw makes it {ratio:g} times longer, more than "
-            f"the run; lower it, or set optim.base_batch={optim.base_batch} to the batch that lr was found for"
+            f"optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction={fraction:g} becomes {ratio:g} times "
+            f"longer, more than the run; lower it, or set optim.base_batch={optim.base_batch} to the batch that lr was found for"
         )
     lasts = batch.warmup_samples or batch.warmup_epochs
     if batch.warmup_size is None and lasts is not None:

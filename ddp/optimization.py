@@ -86,7 +86,7 @@ def batch_of(config: Config, num_train: int) -> int | BatchWarmup:
 
 def warmup_samples(config: Config, num_train: int) -> float:
     """Returns in how many samples of all workers the learning rate rises."""
-    schedule, optim, sizes = config.schedule, config.optim, BatchSizes(num_train, batch_of(config, num_train))
+    schedule, optim, sizes = config.schedule, config.optim, _sizes(config, num_train)
     if schedule.warmup_steps is not None:
         return sizes.after(0, schedule.warmup_steps)
     times = config.batch.global_size / optim.base_batch if optim.lr_scaling == "legw" else 1
@@ -94,8 +94,16 @@ def warmup_samples(config: Config, num_train: int) -> float:
         return times * schedule.warmup_samples
     if schedule.warmup_epochs is not None:
         return times * schedule.warmup_epochs * num_train
-    _, of_run = sizes.end(0, epochs=config.epochs, num_steps=config.max_steps)
-    return times * (schedule.warmup_fraction or 0) * of_run
+    return times * (schedule.warmup_fraction or 0) * _samples_of_run(config, sizes)
+
+
+def _sizes(config: Config, num_train: int) -> BatchSizes:
+    return BatchSizes(num_train, batch_of(config, num_train))
+
+
+def _samples_of_run(config: Config, sizes: BatchSizes) -> int:
+    _, num_samples = sizes.end(0, epochs=config.epochs, num_steps=config.max_steps)
+    return num_samples
 
 
 def derived(config: Config, num_train: int) -> list[str]:
@@ -103,8 +111,10 @@ def derived(config: Config, num_train: int) -> list[str]:
     rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, num_train)
     notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
     if rise:
-        steps = BatchSizes(num_train, batch_of(config, num_train)).num_steps(0, math.ceil(rise))
-        notes.append(f"the learning rate rises over {math.ceil(rise):,} samples ({counted(steps, 'step')})")
+        sizes = _sizes(config, num_train)
+        steps = counted(sizes.num_steps(0, math.ceil(rise)), "step")
+        is_too_long = ": longer than the run" if rise > _samples_of_run(config, sizes) else ""
+        notes.append(f"the learning rate rises over {math.ceil(rise):,} samples ({steps}){is_too_long}")
     return notes
 
 

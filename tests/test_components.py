@@ -40,7 +40,7 @@ def optimizer_of(**plain: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("optim", CHOICES["optim"])
 def test_every_optimizer_is_made_without_memory_and_spares_biases_and_norms(optim: str) -> None:
     decaying, excluded = optimizer_of(optim={"name": optim}).param_groups
-    assert decaying["weight_decay"] == CHOICES["optim"][optim].weight_decay
+    assert decaying["weight_decay"] == {"adam": 0.0, "adamw": 0.01, "lamb": 0.01}.get(optim, 5e-4)
     assert excluded["weight_decay"] == 0.0
     assert {p.dim() for p in excluded["params"]} == {1}
     assert excluded.get("adapt", "never") == "never"
@@ -55,8 +55,12 @@ def test_every_optimizer_is_made_without_memory_and_spares_biases_and_norms(opti
     ],
 )
 def test_every_preset_has_its_word(name: str, preset: str) -> None:
-    _, excluded = optimizer_of(optim={"name": name, "preset": preset, "args": {"eps": 0.25}}).param_groups
+    presets: dict[str, Any] = {"lamb": PRESETS, "lars": LARS_PRESETS, "larc": LARC_PRESETS}[name]
+    plain = {"name": name, "preset": preset, "args": {"eps": 0.25}}
+    decaying, excluded = optimizer_of(optim=plain).param_groups
     assert excluded["eps"] == 0.25
+    assert (decaying["weight_decay"], excluded["weight_decay"]) == (presets[preset]["weight_decay"], 0.0)
+    assert optimizer_of(optim={**plain, "weight_decay": 0.5}).param_groups[0]["weight_decay"] == 0.5
     assert (excluded["adapt"] == "always") == (preset == "nvlamb")
 
 

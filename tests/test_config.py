@@ -155,7 +155,11 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
                 "optim": {"name": "sgd", "lr_scaling": "legw"},
                 "schedule": {"name": "cosine", "warmup_fraction": 0.05},
             },
-            "schedule.warmup_fraction=0.05: optim.lr_scaling=legw makes it 32 times longer, more than the run",
+            "optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction=0.05 becomes 32 times longer, more than the",
+        ),
+        (
+            {"optim": {"name": "lamb", "sharded": True}, "replica": {"kind": "naive"}},
+            "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out",
         ),
         ({"cluster": {"worker": 3}}, "unknown key cluster.worker. Did you mean cluster.workers?"),
         ({"bach": 3}, "unknown key bach. Did you mean batch?"),

@@ -134,7 +134,7 @@ def study(folder: str, num_train: int) -> None:
     train, tuning, test = samples(num_train)
     trials = list(tuning_trials(num_train))
     num_trials = len(trials) + len(RIVALS) * len(BATCHES) * len(SEEDS)
-    for number, trial in enumerate(chosen_after(trials, results), start=1):
+    for number, trial in enumerate(trials_in_order(trials, results), start=1):
         if trial in results:
             continue
         result = run(trial, train, test if trial.is_test else tuning)
@@ -172,7 +172,7 @@ def tuning_trials(num_train: int) -> Iterator[Trial]:
                 yield Trial(name, batch, rate, SEEDS[0], is_test=False, num_train=num_train)
 
 
-def chosen_after(trials: Sequence[Trial], results: Mapping[Trial, Result]) -> Iterator[Trial]:
+def trials_in_order(trials: Sequence[Trial], results: Mapping[Trial, Result]) -> Iterator[Trial]:
     """Yields the runs for tuning, and, once `results` has them, the runs with the best rates and all seeds."""
     yield from trials
     for best in best_of(trials, results):
@@ -185,7 +185,7 @@ def planned(results: Sequence[Result], num_train: int) -> list[Result]:
     trials, known = list(tuning_trials(num_train)), {result.trial: result for result in results}
     if not all(trial in known for trial in trials):  # then none is tested yet
         return [known[trial] for trial in trials if trial in known]
-    return [known[trial] for trial in chosen_after(trials, known) if trial in known]
+    return [known[trial] for trial in trials_in_order(trials, known) if trial in known]
 
 
 def best_of(trials: Sequence[Trial], results: Mapping[Trial, Result]) -> list[Trial]:

@@ -77,7 +77,7 @@ class Findings(NamedTuple):
         return [each.scale for each in self.noise if each.scale is not None]
 
     @property
-    def least(self) -> float | None:
+    def lower_bound(self) -> float | None:
         """Returns the median of the lower bounds that the other runs have found."""
         bounds = [each.above for each in self.noise if each.above is not None]
         return statistics.median(bounds) if bounds else None
@@ -109,15 +109,16 @@ def samples_to(target: float, curve: Sequence[tuple[int, float]]) -> float | Non
 def foretold(found: Findings) -> str:
     """Returns the critical batch that the noise scale foretells."""
     told = [f"{min(found.scales):,.0f} to {max(found.scales):,.0f} samples"] if found.scales else []
-    if found.least is not None:
+    if found.lower_bound is not None:
         num = len(found.noise) - len(found.scales)
-        told.append(f"above {found.least:,.0f} samples by the median of {counted(num, 'run')}")
+        told.append(f"above {found.lower_bound:,.0f} samples by the median of {counted(num, 'run')}")
     return "; ".join(told) or "not measured"
 
 
 def show(found: Findings) -> None:
     """Prints the table."""
-    table = Table(title=f"accuracy in percent ± deviation over seeds (rate); samples to {found.target:.1%}")
+    title = "accuracy in percent ± deviation over seeds (rate, * the least or greatest tried)"
+    table = Table(title=f"{title}\nsamples to {found.target:.1%}")
     table.add_column("optimizer")
     for batch in BATCHES:
         table.add_column(f"batch {batch:,}", justify="right")
@@ -131,7 +132,9 @@ def _cell(point: Point | None) -> str:
     if point is None:
         return ""
     to_target = "not reached" if point.to_target is None else f"{point.to_target:,.0f}"
-    return f"{100 * point.mean:.1f} ± {100 * point.spread:.1f} ({point.rate:g})\n{to_target}"
+    rates = RIVALS[point.rival].rates
+    mark = "*" if point.rate in (rates[0], rates[-1]) else ""
+    return f"{100 * point.mean:.1f} ± {100 * point.spread:.1f} ({point.rate:g}{mark})\n{to_target}"
 
 
 def draw(found: Findings, picture: Path) -> None:
@@ -150,8 +153,8 @@ def draw(found: Findings, picture: Path) -> None:
     for axes in (left, right):
         if found.scales:
             axes.axvspan(min(found.scales), max(found.scales), color="gray", alpha=0.2, label="noise scale")
-        elif found.least is not None:
-            axes.axvline(found.least, color="gray", ls="--", label="noise scale, at least")
+        elif found.lower_bound is not None:
+            axes.axvline(found.lower_bound, color="gray", ls="--", label="noise scale, at least")
         axes.set_xticks(BATCHES, [f"{batch:,}" for batch in BATCHES])
         axes.minorticks_off()
         axes.grid(alpha=0.3)

@@ -22,12 +22,12 @@ from ddp.errors import ConfigError
 
 
 def parameter_groups(
-    module: nn.Module, *, weight_decay: float, exclude: Sequence[str] = (), **of_excluded: Any
+    module: nn.Module, *, weight_decay: float | None, exclude: Sequence[str] = (), **of_excluded: Any
 ) -> list[dict[str, Any]]:
     """Returns the parameters that need a gradient as groups for an optimizer: those that decay, then those left out.
 
     Args:
-        weight_decay: of the first group.
+        weight_decay: of the first group; None: the optimizer's own.
         exclude: names of parameters to be left out, too, such as "position.weight" or "encoder.embed.*".
         of_excluded: further settings of the group that is left out.
 
@@ -45,8 +45,9 @@ def parameter_groups(
     is_out = [p.dim() <= 1 or any(fnmatchcase(name, pattern) for pattern in exclude) for name, p in named]
     decaying = [parameter for (_, parameter), out in zip(named, is_out, strict=True) if not out]
     excluded = [parameter for (_, parameter), out in zip(named, is_out, strict=True) if out]
+    of_decaying = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups = [
-        {"params": decaying, "weight_decay": weight_decay},
+        {"params": decaying, **of_decaying},
         {"params": excluded, "weight_decay": 0.0, **of_excluded},
     ]
     return [group for group in groups if group["params"]]

@@ -73,11 +73,11 @@ _PAPER: LambChoices = {
 }
 PRESETS: dict[str, LambChoices] = {
     "paper": _PAPER,  # arXiv 1904.00962v5, algorithm 2; φ(‖w‖) = ‖w‖ as in its experiments
-    "tfa": {**_PAPER, "weight_decay": 0.0},  # tensorflow/addons, tensorflow_addons/optimizers/lamb.py
-    "nvlamb": {**_PAPER, "clip_norm": 1.0},  # NVIDIA/apex, FusedLAMB(use_nvlamb=True)
-    "apex": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # NVIDIA/apex, csrc/multi_tensor_lamb.cu
-    "timm": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # huggingface/pytorch-image-models, timm/optim/lamb.py
-    "mlperf": {**_PAPER, "clip_norm": 1.0},  # mlcommons/training, language_model/tensorflow/bert/optimization.py
+    "tfa": {**_PAPER, "weight_decay": 0.0},  # tensorflow/addons@cbe5e9c, optimizers/lamb.py
+    "nvlamb": {**_PAPER, "clip_norm": 1.0},  # NVIDIA/apex@0bfb830, FusedLAMB(use_nvlamb=True)
+    "apex": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # NVIDIA/apex@0bfb830, csrc/multi_tensor_lamb.cu
+    "timm": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9a6fcf5, optim/lamb.py
+    "mlperf": {**_PAPER, "clip_norm": 1.0},  # mlcommons/training@373dfed, bert/optimization.py
 }
 
 

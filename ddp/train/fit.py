@@ -312,6 +312,10 @@ def fit(
         set_rate(optimizer, rates, 1.0)
         for group in optimizer.param_groups if rates_are_new else ():
             del group["initial_lr"]
+    if known := noise.scale.estimate():
+        log.info("%s", known.in_words())
+        if comm.rank == 0 and progress:
+            print(known.in_words(), flush=True)
     summary = summary_of(state, task, meter, noise, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
     if run_dir is not None:
         on_rank_zero(comm, partial(_finish, run_dir, summary, curves=curves), label="writing the results")

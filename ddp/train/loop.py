@@ -153,7 +153,7 @@ def _check_replica(state: TrainState) -> None:
 
 
 def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) -> tuple[int, int]:
-    """Returns steps and samples of the whole run: what was made, and what is left at the present batch size."""
+    """Returns steps and samples of the whole run: what was made, and what is left."""
     if epochs is None and max_steps is None:
         raise ConfigError("neither epochs nor max_steps is given: the run would never end")
     num_steps = None if max_steps is None else max_steps - state.step

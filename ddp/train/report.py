@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ddp.files import json_object, write_whole
-from ddp.monitor.noise_scale import Estimate
 from ddp.precision.autocast import Precision
 from ddp.tasks.task import Task
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
@@ -138,9 +137,6 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
         shares = f"computing {computing:.0%}, waiting for other workers {waiting:.0%}, for data {data:.0%}"
     table.add_row("share of a step", shares)
     table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
-    known = Estimate(*(summary.get(f"noise_scale{what}") for what in ("", "_error", "_above")))
-    if any(known):
-        table.add_row("noise scale", known.in_words())
     if was_on := ", ".join(_was_on(summary)):
         table.add_row("with", was_on)
     console = Console()

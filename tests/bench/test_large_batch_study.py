@@ -15,7 +15,7 @@ from ddp.bench.large_batch import (
     Result,
     Trial,
     best_of,
-    chosen_after,
+    trials_in_order,
     planned,
     read,
     tuning_trials,
@@ -28,7 +28,7 @@ def studied() -> list[Result]:
     """Results of a study in which the second rate is the best, and SGD diverges at the largest batch."""
     tuning = list(tuning_trials(num_train=10_000))
     results: dict[Trial, Result] = {}
-    for trial in chosen_after(tuning, results):
+    for trial in trials_in_order(tuning, results):
         lost = trial.rival == "SGD" and trial.batch == BATCHES[-1]
         accuracy = 0.6 - 0.1 * abs(RIVALS[trial.rival].rates.index(trial.rate) - 1) + 0.01 * trial.seed
         curve = [(1000, 0.3), (2000, accuracy)]
@@ -61,7 +61,7 @@ def test_findings_are_means_over_seeds_and_a_run_that_diverged_counts_nothing(
     assert (sgd.mean, sgd.to_target) == (0, None)
     assert foretold(found) == "100 to 102 samples"
     show(found)
-    assert "61.0 ± 1.0 (0.003)" in capsys.readouterr().out
+    assert "61.0 ± 1.0 (0.003) " in capsys.readouterr().out
     draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.gradients.totals import Parts, Totals
 from ddp.monitor.noise_scale import FEWEST, Estimate, NoiseScale
+from ddp.replica.sharded import ShardedDataParallel
 
 
 def measured(
@@ -163,6 +164,7 @@ WAYS: list[dict[str, Any]] = [
     {"kind": "bucketed", "bucket_cap_mb": 1e-4, "overlap": True},
     {"kind": "bucketed", "dtype": torch.float64, "bucket_cap_mb": 1e-4},
     {"kind": "drop-in", "bucket_cap_mb": 1e-4},
+    {"kind": "sharded", "bucket_cap_mb": 1e-4},
 ]
 
 
@@ -171,7 +173,11 @@ def parts_of(comm: Any, *, kind: str, dtype: torch.dtype = torch.float32, **how:
     pairs = []
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
-    replicas = {"bucketed": ddp.BucketedDataParallel, "drop-in": ddp.DistributedDataParallel}
+    replicas = {
+        "bucketed": ddp.BucketedDataParallel,
+        "drop-in": ddp.DistributedDataParallel,
+        "sharded": ShardedDataParallel,
+    }
     replica = replicas[kind](module, comm=comm, **how)
     for step in range(3):
         inputs = [torch.randn((rank + step) % 3 * 2, 3, dtype=dtype) for rank in range(comm.world_size)]
