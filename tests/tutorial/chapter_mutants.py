@@ -78,6 +78,9 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "must agree in dtype": "an exercise",
     "consumed == 0": "saves at the end of an epoch",
     "tail = ": "how much of the log is shown",
+    "has_ratio = ": "tensors of zeros",
+    "weight_decay * weight_norms": "weight decay in the ratio",
+    "momenta, alpha=momentum": "Nesterov's momentum",
 }
 SUBJECTS = {  # chapter → the functions that it is about
     "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/status.py: stuck, _deadlock"],
