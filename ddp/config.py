@@ -133,7 +133,7 @@ class Optim:
     name: str
     lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
     weight_decay: float | None = setting(
-        MISSING, "weight decay, of weight matrices only (not of biases and norms); null: the preset's, or torch's default"
+        MISSING, "weight decay, of weight matrices only (not of biases and norms); null: the preset's or torch's"
     )
     lr_scaling: LrScaling = setting(
         "none",

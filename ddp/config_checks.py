@@ -179,7 +179,8 @@ def _warmup_problems(config: Config) -> Iterator[str]:
     if optim.lr_scaling == "legw" and fraction and fraction * ratio >= 1:
         yield (
             f"optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction={fraction:g} becomes {ratio:g} times "
-            f"longer, more than the run; lower it, or set optim.base_batch={optim.base_batch} to the batch that lr was found for"
+            f"longer, more than the run; lower it, or set optim.base_batch={optim.base_batch} to the batch that lr was "
+            "found for"
         )
     lasts = batch.warmup_samples or batch.warmup_epochs
     if batch.warmup_size is None and lasts is not None:

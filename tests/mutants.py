@@ -31,7 +31,7 @@ def mutants(function: FunctionType) -> Iterator[Mutant]:
         changed = ast.unparse(parsed)
         lines = zip(original.splitlines(), changed.splitlines(), strict=True)
         before, after = next((before.strip(), after.strip()) for before, after in lines if before != after)
-        scope: dict[str, FunctionType] = {}
+        scope = dict(function.__globals__)
         exec(compile(changed, "mutant", "exec"), scope)
         yield Mutant(scope[function.__name__].__code__, before, after)
 
@@ -86,6 +86,8 @@ def _changes_of(node: ast.AST) -> list[Callable[[], object]]:
 OPERATORS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
+    ast.Div: ast.Mult,
+    ast.Pow: ast.Mult,
     ast.Mult: ast.Add,
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,

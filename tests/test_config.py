@@ -155,7 +155,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
                 "optim": {"name": "sgd", "lr_scaling": "legw"},
                 "schedule": {"name": "cosine", "warmup_fraction": 0.05},
             },
-            "optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction=0.05 becomes 32 times longer, more than the",
+            "optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction=0.05 becomes 32 times longer, more",
         ),
         (
             {"optim": {"name": "lamb", "sharded": True}, "replica": {"kind": "naive"}},

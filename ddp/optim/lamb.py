@@ -76,7 +76,7 @@ PRESETS: dict[str, LambChoices] = {
     "tfa": {**_PAPER, "weight_decay": 0.0},  # tensorflow/addons@cbe5e9c, optimizers/lamb.py
     "nvlamb": {**_PAPER, "clip_norm": 1.0},  # NVIDIA/apex@0bfb830, FusedLAMB(use_nvlamb=True)
     "apex": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # NVIDIA/apex@0bfb830, csrc/multi_tensor_lamb.cu
-    "timm": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9a6fcf5, optim/lamb.py
+    "timm": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9a6fcf5, lamb.py
     "mlperf": {**_PAPER, "clip_norm": 1.0},  # mlcommons/training@373dfed, bert/optimization.py
 }
 

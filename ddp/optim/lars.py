@@ -74,7 +74,7 @@ _PAPER: LarsChoices = {
 _OUTSIDE: LarsChoices = {**_PAPER, "eps": 1e-8, "rate_in_momentum": False}
 LARS_PRESETS: dict[str, LarsChoices] = {
     "paper": _PAPER,  # arXiv 1708.03888, algorithm 1 and section 5
-    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9d8ccd2, optim/lars.py
+    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9d8ccd2, lars.py
     "mlperf": {**_PAPER, "weight_decay": 1e-4},  # mlcommons/training@615ad0a, tensorflow2/lars_optimizer.py
 }
 LARC_PRESETS: dict[str, LarsChoices] = {

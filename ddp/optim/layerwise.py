@@ -147,17 +147,17 @@ class Layerwise(Optimizer, ABC):
             sign = -1.0 if group["maximize"] else 1.0
             for (num_steps, *_), rows in self._rows(group).items():
                 for unit in self._units(rows):
-                    measured = self._measured(unit, group, num_steps, sign * gradient_factor)
+                    measured = self._measure_unit(unit, group, num_steps, sign * gradient_factor)
                     if self.exchange is None:
-                        self._applied(measured, _of_tensors(measured))
+                        self._apply_to_unit(measured, _of_tensors(measured))
                     else:
                         waiting.append(measured)
         if self.exchange is not None:
             for measured, norms in zip(waiting, self.exchange(waiting), strict=True):
-                self._applied(measured, norms)
+                self._apply_to_unit(measured, norms)
         return loss
 
-    def _measured(self, unit: Unit, group: Mapping[str, Any], num_steps: int, factor: float) -> Measured:
+    def _measure_unit(self, unit: Unit, group: Mapping[str, Any], num_steps: int, factor: float) -> Measured:
         adapts = group["adapt"] == "always" or (group["adapt"] == "with_decay" and group["weight_decay"])
         norms: list[Tensor] = []
         for batch in unit.batches:
@@ -166,7 +166,7 @@ class Layerwise(Optimizer, ABC):
                 norms.append(block_norms(batch.weights + batch.updates).view(2, -1).T)
         return Measured(unit, group, torch.cat(norms) if adapts else None)
 
-    def _applied(self, measured: Measured, norms: Tensor | None) -> None:
+    def _apply_to_unit(self, measured: Measured, norms: Tensor | None) -> None:
         unit, group, _ = measured
         ratios = [1.0] * len(unit.weights)
         if norms is not None:

@@ -116,7 +116,7 @@ class ShardedUpdate(Update):
         super().__init__(replica, optimizer)
         self._comm, self._replica = replica.comm, replica
         self._shards: Shards | None = None
-        self._mine: Optimizer = optimizer  # over the parts, once they are known
+        self._of_parts: Optimizer = optimizer  # over the parts, once they are known
         self._places: dict[int, Part] = {}  # by address
         self._frozen: dict[Tensor, dict[str, Any]] = {}  # the whole state of parameters that need no gradient now
         self._groups: list[list[int]] = []  # ids of parameters, by group
@@ -136,9 +136,9 @@ class ShardedUpdate(Update):
         shards = self._prepared()
         for part in shards.parts:
             part.weights.grad = None if part.whole.grad is None else part.gradient
-        for mine, given in zip(self._mine.param_groups, self.optimizer.param_groups, strict=True):
+        for mine, given in zip(self._of_parts.param_groups, self.optimizer.param_groups, strict=True):
             mine.update({key: value for key, value in given.items() if key != "params"})
-        clipped_step(self._mine, [part.weights for part in shards.parts], norm, clip_norm)
+        clipped_step(self._of_parts, [part.weights for part in shards.parts], norm, clip_norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
         shards.gather()
 
@@ -162,7 +162,7 @@ class ShardedUpdate(Update):
             self.optimizer.state.update(self._gathered(keep=True))
             self._shards.give_back()
             self._shards, self._frozen = None, {}
-            self._mine, self._places = self.optimizer, {}  # frees the parts' state
+            self._of_parts, self._places = self.optimizer, {}  # frees the parts' state
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class ShardedUpdate(Update):
         self.optimizer.state = defaultdict(dict)
         self._shards, self._groups = Shards(self._comm, layout), groups
         self._frozen = {each: state for each, state in whole.items() if id(each) not in layout.slot_of}
-        self._mine = self._optimizer_of(self._shards.parts, whole)
+        self._of_parts = self._optimizer_of(self._shards.parts, whole)
         return self._shards
 
     def _optimizer_of(self, parts: Sequence[Part], whole_state: Mapping[Tensor, dict[str, Any]]) -> Optimizer:
@@ -214,8 +214,8 @@ class ShardedUpdate(Update):
             if measured.norms is None:
                 found.append(None)
                 continue
-            here = norms[[block for part in parts for block in part.of_whole]].to(measured.norms)
-            counts = [len(part.of_whole) for part in parts]
+            here = norms[[block for part in parts for block in part.blocks_of_whole]].to(measured.norms)
+            counts = [len(part.blocks_of_whole) for part in parts]
             columns = here.unbind(1)
             found.append(torch.stack([whole_norms(column, counts) for column in columns], dim=1))
         return found
@@ -225,7 +225,7 @@ class ShardedUpdate(Update):
     def _gathered(self, *, keep: bool) -> dict[Tensor, dict[str, Any]]:
         """Returns the state of whole parameters, on the ranks that keep it. Collective."""
         assert self._shards is not None
-        layout, state = self._shards.layout, self._mine.state
+        layout, state = self._shards.layout, self._of_parts.state
         slots = {id(slot.parameter): slot for slot in layout.slots}
         mine = {  # small values, and the types of large ones
             slots[id(part.whole)].index: {

@@ -39,18 +39,16 @@ class ShardedLayout(Layout):
 def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
     """Returns where the slices of a bucket begin, about equally long, and where the last one ends."""
     starts = [0, *accumulate(span(slot.parameter) for slot in bucket.slots)]
-    borders = [
-        border
+    blocks = [
+        begin
         for slot, start in zip(bucket.slots, starts, strict=False)
-        for border in range(start, start + max(1, slot.parameter.numel()), BLOCK_NUMEL)
+        for begin in range(start, start + slot.parameter.numel(), BLOCK_NUMEL)
     ]
-    borders.append(starts[-1])
-    bounds = [0]
+    borders, bounds = [*blocks, starts[-1]], [0]
     for number in range(1, num_slices):
         wanted = starts[-1] * number / num_slices
-        right = min(bisect_left(borders, wanted), len(borders) - 1)
-        near = min(borders[max(0, right - 1)], borders[right], key=lambda border: abs(border - wanted))
-        bounds.append(max(bounds[-1], near))
+        right = bisect_left(borders, wanted)
+        bounds.append(min(borders[right - 1], borders[right], key=lambda border: abs(border - wanted)))
     return [*bounds, starts[-1]]
 
 
@@ -73,7 +71,7 @@ class Part(NamedTuple):
         weights: [stop − start], a view of the parameter.
         gradient: the same elements of its gradient.
         blocks: the numbers of its blocks among those of all parameters.
-        of_whole: those of the whole parameter.
+        blocks_of_whole: those of the whole parameter.
     """
 
     whole: nn.Parameter
@@ -82,7 +80,7 @@ class Part(NamedTuple):
     weights: nn.Parameter
     gradient: Tensor
     blocks: range
-    of_whole: range
+    blocks_of_whole: range
 
 
 class Shards:

@@ -15,9 +15,9 @@ from ddp.bench.large_batch import (
     Result,
     Trial,
     best_of,
-    trials_in_order,
     planned,
     read,
+    trials_in_order,
     tuning_trials,
 )
 from ddp.bench.large_batch_report import Findings, draw, foretold, samples_to, show

@@ -91,6 +91,10 @@ CASES = [(kind, option) for kind, options in OPTIONS.items() for option in optio
 @pytest.mark.parametrize(("kind", "option"), CASES, ids=lambda value: str(value))
 @pytest.mark.parametrize("maximize", [False, True])
 def test_equals_the_formulas_over_200_steps(kind: str, option: dict[str, Any], maximize: bool) -> None:
+    equals_the_formulas(kind, option, maximize=maximize, num_steps=200)
+
+
+def equals_the_formulas(kind: str, option: dict[str, Any], *, maximize: bool, num_steps: int) -> None:
     params = parameters()
     weights = [p.detach().numpy().copy() for p in params]
     presets: dict[str, Any] = {"lamb": PRESETS["paper"], "lars": LARS_PRESETS["paper"], "larc": LARC_PRESETS["apex"]}
@@ -100,7 +104,7 @@ def test_equals_the_formulas_over_200_steps(kind: str, option: dict[str, Any], m
     states: list[dict[str, Any]] = [{} for _ in params]
     rule = reference.lamb if kind == "lamb" else reference.lars
     largest = 0.0
-    for step in range(200):
+    for step in range(num_steps):
         give_gradients(params, step)
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (1 + math.sin(step))  # changes, as rates in momentum must notice
