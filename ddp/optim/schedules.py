@@ -106,6 +106,11 @@ def with_warmup(schedule: RateSchedule, *, num_samples: float = 0, fraction: flo
     return factor
 
 
+def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
+    """Returns the rates by group before any schedule, which the optimizer keeps, and so its checkpoints."""
+    return tuple(float(group.setdefault("initial_lr", float(group["lr"]))) for group in optimizer.param_groups)
+
+
 def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -> None:
     """Gives parameter group i the rate `base_rates[i] * factor`.
 

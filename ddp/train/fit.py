@@ -39,7 +39,7 @@ from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.files import json_object
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
-from ddp.optim.schedules import RateSchedule, set_rate
+from ddp.optim.schedules import RateSchedule, base_rates, set_rate
 from ddp.optim.torch_schedule import Moment
 from ddp.precision.autocast import Precision
 from ddp.tasks.loss_function import Reduction, as_task
@@ -59,7 +59,7 @@ from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMet
 from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.evaluate import evaluate
-from ddp.train.loop import base_rates, end_of_run, train_loop
+from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, summary_of, write_summary
 from ddp.train.state import TrainState
@@ -279,7 +279,7 @@ def fit(
     evaluation = None
     if test is not None:
         evaluation = partial(_evaluated, test, task=task, batch_size=evaluation_batch, precision=precision, stop=stop)
-    rates, start_s = base_rates(optimizer), now_s()
+    start_s = now_s()
     with contextlib.ExitStack() as until_end:
         if store is not None:  # before a callback changes a file there
             on_rank_zero(comm, lambda: _take(store, until_end), label="locking the folder of the checkpoints")
@@ -309,7 +309,7 @@ def fit(
     # 4  the results
     state.update.finish()
     if scheduler is None:  # as fit found them, so that another fit begins with the rates that its caller sets
-        set_rate(optimizer, rates, 1.0)
+        set_rate(optimizer, base_rates(optimizer), 1.0)
         for group in optimizer.param_groups if rates_are_new else ():
             del group["initial_lr"]
     if known := noise.scale.estimate():

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch.optim import Optimizer
-
 from ddp.comm.objects import all_gather_object
 from ddp.data.loader import TrainLoader
 from ddp.data.sampler import StepPlan, TrainSampler
@@ -84,7 +82,6 @@ def train_loop(
     rules = StepRules(
         task=task,
         schedule=state.schedule or (lambda plan: factor(_middle(plan, state.sampler), num_samples)),
-        base_rates=base_rates(state.optimizer),
         clip_norm=clip_norm,
         precision=precision,
         seed=seed,
@@ -164,11 +161,6 @@ def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) 
 def _middle(plan: StepPlan, sampler: TrainSampler) -> float:
     """Returns how many samples the run has trained on when half of a step's are done, which schedules go by."""
     return plan.epoch * sampler.length + plan.position + plan.size / 2
-
-
-def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """Returns the rates by group before any schedule, which the optimizer keeps, and so its checkpoints."""
-    return tuple(float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups)
 
 
 def _all_have_several_samples(state: TrainState) -> bool:

@@ -32,7 +32,7 @@ from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.totals import Parts, Totals
-from ddp.optim.schedules import set_rate
+from ddp.optim.schedules import base_rates, set_rate
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
 from ddp.precision.autocast import Precision, forward_precision
@@ -47,7 +47,6 @@ class StepRules:
 
     Attributes:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
-        base_rates: learning rate per parameter group, before the schedule's factor.
         clip_norm: largest norm of the global mean gradient; None for no clipping.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         first_look: is given the bare model and each batch, with its number of samples, before the batch is used.
@@ -55,7 +54,6 @@ class StepRules:
 
     task: Task
     schedule: Callable[[StepPlan], float] | TorchSchedule
-    base_rates: tuple[float, ...]
     clip_norm: float | None
     precision: Precision
     seed: int
@@ -94,7 +92,7 @@ def train_step(
     if not math.isfinite(length):
         raise Diverged(_diverged(state.step + 1, "gradient norm", length))
     if not isinstance(rules.schedule, TorchSchedule):
-        set_rate(optimizer, rules.base_rates, rules.schedule(plan))
+        set_rate(optimizer, base_rates(optimizer), rules.schedule(plan))
     rate = float(optimizer.param_groups[0]["lr"])
     state.update.step(norm, rules.clip_norm)
     state.sampler.commit(plan)

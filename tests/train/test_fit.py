@@ -410,6 +410,20 @@ class Stopped(ddp.Callback):
         self.evaluated_at.append(state.step)
 
 
+class Adds(ddp.Callback):
+    """Begins to train the last layer after the first step, at a rate of its own."""
+
+    def __init__(self) -> None:
+        self.rates = list[float]()
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        groups = state.optimizer.param_groups
+        if report.step == 1:
+            state.optimizer.add_param_group({"params": state.model.module[4].parameters(), "lr": 0.4})
+        else:
+            self.rates.append(groups[1]["lr"])
+
+
 def stopped_and_resumed(folder: str) -> None:
     ddp.init(abort_s=20)
     run, stop = Path(folder) / "run", StopFlag()
@@ -433,6 +447,17 @@ def stopped_and_resumed(folder: str) -> None:
     numbers: dict[str, Any] = {"global_batch": np.int64(10), "checkpoint_dir": run.with_name("numpy"), "curves": False}
     fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=lambda step, steps: np.float64(0.5), **numbers)
     assert optimizer.param_groups[0]["lr"] == 0.1 and "initial_lr" not in optimizer.param_groups[0]
+
+    module, rates, half = net(), Rates(), ddp.optim.step(gamma=0.5, milestones=[0.0])
+    for epochs in (1, 2):  # the rate is a tensor, which keeps its place
+        optimizer = SGD(module.parameters(), lr=torch.tensor(0.1))
+        how = {"checkpoint_dir": run.with_name("tensor"), "resume": "auto", "curves": False}
+        fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=half, epochs=epochs, callbacks=[rates], **how)
+    assert rates.seen == pytest.approx([0.05] * 8)
+
+    adds = Adds()
+    fit(F.cross_entropy, module=module, optimizer=SGD(module[:4].parameters(), lr=0.1), schedule=half, callbacks=[adds])
+    assert adds.rates == pytest.approx([0.2] * 3)
     ddp.shutdown()
 
 
