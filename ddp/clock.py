@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 now_s = time.perf_counter
+LONGEST_S = 1e9  # of a deadline; operating systems count it in whole numbers
 PAUSED_S = 3.0  # a process that looks at the clock this much later than intended was not running in between
 
 

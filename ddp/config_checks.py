@@ -7,13 +7,13 @@ Read before: `config.py`. Read next: `config_reader.py`.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ddp.address import is_address
+from ddp.clock import LONGEST_S
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
 from ddp.config import (
     Config,
@@ -83,8 +83,9 @@ def _bound_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with single values."""
     for key in " ".join([*_AT_LEAST.values(), _SHARES, _POSITIVE]).split():
         value = _lookup(config, key)
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{key}={value}: must be a finite number"
+        largest = LONGEST_S if key.endswith("_s") else LARGEST
+        if isinstance(value, float) and not abs(value) <= largest:
+            yield f"{key}={value}: must be a finite number, at most {largest:.2g}"
     for bound, keys in _AT_LEAST.items():
         for key in keys.split():
             if (value := _lookup(config, key)) is not None and not value >= bound:
@@ -97,6 +98,7 @@ def _bound_problems(config: Config) -> Iterator[str]:
             yield f"{key}={value}: must be greater than 0"
 
 
+LARGEST = 3.4e38  # of float32
 _AT_LEAST = {
     0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
     "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every",

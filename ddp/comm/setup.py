@@ -25,6 +25,7 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: 
 from torch.distributed.rendezvous import rendezvous as open_store
 
 from ddp.allocator import keep_large_blocks
+from ddp.clock import LONGEST_S
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.rendezvous import out_of_reach, rendezvous
@@ -78,9 +79,11 @@ def init(
             group, else 600. A rank that died or shows no sign of life is given up earlier (`watchdog.py`).
 
     Raises:
-        ConfigError: a device or backend that is not there, or does not go with the other.
+        ConfigError: a device or backend that is not there, or does not go with the other; a deadline out of its range.
         PeerLost: a rank did not come within `abort_s`.
     """
+    if abort_s is not None and not 0 < abort_s <= LONGEST_S:
+        raise ConfigError(f"abort_s={abort_s}: must be seconds, above 0 and at most {LONGEST_S:g}")
     _forget_what_ended()
     if dist.group.WORLD in _process.comms:
         return _process.comms[dist.group.WORLD]
@@ -286,7 +289,7 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            return float(options._timeout.total_seconds())
+            return min(LONGEST_S, float(options._timeout.total_seconds()))
     return ABORT_S
 
 

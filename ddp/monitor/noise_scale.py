@@ -52,7 +52,7 @@ class Estimate(NamedTuple):
 
 def _rounded(value: float, *, to: float) -> int:
     """Returns a value without the digits beyond the first one of `to`."""
-    unit = int(10 ** max(0, math.floor(math.log10(max(to, 1.0)))))
+    unit = int(10 ** math.floor(math.log10(max(to, 1.0))))
     return max(1, round(value / unit)) * unit
 
 

@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 import ddp
 from ddp.comm import setup
 from ddp.comm.rendezvous import rendezvous
-from ddp.errors import PeerLost
+from ddp.errors import ConfigError, PeerLost
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,3 +220,9 @@ def test_an_interpreter_that_ends_well_is_no_error() -> None:
         thread.start()
         thread.join()
     assert seen == [""]
+
+
+@pytest.mark.parametrize("abort_s", [0, -1, 1e30, float("inf"), float("nan")])
+def test_a_deadline_out_of_its_range_is_refused(abort_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"abort_s=.*: must be seconds, above 0 and at most 1e\+09"):
+        ddp.init(abort_s=abort_s)
