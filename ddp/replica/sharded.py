@@ -128,7 +128,7 @@ class ShardedUpdate(Update):
         norms = block_norms((part.gradient for part in parts), dtype)
         everyone = torch.zeros(shards.num_blocks, dtype=torch.float64, device=self._comm.device)
         everyone[[block for part in parts for block in part.blocks]] = norms.to(everyone)
-        self._comm.all_reduce(everyone, label="norms of gradients")
+        self._comm.all_reduce(everyone, label=f"step {self._replica.num_steps}, norms of gradients")
         return total_norm(everyone.to(dtype))
 
     @torch.no_grad()
@@ -140,7 +140,7 @@ class ShardedUpdate(Update):
             mine.update({key: value for key, value in given.items() if key != "params"})
         clipped_step(self._of_parts, [part.weights for part in shards.parts], norm, clip_norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
-        shards.gather()
+        shards.gather(step=self._replica.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state on rank 0; elsewhere the settings alone."""
@@ -208,7 +208,7 @@ class ShardedUpdate(Update):
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is not None:
                 norms[[block for part in parts for block in part.blocks]] = measured.norms.to(norms)
-        self._comm.all_reduce(norms, label="norms of weights and updates")
+        self._comm.all_reduce(norms, label=f"step {self._replica.num_steps}, norms of weights and updates")
         found: list[Tensor | None] = []
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is None:

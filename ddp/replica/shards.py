@@ -134,10 +134,14 @@ class Shards:
         for slot in self.layout.slots:
             slot.parameter.data = slot.parameter.detach().clone()
 
-    def gather(self) -> None:
-        """Gives every rank the parameters that the others have updated. Collective."""
+    def gather(self, *, step: int) -> None:
+        """Gives every rank the parameters that the others have updated. Collective.
+
+        Args:
+            step: for messages.
+        """
         for bucket, bounds, flat in self._of_buckets():
-            self._comm.all_gather_(flat, bounds, label=f"parameters of {bucket.label}")
+            self._comm.all_gather_(flat, bounds, label=f"step {step}, parameters of {bucket.label}")
 
     def _of_buckets(self) -> Iterator[tuple[Bucket, list[int], Tensor]]:
         """Yields each bucket, the bounds of its slices, and the memory of its parameters."""
