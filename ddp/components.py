@@ -204,6 +204,7 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
             broadcast_buffers=False,
             bucket_cap_mb=config.replica.bucket_cap_mb,
             first_bucket_mb=config.replica.first_bucket_mb,
+            wire=None if config.replica.wire == "none" else config.replica.wire,
         )
     replica.verify_replicas(every=config.replica.verify_every)
     return replica

@@ -35,6 +35,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
 Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
+Wire = Literal["none", "bf16", "fp16", "int8"]
 Precision = Literal["fp32", "bf16"]
 LrScaling = Literal["none", "linear", "sqrt", "legw"]
 
@@ -347,6 +348,9 @@ class Replica:
     )
     bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB")
     first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early")
+    wire: Wire = setting(
+        "none", "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md"
+    )
     verify_every: int = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
 
 

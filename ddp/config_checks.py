@@ -159,6 +159,9 @@ def _choice_problems(config: Config) -> Iterator[str]:
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
     if config.optim.sharded and config.replica.kind == "naive":
         yield "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
+    if config.replica.wire != "none" and config.replica.kind == "naive":
+        wire = config.replica.wire
+        yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
     match config.schedule:
         case Wsd(decay_fraction=share) if share > 1:
             yield f"schedule.decay_fraction={share:g}: is a share of the run, at most 1"

@@ -109,8 +109,14 @@ def _columns(key: str, kind: str, meaning: str, *, indent: int) -> str:
     """Returns the line of one setting, with its meaning wrapped below itself."""
     first = f"{' ' * indent}{key}".ljust(TYPE_AT - 1) + f" {kind}"
     start = MEANING_AT if kind else TYPE_AT
-    lines = textwrap.wrap(meaning, WIDTH - start, break_long_words=False, break_on_hyphens=False)
-    return f"\n{' ' * start}".join([first.rstrip().ljust(start - 1) + " " + lines[0], *lines[1:]])
+    return textwrap.fill(
+        meaning,
+        WIDTH,
+        initial_indent=first.rstrip().ljust(start - 1) + " ",
+        subsequent_indent=" " * start,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _type(kind: Any) -> str:

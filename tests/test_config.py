@@ -159,6 +159,10 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
             "optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction=0.05 becomes 32 times longer, more",
         ),
         (
+            {"replica": {"kind": "naive", "wire": "int8"}},
+            "replica.wire=int8: needs replica.kind=bucketed, whose buckets travel in it; leave one out",
+        ),
+        (
             {"optim": {"name": "lamb", "sharded": True}, "replica": {"kind": "naive"}},
             "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out",
         ),

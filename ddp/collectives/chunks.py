@@ -8,9 +8,14 @@ Read before: `schedule.py`. Read next: `master_worker.py`, the simplest algorith
 from __future__ import annotations
 
 
-def offsets(numel: int, num_chunks: int) -> list[int]:
-    """Returns the boundaries of the chunks, in elements: `num_chunks + 1` numbers from 0 to `numel`."""
-    return [index * numel // num_chunks for index in range(num_chunks + 1)]
+def offsets(numel: int, num_chunks: int, unit: int = 1) -> list[int]:
+    """Returns the boundaries of the chunks, in elements: `num_chunks + 1` numbers from 0 to `numel`.
+
+    Args:
+        unit: all boundaries but the last one are multiples of it; then chunks differ by at most so many elements.
+    """
+    num_units = -(-numel // unit)
+    return [min(numel, index * num_units // num_chunks * unit) for index in range(num_chunks + 1)]
 
 
 def around(first: int, count: int, num_chunks: int) -> tuple[range, ...]:

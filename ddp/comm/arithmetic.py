@@ -1,6 +1,6 @@
 """Combines two tensors into one, as `op=` says. (The mean is a sum that is divided once, at the end.)
 
-Read before: `transport/topology.py`. Read next: `execute.py`.
+Read before: `wire_format.py`. Read next: `execute.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ddp.comm.wire_format import WireFormat
 
 
 class Combination(NamedTuple):
@@ -32,7 +34,7 @@ class Reduction(NamedTuple):
 
     op: str = "sum"
     divide_by: int = 1  # of every sum, once
-    wire_dtype: torch.dtype | None = None  # what travels between hosts, if not the tensors' own type
+    wire: WireFormat | None = None  # how numbers travel between hosts, if not in the tensors' own type
 
 
 SUM = Reduction()

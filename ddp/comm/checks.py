@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp.comm.arithmetic import COMBINE, SIGNED
+from ddp.comm.wire_format import WireName, wire_format
 from ddp.errors import ConfigError
 
 
@@ -94,18 +95,19 @@ def divisor_in_range(divide_by: int) -> None:
         raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 63) - 1}")
 
 
-def wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Refuses a type that such a tensor may not travel in."""
-    if wire_dtype is None:
+def wire(name: WireName | None, op: str, dtype: torch.dtype) -> None:
+    """Refuses a format that such a tensor may not travel in."""
+    if name is None:
         return
-    if not isinstance(wire_dtype, torch.dtype):
-        raise ConfigError(f"wire_dtype={wire_dtype!r}: must be a torch.dtype, as torch.bfloat16")
-    if not (wire_dtype.is_floating_point and dtype.is_floating_point):
-        raise ConfigError(f"wire_dtype={wire_dtype} with {dtype}: both must be floating point")
-    if wire_dtype.itemsize > dtype.itemsize:
-        raise ConfigError(f"wire_dtype={wire_dtype} is wider than the tensor's {dtype}; leave it out")
-    if wire_dtype.itemsize < 2:
-        raise ConfigError(f"wire_dtype={wire_dtype}: torch does not add these; use torch.bfloat16 or torch.float16")
+    narrow = wire_format(name).dtype
+    if op not in ("sum", "mean"):
+        raise ConfigError(f"wire={name!r} with op={op!r}: what travels is added up; take op='sum', or leave it out")
+    if not dtype.is_floating_point:
+        raise ConfigError(f"wire={name!r} with {dtype}: a wire format is for floating point tensors; leave it out")
+    if dtype.itemsize < narrow.itemsize:
+        raise ConfigError(f"wire={name!r} is wider than the tensor's {dtype}; leave it out")
+    if name == "int8" and dtype.itemsize < torch.float32.itemsize:
+        raise ConfigError(f"wire='int8' with {dtype}: takes float32 and float64; take wire='bf16', or leave it out")
 
 
 def pieces(given: Sequence[Tensor] | None, world_size: int) -> None:

@@ -51,6 +51,7 @@ from ddp.comm.turn import Turns
 from ddp.comm.watchdog import Watchdog
 from ddp.comm.way import IN_MEMORY, possible_ways
 from ddp.comm.wire import Wire, by_size
+from ddp.comm.wire_format import WireName, wire_format
 from ddp.errors import ConfigError, PeerLost
 from ddp.log import log
 from ddp.transport.edge import Transport
@@ -130,7 +131,7 @@ class Communicator:
         *,
         algorithm: str = "auto",
         divide_by: SupportsInt = 1,
-        wire_dtype: torch.dtype | None = None,
+        wire: WireName | None = None,
         async_op: bool = False,
         label: str = "",
     ) -> Any:
@@ -142,8 +143,8 @@ class Communicator:
             algorithm: a way from `ways()`, or "auto".
             divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
                 object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
-            wire_dtype: torch.bfloat16 or torch.float16: what travels between hosts is cast to it, sums are kept in the
-                tensor's own type. What goes through a host's memory is not cast.
+            wire: "bf16", "fp16" or "int8": how numbers travel between hosts (`wire_format.py`); sums are kept in the
+                tensor's own type. What goes through a host's memory is not encoded.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
             label: name of this call in messages and profiles.
 
@@ -155,18 +156,18 @@ class Communicator:
         """
         for one in checks.tensors(tensor):
             checks.operation(op, one.dtype)
-            checks.wire(wire_dtype, one.dtype)
+            checks.wire(wire, op, one.dtype)
             checks.holds_result(one)
             checks.divisor(divide_by, op, one.dtype)
         self.auto.check(algorithm)
-        call = self._turns.number("all_reduce", op, tensor, label, how=(algorithm, wire_dtype))
+        call = self._turns.number("all_reduce", op, tensor, label, how=(algorithm, wire))
         if op == "mean":
             divide_by = self.world_size
 
         def reduce(flat: Tensor) -> None:
-            way = self.auto.way(flat, algorithm)
+            way = self.auto.way(flat, algorithm, wire)
             run = partial(self._links.all_reduce, flat, way, sequence=call.sequence)
-            self._divided_by(int(divide_by), run, flat, flat, op=op, wire_dtype=wire_dtype)
+            self._divided_by(int(divide_by), run, flat, flat, op=op, wire=wire)
 
         run = partial(in_place, reduce, tensor) if isinstance(tensor, Tensor) else partial(together, reduce, tensor)
         return self._turns.run(call, run, async_op=async_op)
@@ -200,6 +201,7 @@ class Communicator:
         op: Op = "sum",
         *,
         divide_by: SupportsInt = 1,
+        wire: WireName | None = None,
         async_op: bool = False,
         label: str = "",
     ) -> Any:
@@ -210,19 +212,20 @@ class Communicator:
         Args:
             flat: [numel], contiguous.
             bounds: world_size + 1 ascending positions: where each slice begins, and where the last one ends.
-            op, divide_by, async_op, label: as in `all_reduce`.
+            op, divide_by, wire, async_op, label: as in `all_reduce`.
         """
         checks.operation(op, flat.dtype)
         checks.slices(flat, bounds, self.world_size)
         checks.divisor(divide_by, op, flat.dtype)
-        call = self._turns.number("reduce_scatter_", op, flat, label, how=tuple(bounds))
+        checks.wire(wire, op, flat.dtype)
+        call = self._turns.number("reduce_scatter_", op, flat, label, how=(*bounds, wire))
         if op == "mean":
             divide_by = self.world_size
         mine = flat[bounds[self.slices[self.rank]] : bounds[self.slices[self.rank] + 1]]
 
         def run() -> Tensor:
             scatter = partial(self._links.reduce_scatter, flat, bounds, sequence=call.sequence)
-            self._divided_by(int(divide_by), scatter, flat, mine, op=op)
+            self._divided_by(int(divide_by), scatter, flat, mine, op=op, wire=wire)
             return mine
 
         return self._turns.run(call, run, async_op=async_op)
@@ -608,14 +611,15 @@ class Communicator:
         result: Tensor,
         *,
         op: str,
-        wire_dtype: torch.dtype | None = None,
+        wire: WireName | None = None,
     ) -> None:
         """Runs a reduction that divides its result; terms whose sum may overflow are made smaller first."""
         checks.divisor_in_range(divisor)
-        narrow = divisor != 1 and sum_overflows(terms.dtype, wire_dtype)
+        narrow = divisor != 1 and sum_overflows(terms.dtype)
         if narrow:
             terms.mul_(1 / self._enough)
-        run(Reduction(_adding(op), 1 if narrow else divisor, wire_dtype))
+        divide_by = 1 if narrow else divisor
+        run(Reduction(_adding(op), divide_by, None if wire is None else wire_format(wire, divide_by)))
         if narrow:
             result.mul_(self._enough / divisor)
 

@@ -14,7 +14,7 @@ one segment is being added, the others are on the wire: that is the pipelining.
 
 Every rank takes its lanes in the same order, so that messages between two ranks match in order of posting.
 
-Note "narrow wire". With a `wire_dtype` every message is cast to it, and what arrives is added to the wide value that is
+Note "narrow wire". With a wire format every message is encoded, and what arrives is added to the wide value that is
 there: the sums are accumulated in the tensor's own type. A sender rounds its own copy too: then two ranks that exchange
 their parts and both add them (recursive doubling) get the same bits, and so does whoever keeps what it passed on.
 What never travelled is rounded at the end.
@@ -158,9 +158,11 @@ def execute(
         lane.end_round(timeout_s)
         if lane.post_next():
             active.append(lane)
-    if reduction.wire_dtype is not None:
+    if (wire := reduction.wire) is not None:
         for flat in buffers:
-            flat.copy_(flat.to(reduction.wire_dtype))
+            encoded = flat.new_empty(wire.length(flat.numel()), dtype=wire.dtype)
+            wire.encode(flat, encoded)
+            wire.decode(encoded, flat)
 
 
 class Scratch:
@@ -200,7 +202,7 @@ class _Lane:
         reduction: Reduction,
     ) -> None:
         self._steps, self._buffers, self._transport, self._scratch = iter(steps), buffers, transport, scratch
-        self._combine, (_, self._divide_by, self._wire_dtype) = COMBINE[reduction.op].into, reduction
+        self._combine, (_, self._divide_by, self._wire) = COMBINE[reduction.op].into, reduction
         self._pending: Pending | None = None
         self._arriving: list[tuple[Piece, Tensor]] = []  # by way of scratch
         self._sums: tuple[Piece, ...] = ()
@@ -227,34 +229,37 @@ class _Lane:
         if self._pending is not None:
             self._pending.wait(timeout_s)
         for piece, arrived in self._arriving:
-            if piece.add:
-                self._combine(self._part(piece), arrived)
+            part = self._part(piece)
+            if self._wire is not None:
+                (self._wire.add if piece.add else self._wire.decode)(arrived, part)
+            elif piece.add:
+                self._combine(part, arrived)
             else:
-                self._part(piece).copy_(arrived)
+                part.copy_(arrived)
         if self._divide_by != 1:
             for piece in self._sums:
                 self._part(piece).div_(self._divide_by)
 
     def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
-        if self._wire_dtype is None or not pieces:
+        if self._wire is None or not pieces:
             return [Transfer(piece.peer, self._part(piece)) for piece in pieces]
-        self._departure, narrows = self._room(self._departure, pieces)
-        for piece, narrow in zip(pieces, narrows, strict=True):
+        self._departure, room = self._room(self._departure, pieces)
+        for piece, encoded in zip(pieces, room, strict=True):
             part = self._part(piece)
-            narrow.copy_(part)
-            part.copy_(narrow)  # note "narrow wire"
-        return [Transfer(piece.peer, narrow) for piece, narrow in zip(pieces, narrows, strict=True)]
+            self._wire.encode(part, encoded)
+            self._wire.decode(encoded, part)  # note "narrow wire"
+        return [Transfer(piece.peer, encoded) for piece, encoded in zip(pieces, room, strict=True)]
 
     def _incoming(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         """Receives straight to where it belongs, or by way of scratch if it is to be added or widened."""
-        detours = [piece for piece in pieces if piece.add or self._wire_dtype is not None]
+        detours = [piece for piece in pieces if piece.add or self._wire is not None]
         self._arriving = []
         if detours:
             self._landing, room = self._room(self._landing, detours)
             self._arriving = list(zip(detours, room, strict=True))
         landings = iter(self._arriving)
         return [
-            Transfer(piece.peer, next(landings)[1] if piece.add or self._wire_dtype is not None else self._part(piece))
+            Transfer(piece.peer, next(landings)[1] if piece.add or self._wire is not None else self._part(piece))
             for piece in pieces
         ]
 
@@ -265,10 +270,13 @@ class _Lane:
     def _room(self, block: Tensor | None, pieces: Sequence[Piece]) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns a block that is large enough, this one if it is; and a place in it for each piece."""
         sizes = [piece.stop - piece.start for piece in pieces]
+        if self._wire is not None:
+            sizes = list(map(self._wire.length, sizes))
         needed = sum(sizes)
         if block is None or block.numel() < needed:
             wide = self._buffers[0]
-            block = self._scratch.take(needed, self._wire_dtype or wide.dtype, wide.device)
+            dtype = wide.dtype if self._wire is None else self._wire.dtype
+            block = self._scratch.take(needed, dtype, wide.device)
         if len(sizes) == 1 and block.numel() == needed:
             return block, (block,)
         ends = list(accumulate(sizes))

@@ -75,6 +75,6 @@ def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
     return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
 
 
-def sum_overflows(dtype: torch.dtype, wire_dtype: torch.dtype | None = None) -> bool:
+def sum_overflows(dtype: torch.dtype) -> bool:
     """Returns True if values of this type may add up to infinity although their mean is far from it."""
-    return torch.float16 in (dtype, wire_dtype) or dtype is torch.complex32  # 65504 is the largest
+    return dtype in (torch.float16, torch.complex32)  # 65504 is the largest

@@ -46,6 +46,7 @@ from ddp.comm.calibrate import IN_A_ROW, NUM_REPETITIONS, Measured, agreed, cali
 from ddp.comm.links import Links
 from ddp.comm.settings import Settings
 from ddp.comm.way import IN_MEMORY, Way, num_pieces
+from ddp.comm.wire_format import WireName, wire_format
 from ddp.errors import ConfigError
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
@@ -165,16 +166,20 @@ class Auto:
         if not self._links.offers(name):
             raise ConfigError(f"algorithm={name!r} is not possible here; choose one of auto, {', '.join(self._ways)}")
 
-    def way(self, flat: Tensor, algorithm: str) -> Way:
+    def way(self, flat: Tensor, algorithm: str, wire: WireName | None = None) -> Way:
         """Returns the way for this tensor. The name may stand for several ways.
+
+        Args:
+            wire: the format in which numbers travel; it is the bytes on the network that count.
 
         Raises:
             ConfigError: the way uses the host's memory, and the tensor is elsewhere.
         """
         asked = self.algorithm if algorithm == "auto" else algorithm
+        nbytes = flat.nbytes if wire is None else wire_format(wire).bytes_of(flat.numel())
         if asked == "auto":
-            asked = self.choose(flat.nbytes)
-        way = self._ways.get(asked) or cheapest(self.ranking(flat.nbytes), asked).way
+            asked = self.choose(nbytes)
+        way = self._ways.get(asked) or cheapest(self.ranking(nbytes), asked).way
         if way.in_memory and not flat.is_cpu:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return way

@@ -61,7 +61,8 @@ class Wire:
         if self.world_size == 1 and reduction.divide_by != 1:
             flat.div_(reduction.divide_by)  # nobody adds to it
         if bounds is None:
-            bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size))
+            unit = 1 if reduction.wire is None else reduction.wire.unit
+            bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size), unit)
         self._execute(schedule, [flat], [bounds], reduction)
 
     def exchange(
@@ -99,6 +100,8 @@ class Wire:
         longest: int | None = None,
     ) -> None:
         segment_numel = max(1, self._settings.segment_bytes // buffers[0].element_size())
+        if reduction.wire is not None:
+            segment_numel = -(-segment_numel // reduction.wire.unit) * reduction.wire.unit
         places = tuple(map(tuple, bounds))
         steps = program(
             schedule.algorithm, self.rank, self.world_size, places, segment_numel=segment_numel, longest=longest

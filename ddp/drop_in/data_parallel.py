@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
+from ddp.comm.wire_format import WireName
 from ddp.drop_in.arguments import check_devices, check_engine, check_keywords, choose_communicator, input_device, moved
 from ddp.drop_in.backward import TorchBackward, Wishes
 from ddp.drop_in.buffer_hook import BufferHook, HookedBuffers, When
@@ -49,7 +50,7 @@ from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, State
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync, Mode
-from ddp.replica.parameters import check_trainable, managed
+from ddp.replica.parameters import check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
 from ddp.replica.sink import accumulates, watch_backward, will_accumulate
 from ddp.replica.uncompiled import uncompiled
@@ -116,6 +117,7 @@ class DistributedDataParallel(UnevenInputs):
         first_bucket_mb: float | None = None,
         buffers: Mode | None = None,
         overlap: bool | None = None,
+        wire: WireName | None = None,
         comm: Communicator | None = None,
         **others: Any,
     ) -> None:
@@ -125,6 +127,7 @@ class DistributedDataParallel(UnevenInputs):
         ignored = frozenset(getattr(module, IGNORED, ()))
         named = _not_ignored(module, ignored)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
+        check_wire(module, wire)
         check_devices(named, device_ids, output_device)
         check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
@@ -136,7 +139,7 @@ class DistributedDataParallel(UnevenInputs):
             broadcast_state(comm, [*named, *(sync.named().items() if with_buffers else ())])
         Replica.__init__(self, module, comm, sync)
         Joinable.__init__(self)
-        self._limits, self._overlap, self.parameters_to_ignore = limits, overlap, set(ignored)
+        self._limits, self._overlap, self._wire, self.parameters_to_ignore = limits, overlap, wire, set(ignored)
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
         self.gradient_as_bucket_view, self.device_mesh, self._device = True, device_mesh, input_device(device_ids)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
@@ -257,6 +260,7 @@ class DistributedDataParallel(UnevenInputs):
             limits=self._limits,
             sparse=[name for name, parameter in named if id(parameter) in sparse],
             for_hook=self._wishes.hook is not None,
+            wire=self._wire,
         )
 
     def _choose_layout(self) -> None:
@@ -288,6 +292,8 @@ class DistributedDataParallel(UnevenInputs):
         check_hook(hook)
         if self._wishes.stepper is not None:
             raise refusal("a communication hook that is registered after it")
+        if self._wire is not None:
+            raise ConfigError(f"wire={self._wire!r} beside a communication hook, which does the sending: leave one out")
         if self._wishes.hook is not None:
             raise RuntimeError(
                 f"the communication hook {self._wishes.hook.name} is registered already; there can be one"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.wire_format import WireName
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS
 
@@ -39,6 +40,8 @@ class Layout:
         sparse: names of the parameters whose gradients are sparse tensors, which live in no bucket.
         for_hook: a communication hook reduces the buckets. They are ordinary memory then, and hold gradients and
             nothing else, because a hook may resize them.
+        wire: the format in which buckets travel; they hold gradients and nothing else then, because it would round
+            counts, too.
 
     Attributes:
         TAILS_MAY_RIDE: totals and verdicts travel in buckets where they can, else apart.
@@ -49,6 +52,7 @@ class Layout:
         buckets: in the order of reduction.
         index_of: by the parameter's id, the index of its bucket.
         is_for_hook: a communication hook reduces the buckets.
+        wire: the format in which buckets travel.
         totals, verdicts: the tails that carry them, or tensors of their own; they exist from `allocate` on.
         totals_ride, verdicts_ride: a bucket carries them.
     """
@@ -66,9 +70,10 @@ class Layout:
         order: Sequence[str] | None = None,
         sparse: Collection[str] = (),
         for_hook: bool = False,
+        wire: WireName | None = None,
     ) -> None:
         self._comm, self._named, self._limits = comm, named, limits
-        self._sparse, self.is_for_hook, self.is_learned = sparse, for_hook, order is not None
+        self._sparse, self.is_for_hook, self.wire, self.is_learned = sparse, for_hook, wire, order is not None
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.parameters = [parameter for _, parameter in named]
         self.sparse = [slot for slot in self.slots if slot.name in sparse]
@@ -78,7 +83,7 @@ class Layout:
         in_order = dict.fromkeys([*known, *by_name.values()])
         self._order = [slot.name for slot in in_order]
         groups = plan_buckets(in_order, limits=limits)
-        may_ride = self.TAILS_MAY_RIDE and not for_hook and bool(groups)
+        may_ride = self.TAILS_MAY_RIDE and not for_hook and wire is None and bool(groups)
         self.totals_ride = may_ride and self._is_wide(groups[0])
         self.verdicts_ride = may_ride and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
@@ -122,7 +127,7 @@ class Layout:
 
     def _succeeded_by(self, **changed: Any) -> Layout:
         same: dict[str, Any] = {"limits": self._limits, "sparse": self._sparse, "for_hook": self.is_for_hook}
-        self._successor = type(self)(self._comm, self._named, **(same | changed))
+        self._successor = type(self)(self._comm, self._named, wire=self.wire, **(same | changed))
         return self._successor
 
     def allocate(self) -> None:

@@ -44,6 +44,7 @@ from torch import Tensor
 from ddp.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
+from ddp.comm.wire_format import WireName
 from ddp.comm.work import Work
 from ddp.errors import CommunicatorBroken, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
@@ -290,21 +291,29 @@ class Backward:
 
     def _combine(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> Work | None:
         """Makes the sum of all ranks' buckets, divided. Returns the work if it is still in flight."""
-        return self._all_reduce(bucket.flat, divide_by=divide_by, async_op=async_op, label=label)
+        return self._all_reduce(
+            bucket.flat, divide_by=divide_by, wire=self.layout.wire, async_op=async_op, label=label
+        )
 
     def _all_reduce(
-        self, flat: Tensor, *, divide_by: SupportsInt = 1, async_op: bool = False, label: str
+        self,
+        flat: Tensor,
+        *,
+        divide_by: SupportsInt = 1,
+        wire: WireName | None = None,
+        async_op: bool = False,
+        label: str,
     ) -> Work | None:
         """Sums over the ranks and divides. Returns the work if it is still in flight."""
         with self._waited.running():
             if flat.device != self.comm.device:  # a model on several devices
                 staged = flat.to(self.comm.device)
-                flat.copy_(self.comm.all_reduce(staged, divide_by=divide_by, label=label))
+                flat.copy_(self.comm.all_reduce(staged, divide_by=divide_by, wire=wire, label=label))
             elif async_op:
-                work: Work = self.comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)
+                work: Work = self.comm.all_reduce(flat, divide_by=divide_by, wire=wire, async_op=True, label=label)
                 return work
             else:
-                self.comm.all_reduce(flat, divide_by=divide_by, label=label)
+                self.comm.all_reduce(flat, divide_by=divide_by, wire=wire, label=label)
         return None
 
     def _collect(self, *, wait: bool) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
+from ddp.comm.wire_format import WireName
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
@@ -40,7 +41,7 @@ from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
 from ddp.replica.gradient_hooks import listen
 from ddp.replica.layouts import Layouts
-from ddp.replica.parameters import Change, ParameterWatch, check_trainable, managed
+from ddp.replica.parameters import Change, ParameterWatch, check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
 from ddp.replica.sink import accumulates, call_at_end, watch_backward
 from ddp.replica.sync_batchnorm import SyncBatchNorm
@@ -57,12 +58,13 @@ class BucketedDataParallel(Replica):
         first_bucket_mb: the size for bucket 0, which is launched first; 1 by default.
         overlap: reduce in the background of backward; by default, only where that is faster (`backward.py`, note
             "foreground").
+        wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`comm/wire_format.py`).
         broadcast_buffers: before each forward in training mode, buffers become rank 0's.
         comm: the ranks that take part; all by default.
 
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
-        ConfigError: no parameter needs a gradient.
+        ConfigError: no parameter needs a gradient; the wire format is wider than a gradient.
     """
 
     _LAYOUT = Layout
@@ -74,15 +76,17 @@ class BucketedDataParallel(Replica):
         bucket_cap_mb: float | None = None,
         first_bucket_mb: float | None = None,
         overlap: bool | None = None,
+        wire: WireName | None = None,
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
     ) -> None:
         comm = comm or current()
         check_trainable(list(module.named_parameters()))
+        check_wire(module, wire)
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        self._overlap = overlap
+        self._overlap, self._wire = overlap, wire
         self._start()
 
     def _start(self) -> None:
@@ -205,7 +209,7 @@ class BucketedDataParallel(Replica):
         """Returns a layout of the parameters that need a gradient now."""
         needed = self._watch.needed_ids
         named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return self._LAYOUT(self.comm, named, limits=self._limits)
+        return self._LAYOUT(self.comm, named, limits=self._limits, wire=self._wire)
 
     def _choose_layout(self) -> None:
         self._layouts.choose(self._make_layout, early=self._backward.early)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp.comm import checks
+from ddp.comm.wire_format import WireName
 from ddp.errors import ConfigError
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -45,6 +47,12 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
             raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
     if not has_inner and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
+
+
+def check_wire(module: nn.Module, wire: WireName | None) -> None:
+    """Raises ConfigError unless all gradients can travel in this format."""
+    for dtype in {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}:
+        checks.wire(wire, "mean", dtype)
 
 
 class Change(Enum):

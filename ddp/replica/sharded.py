@@ -86,7 +86,9 @@ class _ShardedBackward(Backward):
         assert isinstance(self.layout, ShardedLayout)
         bounds = self.layout.bounds[bucket.index]
         with self._waited.running():
-            found = self.comm.reduce_scatter_(bucket.flat, bounds, divide_by=divide_by, async_op=async_op, label=label)
+            found = self.comm.reduce_scatter_(
+                bucket.flat, bounds, divide_by=divide_by, wire=self.layout.wire, async_op=async_op, label=label
+            )
         return found if async_op else None
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
+from ddp.comm.wire_format import WireName
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, fingerprint, source_of
@@ -54,7 +55,14 @@ ELSEWHERE = {
 """What other libraries call an argument, and what `fit` calls it."""
 
 
-def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, *, sharded: bool = False) -> Replica:
+def replica_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    comm: Communicator,
+    *,
+    sharded: bool = False,
+    wire: WireName | None = None,
+) -> Replica:
     """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
 
     Raises:
@@ -90,16 +98,18 @@ def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, *, sh
     if isinstance(model, Replica):
         if sharded and not isinstance(model, ShardedDataParallel):
             raise ConfigError(f"sharded=True with a model in a {name}: give ddp.fit the bare module")
+        if wire is not None:
+            raise ConfigError(f"wire={wire!r} with a model in a {name}: give wire to the replica, and not to ddp.fit")
         return model
     model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
     is_sparse = any(produces_sparse_gradient(layer) for layer in model.modules())
     if is_sparse and sharded:
         raise ConfigError("sharded=True: a layer has sparse gradients, which no slice can hold; leave it out")
     if sharded:
-        return ShardedDataParallel(model, comm=comm)
+        return ShardedDataParallel(model, comm=comm, wire=wire)
     if is_sparse:
-        return DistributedDataParallel(model, comm=comm)
-    return BucketedDataParallel(model, comm=comm)
+        return DistributedDataParallel(model, comm=comm, wire=wire)
+    return BucketedDataParallel(model, comm=comm, wire=wire)
 
 
 def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) -> None:

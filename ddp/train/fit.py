@@ -31,6 +31,7 @@ from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
+from ddp.comm.wire_format import WireName
 from ddp.data.batch_sizes import BatchWarmup
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
@@ -92,6 +93,7 @@ def fit(
     clip_norm: float | None = None,
     precision: Precision = "fp32",
     sharded: bool = False,
+    wire: WireName | None = None,
     num_shards: int | None = None,
     micro_size: int | None = None,
     seed: int = 0,
@@ -149,6 +151,7 @@ def fit(
         precision: "fp32", or "bf16" for autocast.
         sharded: each rank updates a slice of the parameters, and holds the optimizer's state of that alone
             (`ddp/replica/sharded.py`).
+        wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`ddp/comm/wire_format.py`).
         num_shards, micro_size: number of parts of a batch, and largest number of samples per forward; larger shares are
             accumulated (`TrainSampler`).
         seed: of the samples' order and of dropout.
@@ -223,7 +226,7 @@ def fit(
     task = as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=loader_workers)
     test = held_out_source(source, test_data, collate)
-    replica = replica_of(model, optimizer, comm, sharded=sharded)
+    replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire)
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
     # 2  the state
@@ -244,6 +247,7 @@ def fit(
         "max_steps": max_steps,
         "precision": precision,
         "clip_norm": clip_norm,
+        "wire": wire,
         "evaluate_every_epochs": evaluate_every_epochs,
         "evaluate_every_steps": evaluate_every_steps,
         "schedule_every": schedule_every,

@@ -14,7 +14,7 @@ with files in /dev/shm, which containers may share where processes hide from eac
 
 Cost: two gathers (four in the second case) of some hundred bytes, one open and one read per neighbour.
 
-Read before: `shared_memory.py`. Read next: `comm/arithmetic.py`.
+Read before: `shared_memory.py`. Read next: `comm/wire_format.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from faulty import Faulty
 from torch import Tensor
 
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
+from ddp.comm import checks
 from ddp.comm.call import Call
 from ddp.comm.communicator import Communicator
 from ddp.comm.links import Channels
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import Wait, Watchdog
+from ddp.comm.wire_format import WireName
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.transport.edge import Pending, Transfer, Transport
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
@@ -92,7 +95,7 @@ def test_means_that_a_type_holds_do_not_overflow_where_sums_would(world_size: in
         divided = comm.all_reduce(large(), divide_by=world_size)
         later = comm.all_reduce(large(), divide_by=torch.tensor(2 * world_size))
         one, other = comm.all_reduce([large(), large(torch.float32)], "mean")
-        narrow = comm.all_reduce(large(torch.float32), "mean", wire_dtype=torch.float16)
+        narrow = comm.all_reduce(large(torch.float32), "mean", wire="fp16")
         scattered = torch.cat(comm.all_gather(comm.reduce_scatter(large(), "mean")))
         return [*every_way, divided, 2 * later, one, other, narrow, scattered, comm.reduce(large(), 0, "mean")]
 
@@ -180,25 +183,30 @@ def test_every_sum_is_divided_once(world_size: int) -> None:
             assert torch.equal(divided, total / 3), case
 
 
-@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])
+EPS = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps, "int8": 1 / 127}
+
+
+@pytest.mark.parametrize("wire", EPS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int, wire_dtype: torch.dtype) -> None:
+def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int, wire: WireName) -> None:
     """Rounded once per hop, not added in the narrow type: within one rounding per contribution and one of the sum."""
+    numels = (0, 1, 61, 1023, 3001)
 
     def program(comm: Communicator) -> list[Tensor]:
         return [
-            comm.all_reduce(normal(comm.rank, 61, torch.float32), algorithm=name, wire_dtype=wire_dtype)
-            for name in ways(world_size)
+            comm.all_reduce(normal(comm.rank, numel, torch.float32), algorithm=name, wire=wire, divide_by=divide_by)
+            for name, numel, divide_by in product(ways(world_size), numels, (1, 3))
         ]
 
-    first, *others = each_rank(world_size, program, segment_bytes=64)
-    terms = torch.stack([normal(rank, 61, torch.float32).double() for rank in range(world_size)])
-    hops = world_size + 1
-    for index, name in enumerate(ways(world_size)):
+    first, *others = each_rank(world_size, program, segment_bytes=1024)
+    for index, (name, numel, divide_by) in enumerate(product(ways(world_size), numels, (1, 3))):
+        terms = torch.stack([normal(rank, numel, torch.float32).double() for rank in range(world_size)])
         assert first[index].dtype == torch.float32
-        error = (first[index].double() - terms.sum(0)).abs()
-        assert (error <= hops * torch.finfo(wire_dtype).eps * terms.abs().sum(0)).all(), name
-        assert all(torch.equal(first[index], other[index]) for other in others), name
+        error = (first[index].double() - terms.sum(0) / divide_by).abs() * divide_by
+        size = terms.abs().sum(0)
+        size = size.max() if wire == "int8" and numel else size  # of a block at most
+        assert (error <= (world_size + 1) * EPS[wire] * size).all(), (name, numel)
+        assert all(torch.equal(first[index], other[index]) for other in others), (name, numel)
 
 
 def test_a_narrow_wire_moves_fewer_bytes_and_is_better_than_adding_narrow() -> None:
@@ -207,7 +215,7 @@ def test_a_narrow_wire_moves_fewer_bytes_and_is_better_than_adding_narrow() -> N
 
     def program(comm: Communicator) -> Tensor:
         tensor = torch.full((64,), 1.0 if comm.rank == 0 else 2.0**-9)
-        return comm.all_reduce(tensor, algorithm="master_worker", wire_dtype=torch.bfloat16)
+        return comm.all_reduce(tensor, algorithm="master_worker", wire="bf16")
 
     for result in each_rank(8, program):
         assert torch.equal(result, torch.full((64,), 1.015625))  # 1 + 7·2⁻⁹ = 1.01367…, rounded once at the end
@@ -549,8 +557,8 @@ def test_inference_mode_holds_for_its_own_calls_alone() -> None:
     def program(comm: Communicator) -> list[float]:
         with torch.inference_mode():
             first = comm.all_reduce(torch.ones(3), async_op=True).wait()
-            comm.all_reduce(torch.ones(3), wire_dtype=torch.bfloat16)
-        second = comm.all_reduce(torch.ones(3), wire_dtype=torch.bfloat16)
+            comm.all_reduce(torch.ones(3), wire="bf16")
+        second = comm.all_reduce(torch.ones(3), wire="bf16")
         return [first[0].item(), second[0].item()]
 
     assert each_rank(2, program) == [[2.0, 2.0]] * 2
@@ -605,16 +613,18 @@ def test_wrong_arguments() -> None:
         comm.all_reduce(torch.zeros(1, dtype=torch.int64), divide_by=2)
     with pytest.raises(ConfigError, match=r"op='max' on torch\.complex64: complex numbers have no order"):
         comm.all_reduce(torch.zeros(1, dtype=torch.complex64), "max")
-    with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float16 with torch\.int64: both must be floating"):
-        comm.all_reduce(torch.zeros(1, dtype=torch.int64), wire_dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float32 is wider than the tensor's torch\.float16"):
-        comm.all_reduce(torch.zeros(1, dtype=torch.float16), wire_dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"wire='fp16' with torch\.int64: a wire format is for floating"):
+        comm.all_reduce(torch.zeros(1, dtype=torch.int64), wire="fp16")
+    with pytest.raises(ConfigError, match=r"wire='bf16' is wider than the tensor's torch\.float8_e5m2"):
+        checks.wire("bf16", "sum", torch.float8_e5m2)
+    with pytest.raises(ConfigError, match=r"wire='int8' with torch\.float16: takes float32 and float64"):
+        comm.all_reduce(torch.zeros(1, dtype=torch.float16), wire="int8")
+    with pytest.raises(ConfigError, match=r"wire='bf16' with op='max': what travels is added up"):
+        comm.all_reduce(torch.zeros(1), "max", wire="bf16")
     with pytest.raises(ConfigError, match=r"op=\['sum'\] is unknown"):
         comm.all_reduce(torch.zeros(1), ["sum"])  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match=r"wire_dtype='bfloat16': must be a torch.dtype"):
-        comm.all_reduce(torch.zeros(1), wire_dtype="bfloat16")  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match=r"wire_dtype=torch\.float8_e5m2: torch does not add these"):
-        comm.all_reduce(torch.zeros(1), wire_dtype=torch.float8_e5m2)
+    with pytest.raises(ConfigError, match=r"wire='bfloat16': take one of bf16, fp16, int8, or leave it out"):
+        comm.all_reduce(torch.zeros(1), wire="bfloat16")  # type: ignore[call-overload]
     for nonsense in ([1.0], 1.0, None):
         with pytest.raises(ConfigError, match="needs a tensor or a list of tensors, got"):
             comm.all_reduce(nonsense)  # type: ignore[call-overload]

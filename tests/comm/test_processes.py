@@ -157,7 +157,7 @@ def ways_are_right(comm: Communicator) -> None:
                 results.append(answer.wait() if async_op else answer)
                 torch.testing.assert_close(mine, terms.sum(0) / int(divisor), rtol=1e-12, atol=1e-12)
         wide = normal(comm.rank, 100, torch.float32)
-        results.append(comm.all_reduce(wide, algorithm=way, wire_dtype=torch.bfloat16).double())
+        results.append(comm.all_reduce(wide, algorithm=way, wire="bf16").double())
         first, *others = comm.all_gather(torch.cat(results))
         assert all(torch.equal(first, other) for other in others), way
         assert comm.all_reduce(torch.tensor([comm.rank == 0, False]), algorithm=way).tolist() == [True, False]

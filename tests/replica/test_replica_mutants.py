@@ -29,14 +29,14 @@ BACKWARD, DROP_IN = "replica.backward", "drop_in.data_parallel.DistributedDataPa
 MUTANTS = {
     "gradients are not synchronised": Mutant(
         f"{BACKWARD}.Backward._all_reduce",
-        "            self.comm.all_reduce(flat, divide_by=divide_by, label=label)",
+        "            self.comm.all_reduce(flat, divide_by=divide_by, wire=wire, label=label)",
         "            pass",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
     "gradients are not synchronised in the background": Mutant(
         f"{BACKWARD}.Backward._all_reduce",
-        "work: Work = self.comm.all_reduce(flat, divide_by=divide_by, async_op=True, label=label)",
+        "work: Work = self.comm.all_reduce(flat, divide_by=divide_by, wire=wire, async_op=True, label=label)",
         "return None",
         LIKE_TORCH,
         "saved_loaded_and_copied",
