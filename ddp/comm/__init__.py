@@ -3,7 +3,7 @@
     a schedule over a transport     wire_format.py, arithmetic.py, execute.py, way.py, settings.py, call.py, status.py,
                                     watchdog.py, wire.py
     in the memory of one host       host_memory.py, host_reduce.py
-    both together                   across.py, links.py
+    both together                   across.py, carrier.py, links.py
     the fastest way                 calibrate.py, select.py
     one call at a time              work.py, turn.py
     from one rank to one other      messages.py

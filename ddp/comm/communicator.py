@@ -9,6 +9,7 @@
     comm.broadcast(t), comm.reduce(t)     in place, from or to a root
     comm.scatter(list), comm.all_to_all(list)
     comm.barrier(), comm.agree_any(flag)
+    comm.chain(function)                  a function that calls several of these, as one
     comm.send(t, dst), comm.recv(t, src)  a message between two ranks, of which the others know nothing
     comm.allocate(numel, dtype)           memory that collectives reach without a copy
     comm.subgroup(ranks)                  a communicator of some of the ranks
@@ -41,6 +42,7 @@ from ddp.collectives.placed import Hosts, rooted
 from ddp.comm import checks
 from ddp.comm.arithmetic import Reduction
 from ddp.comm.call import Call
+from ddp.comm.carrier import Carriers
 from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, together, with_rows, write_back
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.links import Channels, Links, connect
@@ -262,6 +264,37 @@ class Communicator:
             return by_rank(flat, rows, mine)
 
         return self._turns.run(call, run, async_op=async_op)
+
+    def chain(self, function: Callable[[], Any], *, async_op: bool = False, label: str = "") -> Any:
+        """Runs a function that calls collectives of this communicator, as if it were one.
+
+        They run in its thread, in its turn, with no other collective in between; in the background with `async_op`.
+
+        Returns:
+            What the function returns; with `async_op` a `Work`.
+        """
+        return self._turns.run_chain(self._turns.number("chain", label=label), function, async_op=async_op)
+
+    @property
+    def carriers(self) -> Carriers:
+        """The part of each tensor that every rank carries from its host to the others."""
+        return self._links.carriers
+
+    def sum_in_host(self, flat: Tensor, *, divide_by: SupportsInt = 1, label: str = "") -> None:
+        """Sums over the ranks that share this host's memory, in place; alone, a rank only divides.
+
+        Args:
+            flat: [numel], contiguous.
+            divide_by, label: as in `all_reduce`.
+        """
+        checks.divisor(divide_by, "sum", flat.dtype)
+        call = self._turns.number("sum_in_host", "sum", flat, label)
+
+        def run() -> None:
+            in_host = partial(self._links.sum_in_host, flat, sequence=call.sequence)
+            self._divided_by(int(divide_by), in_host, flat, flat, op="sum")
+
+        self._turns.run(call, run)
 
     def _all_gather(self, flat: Tensor, bounds: Sequence[int], call: Call) -> None:
         """Gives everyone rank r's flat[bounds[r]:bounds[r + 1]]."""

@@ -3,7 +3,7 @@
     join        finds out which ranks share a host, and connects this rank with those on its host, through memory
     connect     does the same, and adds edges to the other hosts: everything that a communicator uses
 
-Read before: `wire.py`, `host_reduce.py`, `across.py`, `way.py`. Read next: `calibrate.py`.
+Read before: `wire.py`, `host_reduce.py`, `across.py`, `carrier.py`, `way.py`. Read next: `calibrate.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from ddp.collectives.placed import Hosts
 from ddp.comm.across import Across
 from ddp.comm.arithmetic import SUM, Reduction
+from ddp.comm.carrier import Carriers
 from ddp.comm.host_memory import HostMemory, tried
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.settings import Settings
@@ -75,6 +76,22 @@ class Links:
     def slices(self) -> list[int]:
         """By rank, the number of its slice in `reduce_scatter` and `all_gather`."""
         return (self.across.slices if self.across is not None else None) or list(range(self.wire.world_size))
+
+    @cached_property
+    def carriers(self) -> Carriers:
+        """The part of each tensor that every rank carries from its host to the others."""
+        shares_memory = self.group is not None or self.across is not None
+        hosts = self.hosts if shares_memory else [[rank] for rank in range(self.wire.world_size)]
+        at = {rank: (number, place) for number, host in enumerate(hosts) for place, rank in enumerate(host)}
+        numbers, places = zip(*(at[rank] for rank in range(self.wire.world_size)), strict=True)
+        return Carriers(numbers, places, min(map(len, hosts)))
+
+    def sum_in_host(self, flat: Tensor, reduction: Reduction = SUM, *, sequence: int = 0) -> None:
+        """Combines `flat` over the ranks that share this host's memory, in place."""
+        if self.group is not None and flat.is_cpu:
+            self.group.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+        elif reduction.divide_by != 1:
+            flat.div_(reduction.divide_by)
 
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], reduction: Reduction = SUM, *, sequence: int = 0

@@ -30,7 +30,7 @@ from ddp.clock import Patience
 from ddp.comm.call import Call, disagreement
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.watchdog import Watchdog
-from ddp.comm.work import Runner
+from ddp.comm.work import Runner, done
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.transport.edge import TransportError
 from ddp.transport.shared_memory import SLICE_S
@@ -65,6 +65,7 @@ class Turns:
         self._runners = [self._runner]
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
+        self._chain: int | None = None  # the thread in which one runs
         self._has_ended = False
 
     def number(
@@ -81,15 +82,18 @@ class Turns:
             CommunicatorBroken: an earlier collective failed.
         """
         self.refuse_if_broken()
-        self.num_calls += 1
+        if self._is_in_chain:
+            sequence, label = self._running.sequence, label or self._running.name
+        else:
+            sequence = self.num_calls = self.num_calls + 1
         if tensors is None:
-            return Call(self.num_calls, operation, op, name=label, how=how)
+            return Call(sequence, operation, op, name=label, how=how)
         if isinstance(tensors, Tensor):
-            return Call(self.num_calls, operation, op, tensors.shape, tensors.dtype, label, how)
+            return Call(sequence, operation, op, tensors.shape, tensors.dtype, label, how)
         if self._gather is not None:
             how = (*how, *((list(tensor.shape), tensor.dtype) for tensor in tensors))
         total = sum(tensor.numel() for tensor in tensors)
-        return Call(self.num_calls, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
+        return Call(sequence, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
 
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
@@ -108,16 +112,45 @@ class Turns:
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
         """
+        if self._is_in_chain:
+            result = self._run_now(call, collective)
+            return done(result) if async_op else result
         if not async_op and self._runner.is_idle():
             return self.run_here(call, collective)
         work = self._runner.submit(partial(self.run_here, call, collective))
         return work if async_op else work.wait()
 
+    def run_chain(self, call: Call, chain: Callable[[], Any], *, async_op: bool = False) -> Any:
+        """Runs a function that calls collectives, as one of them: they run in its thread, with no other in between.
+
+        They have its number, because other calls may be numbered meanwhile, at another moment on each rank.
+        """
+
+        def run() -> Any:
+            self._chain = threading.get_ident()
+            try:
+                return chain()
+            finally:
+                self._chain = None
+
+        return self.run(call, chain if self._is_in_chain else run, async_op=async_op)
+
+    @property
+    def _is_in_chain(self) -> bool:
+        return self._chain is not None and self._chain == threading.get_ident()
+
     def run_here(self, call: Call, collective: Callable[[], Any]) -> Any:
-        """Runs one collective in this thread, alone; a failure becomes a PeerLost with the culprit's name."""
+        """Runs one collective in this thread, alone."""
         self.refuse_if_broken()  # what was in flight may have failed since the call was made
         if not self._turn.acquire(False):
             self._refuse_second_thread(call)
+        try:
+            return self._run_now(call, collective)
+        finally:
+            self._turn.release()
+
+    def _run_now(self, call: Call, collective: Callable[[], Any]) -> Any:
+        """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
         try:
             self._running = call
             self._watchdog.begin(call, self._neighbour if call.message is None else call.message.peer)
@@ -131,9 +164,10 @@ class Turns:
         except TransportError as error:
             self.error = lost = self._lost(error)
             raise lost from error
-        except PeerLost as lost:  # out of a subgroup that was being made
-            self.error = lost
-            self._watchdog.fail(lost.reason, blames=lost.rank)
+        except PeerLost as lost:  # out of a subgroup that was being made, or out of a call in a chain
+            if self.error is not lost:
+                self.error = lost
+                self._watchdog.fail(lost.reason, blames=lost.rank)
             raise
         except (ConfigError, NoSharedMemory):
             raise  # on every rank alike, before anything was sent
@@ -143,10 +177,7 @@ class Turns:
                 self._watchdog.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
-            try:
-                self._watchdog.end()
-            finally:  # also after Ctrl-C
-                self._turn.release()
+            self._watchdog.end()
 
     def wait_for_rank_zero(self, label: str) -> None:
         """Returns once rank 0 has called it too, however long that takes while rank 0 lives.

@@ -23,12 +23,12 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsInt
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
 
-from ddp.clock import Stopwatch, now_s
+from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.drop_in.comm_hook import CommHook
 from ddp.drop_in.in_backward import StepInBackward, StepsOfOthers, refusal
@@ -100,12 +100,11 @@ class TorchBackward(Backward):
         self,
         comm: Communicator,
         *,
-        overlap: bool,
-        waited: Stopwatch,
         former: Backward | None,
         wishes: Wishes,
+        **how: Any,
     ) -> None:
-        super().__init__(comm, overlap=overlap, waited=waited, former=former)
+        super().__init__(comm, former=former, **how)
         self._wishes, self.is_differentiable = wishes, False
         self._static: StaticGraph | None = None
         self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known

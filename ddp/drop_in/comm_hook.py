@@ -33,7 +33,7 @@ from ddp.comm.communicator import Communicator
 from ddp.errors import HookFailed, PeerLost
 from ddp.gradients.bucket import Bucket
 
-Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+HookFunction = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 class GradBucket:
@@ -80,7 +80,7 @@ class CommHook:
         PeerLost: the others did not do their part within the deadline.
     """
 
-    hook: Hook
+    hook: HookFunction
     state: Any
     comm: Communicator
     overlap: bool = False

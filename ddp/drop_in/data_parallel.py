@@ -38,13 +38,15 @@ from ddp.comm.wire_format import WireName
 from ddp.drop_in.arguments import check_devices, check_engine, check_keywords, choose_communicator, input_device, moved
 from ddp.drop_in.backward import TorchBackward, Wishes
 from ddp.drop_in.buffer_hook import BufferHook, HookedBuffers, When
-from ddp.drop_in.comm_hook import CommHook, Hook, check_hook
+from ddp.drop_in.comm_hook import CommHook, HookFunction, check_hook
 from ddp.drop_in.higher_order import hand_out_differentiable
 from ddp.drop_in.in_backward import MakeOptimizer, StepInBackward, check_own_optimizers, refusal
 from ddp.drop_in.join import UnevenInputs
 from ddp.drop_in.parameter_watch import TorchParameterWatch
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, State
@@ -84,6 +86,7 @@ class DistributedDataParallel(UnevenInputs):
         forward_sync_buffers: False: as `buffers="none"`.
         buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none" (`buffers.py`).
         overlap: reduce in the background of backward; None: where that pays (`backward.py`, note "foreground").
+        wire, hook: as in `ddp.BucketedDataParallel`.
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
         others: further keywords of torch's class (`arguments.py`).
 
@@ -118,6 +121,7 @@ class DistributedDataParallel(UnevenInputs):
         buffers: Mode | None = None,
         overlap: bool | None = None,
         wire: WireName | None = None,
+        hook: Hook | None = None,
         comm: Communicator | None = None,
         **others: Any,
     ) -> None:
@@ -127,7 +131,7 @@ class DistributedDataParallel(UnevenInputs):
         ignored = frozenset(getattr(module, IGNORED, ()))
         named = _not_ignored(module, ignored)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
-        check_wire(module, wire)
+        check_wire(module, wire, hook)
         check_devices(named, device_ids, output_device)
         check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
@@ -142,6 +146,7 @@ class DistributedDataParallel(UnevenInputs):
         self._limits, self._overlap, self._wire, self.parameters_to_ignore = limits, overlap, wire, set(ignored)
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
         self.gradient_as_bucket_view, self.device_mesh, self._device = True, device_mesh, input_device(device_ids)
+        self.compression = None if hook is None else Compression(hook, comm, named)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._begin_in_this_process()
 
@@ -242,7 +247,7 @@ class DistributedDataParallel(UnevenInputs):
         return totals
 
     def _new_backward(self, former: Backward | None = None) -> TorchBackward:
-        return TorchBackward(self.comm, overlap=self.overlaps, waited=self.waited, former=former, wishes=self._wishes)
+        return TorchBackward(self.comm, former=former, wishes=self._wishes, **self._how())
 
     def _new_watch(self) -> TorchParameterWatch:
         return TorchParameterWatch(self.module)
@@ -260,7 +265,7 @@ class DistributedDataParallel(UnevenInputs):
             limits=self._limits,
             sparse=[name for name, parameter in named if id(parameter) in sparse],
             for_hook=self._wishes.hook is not None,
-            wire=self._wire,
+            tails_ride=self._tails_ride,
         )
 
     def _choose_layout(self) -> None:
@@ -278,7 +283,7 @@ class DistributedDataParallel(UnevenInputs):
 
     # --- hooks, and the optimizer in backward ------------------------------------------------------------------------
 
-    def register_comm_hook(self, state: Any, hook: Hook, *, overlap: bool = False) -> None:
+    def register_comm_hook(self, state: Any, hook: HookFunction, *, overlap: bool = False) -> None:
         """Lets `hook(state, bucket)` take the place of the all-reduce (`comm_hook.py`). Once, on every rank.
 
         Args:
@@ -292,8 +297,11 @@ class DistributedDataParallel(UnevenInputs):
         check_hook(hook)
         if self._wishes.stepper is not None:
             raise refusal("a communication hook that is registered after it")
-        if self._wire is not None:
-            raise ConfigError(f"wire={self._wire!r} beside a communication hook, which does the sending: leave one out")
+        for keyword, given in (("wire", self._wire), ("hook", self.compression and self.compression.hook)):
+            if given is not None:
+                raise ConfigError(
+                    f"{keyword}={given!r} beside a registered communication hook, which does the sending: leave one out"
+                )
         if self._wishes.hook is not None:
             raise RuntimeError(
                 f"the communication hook {self._wishes.hook.name} is registered already; there can be one"

@@ -16,7 +16,7 @@ A gradient gets into its bucket by one copy: after `zero_grad(set_to_none=True)`
 `p.grad`, and copying it once is cheaper than zeroing the bucket and adding to it. A large gradient is copied as soon as
 it is ready, so that its memory is free again. Small ones are copied together once their bucket is full.
 
-Read before: `totals.py`. Read next: `layout.py`.
+Read before: `totals.py`. Read next: `memory.py`.
 """
 
 from __future__ import annotations

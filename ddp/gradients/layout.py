@@ -9,7 +9,7 @@ A layout is a function of the parameters, their order and the limits alone, neve
 allocated when the first bucket is about to be filled, and not before. So a replica can be made, copied and loaded
 without the other ranks, and the first layout, which is replaced before it is used, takes no memory.
 
-Read before: `bucket.py`. Read next: `replica/sink.py`.
+Read before: `hook_state.py`. Read next: `replica/sink.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.wire_format import WireName
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS
 
@@ -40,11 +39,11 @@ class Layout:
         sparse: names of the parameters whose gradients are sparse tensors, which live in no bucket.
         for_hook: a communication hook reduces the buckets. They are ordinary memory then, and hold gradients and
             nothing else, because a hook may resize them.
-        wire: the format in which buckets travel; they hold gradients and nothing else then, because it would round
-            counts, too.
+        tails_ride: totals and verdicts travel in buckets where they can, else apart. A wire format or a hook would
+            round them.
 
     Attributes:
-        TAILS_MAY_RIDE: totals and verdicts travel in buckets where they can, else apart.
+        TAILS_MAY_RIDE: what `tails_ride` allows.
         slots: one for each parameter, in the order of registration.
         parameters: the same parameters, without their names.
         sparse: those slots that live in no bucket.
@@ -52,7 +51,6 @@ class Layout:
         buckets: in the order of reduction.
         index_of: by the parameter's id, the index of its bucket.
         is_for_hook: a communication hook reduces the buckets.
-        wire: the format in which buckets travel.
         totals, verdicts: the tails that carry them, or tensors of their own; they exist from `allocate` on.
         totals_ride, verdicts_ride: a bucket carries them.
     """
@@ -70,10 +68,11 @@ class Layout:
         order: Sequence[str] | None = None,
         sparse: Collection[str] = (),
         for_hook: bool = False,
-        wire: WireName | None = None,
+        tails_ride: bool = True,
     ) -> None:
         self._comm, self._named, self._limits = comm, named, limits
-        self._sparse, self.is_for_hook, self.wire, self.is_learned = sparse, for_hook, wire, order is not None
+        self._sparse, self._tails_ride = sparse, tails_ride
+        self.is_for_hook, self.is_learned = for_hook, order is not None
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.parameters = [parameter for _, parameter in named]
         self.sparse = [slot for slot in self.slots if slot.name in sparse]
@@ -83,7 +82,7 @@ class Layout:
         in_order = dict.fromkeys([*known, *by_name.values()])
         self._order = [slot.name for slot in in_order]
         groups = plan_buckets(in_order, limits=limits)
-        may_ride = self.TAILS_MAY_RIDE and not for_hook and wire is None and bool(groups)
+        may_ride = self.TAILS_MAY_RIDE and tails_ride and not for_hook and bool(groups)
         self.totals_ride = may_ride and self._is_wide(groups[0])
         self.verdicts_ride = may_ride and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
@@ -127,7 +126,7 @@ class Layout:
 
     def _succeeded_by(self, **changed: Any) -> Layout:
         same: dict[str, Any] = {"limits": self._limits, "sparse": self._sparse, "for_hook": self.is_for_hook}
-        self._successor = type(self)(self._comm, self._named, wire=self.wire, **(same | changed))
+        self._successor = type(self)(self._comm, self._named, tails_ride=self._tails_ride, **(same | changed))
         return self._successor
 
     def allocate(self) -> None:

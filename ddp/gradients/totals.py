@@ -1,7 +1,8 @@
 """Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and need no message.
 
     totals     loss_sum   items ÷ 4096   items % 4096   votes to stop     in the tail of the first bucket
-    verdicts   unused parameters   undefined gradients   squared norms    in the tail of the last bucket
+    verdicts   unused parameters   undefined gradients   values that are
+               not finite   squared norms                                 in the tail of the last bucket
 
 The gradients are sums over samples (or tokens), and the mean is taken once, by the *global* count. So the count travels
 first: then every later bucket can be divided as a part of its all-reduce. A float32 holds integers up to 2²⁴ exactly.
@@ -12,8 +13,8 @@ has found something, and not how many have.
 On request each rank finds the squared norm of its own gradient before it is averaged, for the noise scale
 (`monitor/noise_scale.py`).
 
-Where no bucket can carry a tail (its type is too narrow, or a communication hook reduces it), totals and verdicts
-travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
+Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
+totals and verdicts travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
 
 Read before: `comm/communicator.py`. Read next: `bucket.py`.
 """
@@ -65,6 +66,11 @@ class Totals(NamedTuple):
     parts: Parts | None = None
     measure: bool = False
 
+    @property
+    def mean_loss(self) -> float:
+        """The loss as a mean over all samples (or tokens)."""
+        return float(self.loss_sum) / max(1, self.num_items)
+
     def write(self, tail: Tensor) -> None:
         """Writes this rank's part into a tail, [NUM_TOTALS]."""
         tail[1:].copy_(tail.new_tensor([self.num_items // BASE, self.num_items % BASE, self.num_stopping]))
@@ -83,19 +89,21 @@ class Verdicts(NamedTuple):
     Attributes:
         has_unused: backward has not reached a parameter.
         has_undefined: backward has reached a parameter, but computed no gradient for it.
+        has_non_finite: a gradient was not finite, and a hook has sent it, which may not show it any more.
         parts: the measured parts of the batch.
     """
 
     has_unused: bool = False
     has_undefined: bool = False
+    has_non_finite: bool = False
     parts: Parts = Parts()
 
     def write(self, tail: Tensor) -> None:
         """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
-        squares, *counts = self.parts
-        if any((self.has_unused, self.has_undefined, *counts)):
-            tail[:4].copy_(torch.tensor([self.has_unused, self.has_undefined, *counts], dtype=tail.dtype))
-            tail[4] = squares
+        *found, (squares, *counts) = self
+        if any((*found, *counts)):
+            tail[:-1].copy_(torch.tensor([*found, *counts], dtype=tail.dtype))
+            tail[-1] = squares
         else:
             tail.zero_()
 
@@ -106,12 +114,12 @@ class Verdicts(NamedTuple):
         Args:
             divided_by: what the tail was divided by on its way.
         """
-        unused, undefined, *counts, squares = tail.tolist()
+        unused, undefined, non_finite, *counts, squares = tail.tolist()
         parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
-        return cls(unused > 0, undefined > 0, parts)
+        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
 
 
-NUM_TOTALS, NUM_VERDICTS = 4, 5
+NUM_TOTALS, NUM_VERDICTS = 4, 6
 
 
 class GlobalCount:

@@ -48,6 +48,7 @@ from ddp.comm.wire_format import WireName
 from ddp.comm.work import Work
 from ddp.errors import CommunicatorBroken, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.compression import Compression
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import GlobalCount, Parts, Totals, Verdicts
 from ddp.replica.unused import Use, complaint, greatest_uses
@@ -110,6 +111,8 @@ class Backward:
         overlap: reduce in the background (note "foreground").
         waited: measures the time that backward's thread spends on reductions, or waiting for them.
         former: the backward before this one.
+        wire: the format in which buckets travel between hosts.
+        compression: makes the sums of buckets by a hook.
 
     Attributes:
         early: parameters that have accumulated gradients (in `no_sync`) which no backward has reduced yet, by id.
@@ -125,9 +128,17 @@ class Backward:
     step: int
 
     def __init__(
-        self, comm: Communicator, *, overlap: bool, waited: Stopwatch, former: Backward | None = None
+        self,
+        comm: Communicator,
+        *,
+        overlap: bool,
+        waited: Stopwatch,
+        former: Backward | None = None,
+        wire: WireName | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self.comm, self.overlap, self.state = comm, overlap, State.EXPECTED
+        self._wire, self._compression = wire, compression
         self.early: dict[int, Tensor] = {} if former is None else former.left_over
         self.reductions: list[BucketReduction] = []
         self.index_of: dict[int, int] = {}
@@ -156,6 +167,8 @@ class Backward:
         self.layout, self.step, self._totals, self._divide_by = layout, step, totals, divide_by
         self._has_samples = has_samples
         self._measures = totals is not None and totals.measure and has_samples
+        if self._compression is not None:
+            self._compression.begin()
         if layout.is_learned:
             self._set_up()
             for reduction in self.reductions:
@@ -291,9 +304,12 @@ class Backward:
 
     def _combine(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> Work | None:
         """Makes the sum of all ranks' buckets, divided. Returns the work if it is still in flight."""
-        return self._all_reduce(
-            bucket.flat, divide_by=divide_by, wire=self.layout.wire, async_op=async_op, label=label
-        )
+        if self._compression is not None:
+            with self._waited.running():
+                return self._compression.reduce(
+                    bucket, self.comm, divide_by=divide_by, async_op=async_op, label=label
+                )
+        return self._all_reduce(bucket.flat, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label)
 
     def _all_reduce(
         self,
@@ -348,15 +364,19 @@ class Backward:
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction.bucket)  # all of them first: filling shows which gradients are undefined
         undefined = set(self._undefined).difference(missing)
-        mine = Verdicts(bool(missing), bool(undefined), self._parts()) if self._has_samples else Verdicts()
+        mine = Verdicts(bool(missing), bool(undefined), parts=self._parts()) if self._has_samples else Verdicts()
         mine.write(self.layout.verdicts)
         for reduction in self.reductions[self._num_launched :]:
             self._launch(reduction)
         self._wait()
         if not self.layout.verdicts_ride:
+            if self._compression is not None:
+                mine._replace(has_non_finite=not self._compression.is_finite).write(self.layout.verdicts)
             self._all_reduce(self.layout.verdicts, label=f"step {self.step}, verdicts")
         totals = self._settle_totals()
         verdicts = Verdicts.read(self.layout.verdicts, divided_by=self._verdicts_divided_by())
+        if verdicts.has_non_finite:
+            self._refuse()
         self._settle(missing, undefined, verdicts)
         self.state = State.DONE
         self._kept.clear()
@@ -402,6 +422,13 @@ class Backward:
         if self.layout.totals_ride:
             self.layout.buckets[0].gradients.div_(int(self._divide_by))
         return Totals.read(self.layout.totals)
+
+    def _refuse(self) -> None:
+        """Shows in all gradients what a hook may have hidden on its way, that one was not finite; forgets it."""
+        assert self._compression is not None
+        self._compression.take_back()
+        for bucket in self.layout.buckets:
+            bucket.gradients.fill_(torch.nan)
 
     def _settle(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> None:
         """Restores the old gradients of parameters that no rank has used; records an error if any went unused."""

@@ -34,6 +34,8 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current
 from ddp.comm.wire_format import WireName
 from ddp.gradients.bucket import Bucket
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, State
@@ -59,6 +61,7 @@ class BucketedDataParallel(Replica):
         overlap: reduce in the background of backward; by default, only where that is faster (`backward.py`, note
             "foreground").
         wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`comm/wire_format.py`).
+        hook: sends less than all of the gradients between hosts (`gradients/hook.py`); the replica takes a copy.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's.
         comm: the ranks that take part; all by default.
 
@@ -77,16 +80,18 @@ class BucketedDataParallel(Replica):
         first_bucket_mb: float | None = None,
         overlap: bool | None = None,
         wire: WireName | None = None,
+        hook: Hook | None = None,
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
     ) -> None:
         comm = comm or current()
         check_trainable(list(module.named_parameters()))
-        check_wire(module, wire)
+        check_wire(module, wire, hook)
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self._wire = overlap, wire
+        self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
         self._start()
 
     def _start(self) -> None:
@@ -121,6 +126,10 @@ class BucketedDataParallel(Replica):
             self._has_layout = False  # stays so if choosing one fails
             self._choose_layout()
             self._has_layout = True
+
+    def take_back(self) -> None:
+        if self.compression is not None:
+            self.compression.take_back()
 
     def raise_pending(self) -> None:
         """Raises the error that the last backward has recorded, or RuntimeError if a backward broke off."""
@@ -200,7 +209,16 @@ class BucketedDataParallel(Replica):
     # --- what a step is made of; `drop_in/` has others ---------------------------------------------------------------
 
     def _new_backward(self, former: Backward | None = None) -> Backward:
-        return Backward(self.comm, overlap=self.overlaps, waited=self.waited, former=former)
+        return Backward(self.comm, former=former, **self._how())
+
+    def _how(self) -> dict[str, Any]:
+        """Returns how a backward reduces its buckets."""
+        how = {"overlap": self.overlaps, "waited": self.waited}
+        return {**how, "wire": self._wire, "compression": self.compression}
+
+    @property
+    def _tails_ride(self) -> bool:
+        return self._wire is None and self.compression is None
 
     def _new_watch(self) -> ParameterWatch:
         return ParameterWatch(self.module)
@@ -209,7 +227,7 @@ class BucketedDataParallel(Replica):
         """Returns a layout of the parameters that need a gradient now."""
         needed = self._watch.needed_ids
         named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return self._LAYOUT(self.comm, named, limits=self._limits, wire=self._wire)
+        return self._LAYOUT(self.comm, named, limits=self._limits, tails_ride=self._tails_ride)
 
     def _choose_layout(self) -> None:
         self._layouts.choose(self._make_layout, early=self._backward.early)
@@ -231,7 +249,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def measures_parts(self) -> bool:
-        return not self._layouts.current.sparse
+        return not self._layouts.current.sparse and self.compression is None
 
     @property
     def bucket_layout(self) -> list[list[str]]:

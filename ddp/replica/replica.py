@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
+from ddp.gradients.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.optim.update import Update
 from ddp.replica.broadcast import broadcast_state
@@ -45,6 +46,7 @@ class Replica(nn.Module, ABC):
     Attributes:
         module: the model.
         comm: the ranks that have a copy.
+        compression: the hook that averages gradients, if there is one.
         totals: the last step's totals, summed over all ranks.
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised; those before a checkpoint that the run continued from
@@ -53,6 +55,8 @@ class Replica(nn.Module, ABC):
         require_backward_grad_sync: False inside `no_sync`.
         require_forward_param_sync: the next forward synchronises buffers (`buffers.py`).
     """
+
+    compression: Compression | None = None
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
@@ -115,6 +119,9 @@ class Replica(nn.Module, ABC):
 
     def raise_pending(self) -> None:
         """Raises the error that the last backward has recorded, on every rank alike."""
+
+    def take_back(self) -> None:
+        """Forgets what sending the last step's gradients has left behind, because the step will not be made."""
 
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients, which are then divided by the global count.

@@ -76,18 +76,20 @@ class ShardedDataParallel(BucketedDataParallel):
         return ShardedUpdate(self, optimizer)
 
     def _new_backward(self, former: Backward | None = None) -> Backward:
-        return _ShardedBackward(self.comm, overlap=self.overlaps, waited=self.waited, former=former)
+        return _ShardedBackward(self.comm, former=former, **self._how())
 
 
 class _ShardedBackward(Backward):
     """A backward whose buckets are reduce-scattered."""
 
     def _combine(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> Work | None:
+        if self._compression is not None:  # then every rank gets all of it
+            return super()._combine(bucket, divide_by=divide_by, async_op=async_op, label=label)
         assert isinstance(self.layout, ShardedLayout)
         bounds = self.layout.bounds[bucket.index]
         with self._waited.running():
             found = self.comm.reduce_scatter_(
-                bucket.flat, bounds, divide_by=divide_by, wire=self.layout.wire, async_op=async_op, label=label
+                bucket.flat, bounds, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label
             )
         return found if async_op else None
 

@@ -28,6 +28,7 @@ from ddp.data.source import Source, fingerprint, source_of
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import ConfigError
+from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment, TorchSchedule
@@ -62,6 +63,7 @@ def replica_of(
     *,
     sharded: bool = False,
     wire: WireName | None = None,
+    hook: Hook | None = None,
 ) -> Replica:
     """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
 
@@ -98,18 +100,32 @@ def replica_of(
     if isinstance(model, Replica):
         if sharded and not isinstance(model, ShardedDataParallel):
             raise ConfigError(f"sharded=True with a model in a {name}: give ddp.fit the bare module")
-        if wire is not None:
-            raise ConfigError(f"wire={wire!r} with a model in a {name}: give wire to the replica, and not to ddp.fit")
+        for key, given in (("wire", wire), ("hook", hook)):
+            if given is not None:
+                raise ConfigError(f"{key}={given!r} with a model in a {name}: give {key} to the replica")
+        if model.compression is not None:
+            check_momentum(model.compression.hook, optimizer)
         return model
+    if isinstance(hook, Hook):
+        check_momentum(hook, optimizer)
     model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
     is_sparse = any(produces_sparse_gradient(layer) for layer in model.modules())
     if is_sparse and sharded:
         raise ConfigError("sharded=True: a layer has sparse gradients, which no slice can hold; leave it out")
     if sharded:
-        return ShardedDataParallel(model, comm=comm, wire=wire)
+        return ShardedDataParallel(model, comm=comm, wire=wire, hook=hook)
     if is_sparse:
-        return DistributedDataParallel(model, comm=comm, wire=wire)
-    return BucketedDataParallel(model, comm=comm, wire=wire)
+        return DistributedDataParallel(model, comm=comm, wire=wire, hook=hook)
+    return BucketedDataParallel(model, comm=comm, wire=wire, hook=hook)
+
+
+def check_momentum(hook: Hook, optimizer: Optimizer) -> None:
+    """Raises ConfigError if the hook and the optimizer both have momentum, which would act twice."""
+    if hook.momentum and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"momentum={hook.momentum:g} in the hook {hook!r}, beside that of {type(optimizer).__name__}: leave one "
+            "out, as in torch.optim.SGD(…, momentum=0)"
+        )
 
 
 def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) -> None:

@@ -5,6 +5,7 @@
     schedule.pt    the state of torch's learning-rate scheduler, if there is one
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
+    hook.pt        what a hook has not sent yet, if there is one (`gradients/hook_state.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
 The identity is everything that the bits of the result depend on, apart from the code. A resumed run compares it with
@@ -24,6 +25,7 @@ import hashlib
 import platform
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CheckpointError
 from ddp.files import Hold
+from ddp.gradients.hook_state import gathered, give_out
 from ddp.log import log
 from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
@@ -55,6 +58,8 @@ def save_checkpoint(
     """
     state.model.sync_buffers()
     optimizer = state.update.state_dict()
+    compression = state.model.compression
+    hook = None if compression is None else gathered(compression, state.comm)
     random_states = all_gather_object(state.comm, _random_states(state.comm))
     meta = {
         "identity": _with_data(identity, state),
@@ -63,6 +68,7 @@ def save_checkpoint(
         "optimizer_settings": state.first_settings,
         "all_reduce_choices": {str(nbytes): way for nbytes, way in state.comm.auto.choices.items()},
         "gradient_order": state.model.gradient_order,
+        "hook": None if compression is None else repr(compression.hook),
     }
 
     def write() -> None:
@@ -74,6 +80,8 @@ def save_checkpoint(
         }
         if state.schedule is not None:
             parts["schedule"] = _plain(state.schedule.state_dict())
+        if hook is not None:
+            parts["hook"] = hook
         store.save(state.step, parts, meta=meta, score=score)
 
     on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
@@ -82,10 +90,21 @@ def save_checkpoint(
 def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
     """Returns a checkpoint, or the last one of a folder, as rank 0 sees it, on every rank. Collective.
 
+    What a hook has kept stays on rank 0, because it may be larger than the model.
+
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
     """
-    return on_rank_zero(comm, lambda: load(path), label="reading a checkpoint")
+    of_hook = {}
+
+    def read() -> StoredCheckpoint:
+        found = load(path)
+        for_all = {name: part for name, part in found.parts.items() if name != "hook"}
+        of_hook.update({name: found.parts[name] for name in found.parts.keys() - for_all})
+        return replace(found, parts=for_all)
+
+    found = on_rank_zero(comm, read, label="reading a checkpoint")
+    return replace(found, parts={**found.parts, **of_hook})
 
 
 def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mapping[str, Any]) -> None:
@@ -123,9 +142,23 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
         state.comm.auto.pin(choices)  # what "auto" chose then; on another layout it chooses anew
     if (order := checkpoint.meta.get("gradient_order")) is not None:
         state.model.adopt_gradient_order(order)  # the same buckets as then, because a ring's bits depend on them
+    _restore_hook(checkpoint, state)
     random_states = parts["slots"]["random"]
     if len(random_states) == state.comm.world_size:
         _load_random_states(random_states[state.comm.rank], state.comm)
+
+
+def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:
+    """Gives the hook what it has kept. If it is another hook, it begins with nothing, and rank 0 says so."""
+    compression = state.model.compression
+    then, now = checkpoint.meta.get("hook"), None if compression is None else repr(compression.hook)
+    if then == now and compression is not None:
+        give_out(checkpoint.parts.get("hook"), compression, state.comm)
+    elif then is not None and state.comm.rank == 0:
+        log.warning(
+            "%s was taken with the hook %s, and this run has %s: what that one has not sent yet is lost",
+            *(checkpoint.path, then, now or "none"),
+        )
 
 
 def check_optimizer(checkpoint: StoredCheckpoint, optimizer: Optimizer) -> None:

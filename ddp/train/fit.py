@@ -38,6 +38,7 @@ from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, source_of
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.files import json_object
+from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, base_rates, set_rate
@@ -94,6 +95,7 @@ def fit(
     precision: Precision = "fp32",
     sharded: bool = False,
     wire: WireName | None = None,
+    hook: Hook | None = None,
     num_shards: int | None = None,
     micro_size: int | None = None,
     seed: int = 0,
@@ -152,6 +154,7 @@ def fit(
         sharded: each rank updates a slice of the parameters, and holds the optimizer's state of that alone
             (`ddp/replica/sharded.py`).
         wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`ddp/comm/wire_format.py`).
+        hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
         num_shards, micro_size: number of parts of a batch, and largest number of samples per forward; larger shares are
             accumulated (`TrainSampler`).
         seed: of the samples' order and of dropout.
@@ -226,7 +229,7 @@ def fit(
     task = as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=loader_workers)
     test = held_out_source(source, test_data, collate)
-    replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire)
+    replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire, hook=hook)
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
     # 2  the state
@@ -248,6 +251,7 @@ def fit(
         "precision": precision,
         "clip_norm": clip_norm,
         "wire": wire,
+        "hook": None if hook is None else repr(hook),
         "evaluate_every_epochs": evaluate_every_epochs,
         "evaluate_every_steps": evaluate_every_steps,
         "schedule_every": schedule_every,

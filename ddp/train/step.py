@@ -4,7 +4,8 @@
                                               (gradients are sent during the last one only)
     all ranks' totals are known               loss, number of items, does anyone want to stop?
     a parameter without a gradient?           UnusedParameters, on every rank alike
-    loss or gradient not a finite number?     Diverged, on every rank alike; no parameter was changed
+    loss or gradient not a finite number?     Diverged, on every rank alike; no parameter was changed, and a hook that
+                                              has sent gradients takes the step back
     clip, set the rate, optimizer step        the same on every rank
     commit                                    sampler and step counter move on
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from ddp.clock import Stopwatch, now_s
 from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
-from ddp.errors import ConfigError, Diverged
+from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.gradients.totals import Parts, Totals
 from ddp.optim.schedules import base_rates, set_rate
 from ddp.optim.torch_schedule import TorchSchedule
@@ -77,43 +78,59 @@ def train_step(
     num_averaged = model.num_steps
     _backward(state, rules, plan, batches, fetching, wants_stop)
 
-    model.raise_pending()
-    if model.num_steps == num_averaged:
-        raise ConfigError(
-            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
-            "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
-        )
+    try:
+        norm = _agreed_norm(state, rules, num_averaged)
+    except (Diverged, UnusedParameters):
+        model.take_back()
+        raise
     totals = model.totals
-    loss = float(totals.loss_sum) / max(1, totals.num_items)
-    if not math.isfinite(loss):
-        raise Diverged(_diverged(state.step + 1, "loss", loss))
-    norm = state.update.gradient_norm()
-    length = float(norm)
-    if not math.isfinite(length):
-        raise Diverged(_diverged(state.step + 1, "gradient norm", length))
     if not isinstance(rules.schedule, TorchSchedule):
         set_rate(optimizer, base_rates(optimizer), rules.schedule(plan))
     rate = float(optimizer.param_groups[0]["lr"])
     state.update.step(norm, rules.clip_norm)
     state.sampler.commit(plan)
-    state.step, state.train_loss = state.step + 1, loss
+    state.step, state.train_loss = state.step + 1, totals.mean_loss
     if isinstance(rules.schedule, TorchSchedule):
         rules.schedule.stepped(is_epoch_end=state.sampler.state.consumed == 0)
 
     report = StepReport(
         step=state.step,
         epoch=plan.epoch,
-        loss=loss,
+        loss=totals.mean_loss,
         num_items=totals.num_items,
         num_samples=plan.size,
         parts=totals.parts,
-        gradient_norm=length,
+        gradient_norm=float(norm),
         rate=rate,
         step_s=now_s() - start_s,
         data_s=fetching.total_s,
         wait_s=model.waited.take_s(),
     )
     return report, totals.num_stopping > 0
+
+
+def _agreed_norm(state: TrainState, rules: StepRules, num_averaged: int) -> Tensor:
+    """Returns the norm of the mean gradient, once every rank knows that the step can be made.
+
+    Args:
+        num_averaged: steps that the replica had made before.
+
+    Raises:
+        UnusedParameters, Diverged, ConfigError: it cannot; on every rank alike.
+    """
+    model = state.model
+    model.raise_pending()
+    if model.num_steps == num_averaged:
+        raise ConfigError(
+            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
+            "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
+        )
+    if not math.isfinite(model.totals.mean_loss):
+        raise Diverged(_diverged(state.step + 1, "loss", model.totals.mean_loss))
+    norm = state.update.gradient_norm()
+    if not math.isfinite(length := float(norm)):
+        raise Diverged(_diverged(state.step + 1, "gradient norm", length))
+    return norm
 
 
 def _backward(

@@ -70,7 +70,7 @@ def everything() -> dict[str, Any]:
     replica.ride_along(Totals(torch.tensor(1.0), 4097))
     replica(torch.ones(1, 3)).sum().backward()
     assert replica.totals.num_items == 4097 * comm.world_size  # bf16 holds 4096 and 4128
-    with pytest.raises(ConfigError, match="wire='bf16' beside a communication hook, which does the sending"):
+    with pytest.raises(ConfigError, match="wire='bf16' beside a registered communication hook, which does the sending"):
         drop_in = ddp.DistributedDataParallel(made(), wire="bf16")
         drop_in.register_comm_hook(None, lambda state, bucket: cast(Any, None))
     with pytest.raises(ConfigError, match=r"wire='int8' with torch.bfloat16: takes float32 and float64"):

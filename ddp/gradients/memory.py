@@ -1,0 +1,62 @@
+"""The memory of a hook, by parameter name: what it had before a step, and what it has after it.
+
+A step may be taken back, because a gradient was not finite, say. So a hook reads from the memory of the last committed
+step, and writes into another one, until the step is committed or taken back. That doubles the memory: two tensors for
+each that is kept.
+
+Read before: `bucket.py`. Read next: `hook.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["summed", "same"]
+
+
+class Memory:
+    """Tensors of a hook, by parameter name.
+
+    Args:
+        kind: "summed": each rank has its own, of what it carries, and what counts is their sum over hosts; "same":
+            every rank has the same.
+
+    Attributes:
+        kept: those of the last committed step.
+        coming: those of the step that is not yet committed.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.kept: dict[str, Tensor] = {}
+        self.coming: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor] = {}
+
+    def room(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns memory of this shape for what is coming, with anything in it."""
+        spare = self._spare.pop(name, None)
+        if spare is None or (spare.shape, spare.dtype, spare.device) != (like.shape, dtype, like.device):
+            spare = torch.empty_like(like, dtype=dtype)
+        self.coming[name] = spare
+        return spare
+
+    def forget(self, name: str) -> None:
+        """Keeps nothing of this parameter once the step is committed."""
+        self.coming[name] = torch.empty(0)
+
+    def commit(self) -> None:
+        """Keeps what has come."""
+        for name, tensor in self.coming.items():
+            if (former := self.kept.pop(name, None)) is not None:
+                self._spare[name] = former
+            if tensor.numel():
+                self.kept[name] = tensor
+        self.coming.clear()
+
+    def take_back(self) -> None:
+        """Drops what has come."""
+        self._spare.update(self.coming)
+        self.coming.clear()
