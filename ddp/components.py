@@ -24,6 +24,7 @@ from ddp.data import digits, image_sets, standard_library, streams, synthetic
 from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
 from ddp.errors import ConfigError
+from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
@@ -193,6 +194,24 @@ def add_own_algorithm(config: Config, *, check: bool = False) -> None:
     catalog.add(name, schedule)
 
 
+def make_hook(config: Config) -> Hook | None:
+    """Returns the hook that sends less than all of the gradients, if there is one."""
+    match config.hook:
+        case settings.TopK(ratio=ratio, momentum=momentum, warmup_steps=warmup_steps):
+            hook: Hook = TopK(ratio, momentum=momentum, warmup_steps=warmup_steps)
+        case settings.RandomK(ratio=ratio):
+            hook = RandomK(ratio, seed=config.seed)
+        case settings.PowerSgd(rank=rank, warm_start=warm_start):
+            hook = PowerSGD(rank, warm_start=warm_start, seed=config.seed)
+        case settings.Hook(name="sign"):
+            hook = Sign()
+        case _:
+            return None
+    if config.hook.error_feedback:
+        hook = ErrorFeedback(hook)
+    return DenseStart(hook, config.hook.dense_start_steps) if config.hook.dense_start_steps else hook
+
+
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
     """Returns the module as a replica. `evaluate` and checkpoints synchronise its buffers, and no forward does."""
     if config.replica.kind == "naive":
@@ -205,6 +224,7 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
             bucket_cap_mb=config.replica.bucket_cap_mb,
             first_bucket_mb=config.replica.first_bucket_mb,
             wire=None if config.replica.wire == "none" else config.replica.wire,
+            hook=make_hook(config),
         )
     replica.verify_replicas(every=config.replica.verify_every)
     return replica

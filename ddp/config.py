@@ -8,7 +8,7 @@
 A new setting is one line, `name: type = setting(default, "meaning")`. The command line, its errors, --help and
 docs/settings.md take it from here.
 
-Four groups offer a choice: `data`, `model`, `optim`, `schedule`. Each is a base dataclass with the shared fields; a
+Five groups offer a choice: `data`, `model`, `optim`, `schedule`, `hook`. Each is a base dataclass of shared fields; a
 choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line. `CHOICES` is
 the table of all of them. Data and models of the user's own have an address as their name: see `address.py`.
 
@@ -52,7 +52,7 @@ def setting(default: Any, meaning: str) -> Any:
     return field(default=default, metadata={"meaning": meaning})
 
 
-# ------------------------------------------------------------------------------------------------ the four groups
+# ------------------------------------------------------------------------------------------------ the five groups
 
 
 @dataclass(kw_only=True, slots=True)
@@ -214,6 +214,36 @@ class Step(Schedule):
     gamma: float = setting(0.1, "factor on lr at each milestone")
 
 
+@dataclass(kw_only=True, slots=True)
+class Hook:
+    """How less than all of the gradients is sent between hosts."""
+
+    name: str
+    error_feedback: bool = setting(True, "add to each gradient what the last steps have not sent of it")
+    dense_start_steps: int = setting(0, "first steps that send gradients as they are")
+
+
+@dataclass(kw_only=True, slots=True)
+class TopK(Hook):
+    name: str = "top_k"
+    ratio: float = setting(0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1")
+    momentum: float = setting(0.0, "momentum that the hook applies in the place of the optimizer")
+    warmup_steps: int = setting(0, "steps in which the ratio falls from 1/4 to this one")
+
+
+@dataclass(kw_only=True, slots=True)
+class RandomK(Hook):
+    name: str = "random_k"
+    ratio: float = setting(0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class PowerSgd(Hook):
+    name: str = "powersgd"
+    rank: int = setting(4, "columns of the two narrow matrices whose product stands for a gradient")
+    warm_start: bool = setting(True, "begin with the factor of the last step, and not with a random one")
+
+
 _ALL: dict[str, list[tuple[Any, str]]] = {
     "data": [
         (Data(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
@@ -254,6 +284,13 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (Polynomial(), "a line or a power from lr down to lr · final_factor, after the warm-up"),
         (Wsd(), "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)"),
         (Step(), "lr is multiplied by gamma at each milestone"),
+    ],
+    "hook": [
+        (Hook(name="none"), "gradients are sent whole"),
+        (Hook(name="sign"), "one bit for each number, and a scale for each 2,048"),
+        (TopK(), "the largest numbers of each tensor, with their positions"),
+        (RandomK(), "numbers drawn at random, the same ones on every worker"),
+        (PowerSgd(), "two narrow matrices for each matrix"),
     ],
 }
 CHOICES: dict[str, dict[str, Any]] = {
@@ -418,6 +455,7 @@ class Config:
     model: Model = field(default_factory=Cnn)
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
     schedule: Schedule = field(default_factory=Cosine)
+    hook: Hook = field(default_factory=lambda: choose("hook", "none"))
 
 
 def plain_defaults() -> dict[str, Any]:

@@ -22,9 +22,11 @@ from ddp.config import (
     ImageFolder,
     OwnData,
     OwnModel,
+    RandomK,
     Sgd,
     StandardLibrary,
     Step,
+    TopK,
     Wsd,
 )
 from ddp.errors import ConfigError
@@ -101,18 +103,19 @@ def _bound_problems(config: Config) -> Iterator[str]:
 LARGEST = 3.4e38  # of float32
 _AT_LEAST = {
     0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
-    "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every",
+    "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every hook.dense_start_steps "
+    "hook.warmup_steps",
     1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
     "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
     "checkpoint.keep_last evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
-    "data.context data.num_samples model.hidden model.width model.depth model.heads optim.base_batch",
+    "data.context data.num_samples model.hidden model.width model.depth model.heads optim.base_batch hook.rank",
     2: "data.num_classes",
     1024: "comm.segment_bytes",
 }
-_SHARES = "model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction"
+_SHARES = "model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction hook.momentum"
 _POSITIVE = (
     "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps "
-    "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs"
+    "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs hook.ratio"
 )
 
 
@@ -162,11 +165,37 @@ def _choice_problems(config: Config) -> Iterator[str]:
     if config.replica.wire != "none" and config.replica.kind == "naive":
         wire = config.replica.wire
         yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
+    if config.hook.name != "none":
+        yield from _hook_problems(config)
     match config.schedule:
         case Wsd(decay_fraction=share) if share > 1:
             yield f"schedule.decay_fraction={share:g}: is a share of the run, at most 1"
         case Step(milestones=milestones) if milestones != sorted(milestones) or not all(0 < m < 1 for m in milestones):
             yield f"schedule.milestones={milestones}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
+
+
+def _hook_problems(config: Config) -> Iterator[str]:
+    """Yields what a hook contradicts."""
+    hook, key = config.hook, f"hook={config.hook.name}"
+    if config.replica.kind == "naive":
+        yield f"{key}: needs replica.kind=bucketed, whose buckets it gets; leave one out"
+    if config.replica.wire != "none":
+        yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
+    if hook.name == "sign" and not hook.error_feedback:
+        yield "hook.error_feedback=false: signs alone go astray; leave it out"
+    match hook:
+        case TopK(ratio=ratio) | RandomK(ratio=ratio) if ratio > 1:
+            yield f"hook.ratio={ratio:g}: is a share, at most 1"
+    match hook, config.optim:
+        case TopK(momentum=momentum, error_feedback=False), _ if momentum:
+            yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
+        case TopK(momentum=momentum), Sgd(momentum=other) if momentum and other:
+            yield (
+                f"hook.momentum={momentum:g}: contradicts optim.momentum={other:g}, both would act; set "
+                "optim.momentum=0 optim.nesterov=false"
+            )
+        case TopK(momentum=momentum), optim if momentum and not isinstance(optim, Sgd):
+            yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
 
 
 WARMUPS = ("steps", "samples", "epochs", "fraction")

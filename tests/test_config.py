@@ -163,6 +163,36 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
             "replica.wire=int8: needs replica.kind=bucketed, whose buckets travel in it; leave one out",
         ),
         (
+            {"hook": {"name": "sign", "error_feedback": False}},
+            "hook.error_feedback=false: signs alone go astray; leave it out",
+        ),
+        (
+            {"hook": {"name": "powersgd"}, "replica": {"kind": "naive"}},
+            "hook=powersgd: needs replica.kind=bucketed, whose buckets it gets; leave one out",
+        ),
+        (
+            {"hook": {"name": "top_k"}, "replica": {"wire": "bf16"}},
+            "hook=top_k: does the sending by itself; leave replica.wire=bf16 out",
+        ),
+        ({"hook": {"name": "top_k", "ratio": 1.5}}, "hook.ratio=1.5: is a share, at most 1"),
+        ({"hook": {"name": "random_k", "ratio": 0.0}}, "hook.ratio=0.0: must be greater than 0"),
+        ({"hook": {"name": "powersgd", "rank": 0}}, "hook.rank=0: must be at least 1"),
+        ({"hook": {"name": "top_k", "momentum": 1.0}}, "hook.momentum=1.0: must be at least 0 and below 1"),
+        ({"hook": {"name": "sign", "dense_start_steps": -1}}, "hook.dense_start_steps=-1: must be at least 0"),
+        (
+            {"hook": {"name": "top_k", "momentum": 0.9, "error_feedback": False}},
+            "hook.momentum=0.9: needs hook.error_feedback=true",
+        ),
+        (
+            {"hook": {"name": "top_k", "momentum": 0.9}, "optim": {"name": "sgd"}},
+            "hook.momentum=0.9: contradicts optim.momentum=0.9, both would act; set optim.momentum=0 "
+            "optim.nesterov=false",
+        ),
+        (
+            {"hook": {"name": "top_k", "momentum": 0.9}, "optim": {"name": "lamb"}},
+            "hook.momentum=0.9: optim=lamb has momentum, too; take optim=sgd optim.momentum=0",
+        ),
+        (
             {"optim": {"name": "lamb", "sharded": True}, "replica": {"kind": "naive"}},
             "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out",
         ),

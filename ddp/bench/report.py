@@ -25,7 +25,7 @@ from ddp.bench.units import format_size, format_time, three_digits, written
 from ddp.errors import ConfigError
 
 AnyCell = TypeVar("AnyCell", bound=Cell)
-WORDS = ("case", "algorithm", "model", "variant")
+WORDS = ("case", "algorithm", "model", "variant", "method")
 """Columns that hold words; all others hold numbers."""
 NEAR = 0.3
 """A prediction is near if it is within this share of what was measured."""
@@ -65,6 +65,11 @@ LEGEND = {
     "µs per parameter": "(ours − alone) ÷ number of parameter tensors",
     "wait": "ms per step that backward of ours waits for reductions, on the rank where that is longest",
     "wire": "least ms in which the hosts' links carry the gradients of a step",
+    "method": "how gradients travel (ddp/bench/hooks.py lists the methods)",
+    "step": _STEP,
+    "plain ÷ step": "median over turns; how many times as fast a step is",
+    "on the link": "MB that leave the busiest host in a step, counted by its network interface",
+    "encoding": "ms of processor time of a rank in a step, for encoding and decoding outside of collectives",
     "peak": "MiB above what the worker had before it built its model, of the worker where that is highest",
 }
 """Title of a column → what it shows, for both benchmarks."""

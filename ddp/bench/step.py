@@ -28,7 +28,7 @@ So replicas end before the group does.
 
 `scripts/ddp bench_step` is the command.
 
-Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `optimizers.py`.
+Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `hooks.py`.
 """
 
 from __future__ import annotations
@@ -197,13 +197,14 @@ class Training:
     """Trains one variant of a model with its optimizer. The constructor is collective."""
 
     def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
-        self.replica, self._batch = VARIANTS[variant](module), batch
-        self._optimizer = _optimizer(self.replica.parameters())
+        self._set_up(VARIANTS[variant](module), batch)
         if variant == "in_backward":
             assert isinstance(self.replica, DistributedDataParallel)
             self.replica.step_in_backward(_optimizer)  # which leaves the other optimizer no gradient to step with
-        self.loss = torch.zeros(())
-        self.num_steps = LEAST_STEPS  # of a turn
+
+    def _set_up(self, replica: nn.Module, batch: Batch) -> None:
+        self.replica, self._batch, self._optimizer = replica, batch, _optimizer(replica.parameters())
+        self.loss, self.num_steps = torch.zeros(()), LEAST_STEPS  # of a turn
 
     def step(self) -> None:
         """Trains on the batch once."""

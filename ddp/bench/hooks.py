@@ -1,0 +1,230 @@
+"""Times training steps whose gradients travel in fewer bytes: wire formats and hooks of ours, and torch's hooks.
+
+| method           | how gradients travel                                                                            |
+|------------------|-------------------------------------------------------------------------------------------------|
+| plain            | `ddp.DistributedDataParallel`, as they are                                                      |
+| bf16, fp16, int8 | the same with `wire=`                                                                           |
+| sign             | the same with `hook=ErrorFeedback(Sign())`; the next ones in the same way                       |
+| top_k, random_k  | one number in a hundred                                                                         |
+| powersgd4, …1    | matrices of rank 4, and of rank 1                                                               |
+| torch            | `torch.nn.parallel.DistributedDataParallel` on Gloo, as they are                                |
+| torch_fp16       | the same with `fp16_compress_hook`                                                              |
+| torch_powersgd4… | the same with `powerSGD_hook` and all gradients in one bucket                                   |
+
+All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
+
+    on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
+    reported        bytes that this package says leave a host (`gradients/traffic.py`)
+    encoding        processor time of a rank for encoding and decoding, without what collectives take
+
+Read before: `step.py`. Read next: `optimizers.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from ddp.bench.place import HERE, Place
+from ddp.bench.step import Training, make
+from ddp.bench.turns import PROGRESS, Cell, num_repetitions, slowest, take_turns
+from ddp.bench.units import three_digits, written
+from ddp.comm.communicator import Communicator
+from ddp.comm.setup import init, shutdown
+from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.replica.replica import Replica
+
+Make = Callable[[nn.Module], nn.Module]
+ONE_BUCKET_MB = 1 << 20
+
+
+def _torch_power_sgd(rank: int, module: nn.Module) -> nn.Module:
+    replica = nn.parallel.DistributedDataParallel(
+        module, gradient_as_bucket_view=True, bucket_cap_mb=ONE_BUCKET_MB
+    )
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=2
+    )
+    replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return replica
+
+
+def _torch_fp16(module: nn.Module) -> nn.Module:
+    replica = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return replica
+
+
+METHODS: dict[str, Make] = {
+    "plain": DistributedDataParallel,
+    **{wire: partial(DistributedDataParallel, wire=wire) for wire in ("bf16", "fp16", "int8")},
+    "sign": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(Sign())),
+    "top_k": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(TopK(0.01))),
+    "random_k": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(RandomK(0.01))),
+    "powersgd4": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(PowerSGD(4))),
+    "powersgd1": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(PowerSGD(1))),
+    "torch": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
+    "torch_fp16": _torch_fp16,
+    "torch_powersgd4": partial(_torch_power_sgd, 4),
+    "torch_powersgd1": partial(_torch_power_sgd, 1),
+}
+WARM_UP_STEPS = 3  # torch's PowerSGD begins with its third step
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookCell(Cell):
+    """Holds the figures of one method.
+
+    Attributes:
+        model: what is trained.
+        step_s: of a step, by turn.
+        ratio: median over turns of plain's step ÷ this one's.
+        link_bytes: what has left the busiest host in a step; None where its interface also carries other things.
+        encoding_s: processor time of a rank; None where collectives do the encoding.
+    """
+
+    model: str
+    step_s: Sequence[float]
+    ratio: float | None
+    link_bytes: float | None
+    encoding_s: float | None
+
+    def columns(self) -> dict[str, str]:
+        return {
+            "model": self.model,
+            "method": self.name,
+            "step": written(three_digits, statistics.median(self.step_s), 1e3),
+            "plain ÷ step": written(three_digits, self.ratio),
+            "on the link": written(three_digits, self.link_bytes, 1e-6),
+            "encoding": written(three_digits, self.encoding_s, 1e3),
+        }
+
+
+@dataclass(frozen=True)
+class TimeHooks:
+    """Times a step of one model by each method. A call runs on every rank.
+
+    Attributes:
+        methods: those of `METHODS` that take turns.
+    """
+
+    model: str
+    methods: tuple[str, ...] = tuple(METHODS)
+    num_turns: int = 3
+    place: Place = HERE
+
+    def __call__(self) -> list[HookCell]:
+        """Returns a cell for each method, the same on all ranks."""
+        torch.set_num_threads(1)
+        comm = init(device="cpu")
+        cells = self._measure(comm)
+        gc.collect()  # replicas end first: see step.py
+        shutdown()
+        return cells
+
+    def _measure(self, comm: Communicator) -> list[HookCell]:
+        module, batch = make(self.model, rank=comm.rank)
+        methods = {name: Method(METHODS[name](copy.deepcopy(module)), batch) for name in self.methods}
+        for name, method in methods.items():
+            method.find_pace()
+            if dist.get_rank() == 0:
+                print(f"{PROGRESS}{self.model}: {name} runs", flush=True)
+        turns = {name: partial(method.turn_s, comm) for name, method in methods.items()}
+        turns_s = take_turns(turns, self.num_turns)
+        plain_s = turns_s.get("plain")
+        return [
+            HookCell(
+                place=self.place.title(comm.world_size, len(comm.hosts)),
+                name=name,
+                model=self.model,
+                step_s=turns_s[name],
+                ratio=None if plain_s is None else statistics.median(map(float.__truediv__, plain_s, turns_s[name])),
+                link_bytes=method.link_bytes() if self.place.bed is not None else None,
+                encoding_s=method.encoding_s(),
+            )
+            for name, method in methods.items()
+        ]
+
+
+class Method(Training):
+    """Trains by one method, and counts bytes and the time of encoding."""
+
+    def __init__(self, replica: nn.Module, batch: Any) -> None:
+        self._set_up(replica, batch)
+        self._clocked = Clocked(replica) if isinstance(replica, Replica) and replica.compression else None
+        self._bytes, self._num_steps = 0, 0
+
+    def find_pace(self) -> None:
+        self.steps_s(WARM_UP_STEPS - 1)
+        self.num_steps = num_repetitions(slowest(self.steps_s(1))[0], least=1)
+        if self._clocked is not None:
+            self._clocked.encoding_s = 0.0
+
+    def turn_s(self, comm: Communicator) -> float:
+        comm.barrier()
+        before = bytes_sent()
+        took_s = slowest([statistics.median(self.steps_s(self.num_steps))])[0]
+        comm.barrier()
+        self._bytes, self._num_steps = self._bytes + bytes_sent() - before, self._num_steps + self.num_steps
+        return took_s
+
+    def link_bytes(self) -> float:
+        """Returns what has left the busiest host in a step."""
+        return slowest([self._bytes / self._num_steps])[0]
+
+    def encoding_s(self) -> float | None:
+        """Returns the processor time of a rank for encoding and decoding in a step, of the slowest rank."""
+        return None if self._clocked is None else slowest([self._clocked.encoding_s / self._num_steps])[0]
+
+
+class Clocked:
+    """Stands for a communicator, and measures what a hook does outside of its collectives."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._comm, self.encoding_s = replica.comm, 0.0
+        compression = replica.compression
+        assert compression is not None
+        reduce = compression.reduce
+        compression.reduce = lambda bucket, comm, **how: reduce(bucket, self, **how)  # type: ignore[method-assign, arg-type]
+
+    def chain(self, function: Callable[[], Any], **how: Any) -> Any:
+        def run() -> None:
+            start_s = thread_time()
+            function()
+            self.encoding_s += thread_time() - start_s
+
+        return self._comm.chain(run, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        if name not in ("all_reduce", "all_gather_", "sum_in_host"):
+            return found
+
+        def outside(*args: Any, **how: Any) -> Any:
+            start_s = thread_time()
+            try:
+                return found(*args, **how)
+            finally:
+                self.encoding_s -= thread_time() - start_s
+
+        return outside
+
+
+def bytes_sent() -> int:
+    """Returns what has left this host so far, by all interfaces but the loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = {name.strip(): counters.split() for name, counters in (line.split(":", 1) for line in lines)}
+    return sum(int(of_one[8]) for name, of_one in counts.items() if name != "lo")
