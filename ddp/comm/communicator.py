@@ -268,7 +268,8 @@ class Communicator:
     def chain(self, function: Callable[[], Any], *, async_op: bool = False, label: str = "") -> Any:
         """Runs a function that calls collectives of this communicator, as if it were one.
 
-        They run in its thread, in its turn, with no other collective in between; in the background with `async_op`.
+        They run in its thread, in its turn, with no other collective in between. Those that it calls with `async_op`
+        run one after another while it goes on.
 
         Returns:
             What the function returns; with `async_op` a `Work`.

@@ -30,7 +30,7 @@ from ddp.clock import Patience
 from ddp.comm.call import Call, disagreement
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.watchdog import Watchdog
-from ddp.comm.work import Runner, done
+from ddp.comm.work import Runner
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.transport.edge import TransportError
 from ddp.transport.shared_memory import SLICE_S
@@ -62,7 +62,8 @@ class Turns:
         self._neighbour = (rank + 1) % len(world_ranks)
         self._watchdog, self._gather = watchdog, gather
         self._runner = Runner(f"ddp-collectives-{rank}", device)
-        self._runners = [self._runner]
+        self._beside = Runner(f"ddp-chain-{rank}", device)  # for what a chain does not wait for
+        self._runners = [self._runner, self._beside]
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
         self._chain: int | None = None  # the thread in which one runs
@@ -112,17 +113,17 @@ class Turns:
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
         """
-        if self._is_in_chain:
-            result = self._run_now(call, collective)
-            return done(result) if async_op else result
-        if not async_op and self._runner.is_idle():
-            return self.run_here(call, collective)
-        work = self._runner.submit(partial(self.run_here, call, collective))
+        in_chain = self._is_in_chain
+        runner, run = (self._beside, self._run_now) if in_chain else (self._runner, self.run_here)
+        if not async_op and runner.is_idle():
+            return run(call, collective)
+        work = runner.submit(partial(run, call, collective))
         return work if async_op else work.wait()
 
     def run_chain(self, call: Call, chain: Callable[[], Any], *, async_op: bool = False) -> Any:
         """Runs a function that calls collectives, as one of them: they run in its thread, with no other in between.
 
+        With `async_op` they run on another thread, in their order, while the function goes on; it ends when they have.
         They have its number, because other calls may be numbered meanwhile, at another moment on each rank.
         """
 
@@ -131,6 +132,9 @@ class Turns:
             try:
                 return chain()
             finally:
+                while not self._beside.is_idle_within(SLICE_S):
+                    pass  # until its own deadline
+                self._beside.is_idle()
                 self._chain = None
 
         return self.run(call, chain if self._is_in_chain else run, async_op=async_op)
@@ -221,6 +225,7 @@ class Turns:
     def close(self) -> None:
         """Ends after what is in flight, and says goodbye."""
         self._runner.close()
+        self._beside.close()
         self._watchdog.leave()
         self.error = self.error or CommunicatorBroken("it was closed")
 

@@ -18,8 +18,10 @@ Read before: `memory.py`, `comm/communicator.py`. Read next: `error_feedback.py`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -121,13 +123,45 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def all_gather(payload: Tensor, comm: Communicator) -> list[Tensor]:
-    """Returns every rank's payload, [numel], by rank; all are of one length."""
-    length = len(payload)
-    everything = payload.new_zeros(comm.world_size * length)
-    everything[comm.slices[comm.rank] * length :][:length] = payload
-    comm.all_gather_(everything, [number * length for number in range(comm.world_size + 1)])
-    return [everything[comm.slices[rank] * length :][:length] for rank in range(comm.world_size)]
+@contextmanager
+def summing(gradient: Tensor) -> Iterator[Tensor]:
+    """Gives zeros to add up in, in a wide type; in the end the gradient has the sum."""
+    is_wide = gradient.dtype == wide(gradient.dtype)
+    total = gradient.zero_() if is_wide else torch.zeros_like(gradient, dtype=wide(gradient.dtype))
+    yield total
+    if not is_wide:
+        gradient.copy_(total)
+
+
+class Gathering:
+    """An all-gather of payloads of one length.
+
+    Args:
+        length: elements of each rank's payload.
+        like: of the same device; the payloads are bytes.
+
+    Attributes:
+        mine: this rank's payload, to be filled before `start`.
+    """
+
+    def __init__(self, length: int, like: Tensor, comm: Communicator) -> None:
+        self._length, self._comm = length, comm
+        self._everything = like.new_zeros(comm.world_size * length, dtype=torch.uint8)
+        self.mine = self._of(comm.rank)
+
+    def start(self) -> Self:
+        """Sends, in the background of the chain."""
+        bounds = [number * self._length for number in range(self._comm.world_size + 1)]
+        self._work = self._comm.all_gather_(self._everything, bounds, async_op=True)
+        return self
+
+    def wait(self) -> list[Tensor]:
+        """Returns every rank's payload, by rank."""
+        self._work.wait()
+        return list(map(self._of, range(self._comm.world_size)))
+
+    def _of(self, rank: int) -> Tensor:
+        return self._everything[self._comm.slices[rank] * self._length :][: self._length]
 
 
 def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ddp.comm.communicator import Communicator
 from ddp.data.streams import stream_seed
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Hook, Parcel, aligned, wide
+from ddp.gradients.hook import Hook, Parcel, aligned, summing, wide
 from ddp.gradients.memory import Memory
 
 WORTH_IT = 2  # times fewer numbers, or the gradient goes dense
@@ -59,40 +59,44 @@ class PowerSGD(Hook):
         return super().takes(gradient, shape, step) and self.rank <= min(shape) and narrow <= gradient.numel()
 
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
-        factors = [self._factor(parcel, step) for parcel in parcels]
+        starts = [self._start(parcel, step) for parcel in parcels]
         carried = [(n, parcel.outgoing.view(parcel.shape)) for n, parcel in enumerate(parcels) if len(parcel.outgoing)]
         summed, left = self._narrow(parcels, side=0)
         for number, matrix in carried:
-            torch.mm(matrix, factors[number], out=left[number])
+            torch.mm(starts[number], matrix.T, out=left[number])
         comm.all_reduce(summed)
         for p in left:
-            p.copy_(torch.linalg.qr(p).Q)
+            p.copy_(torch.linalg.qr(p.T).Q.T)
         summed, right = self._narrow(parcels, side=1)
         for number, matrix in carried:
-            torch.mm(matrix.T, left[number], out=right[number])
+            torch.mm(left[number], matrix, out=right[number])
             if self.is_corrected:
-                matrix.addmm_(left[number], right[number].T, alpha=-1)
+                matrix.addmm_(left[number].T, right[number], alpha=-1)
         comm.all_reduce(summed)
-        for parcel, factor, p, q in zip(parcels, factors, left, right, strict=True):
-            parcel.gradient.view(parcel.shape).copy_(torch.mm(p, q.T))
+        for parcel, start, p, q in zip(parcels, starts, left, right, strict=True):
+            with summing(parcel.gradient) as total:
+                torch.mm(p.T, q, out=total.view(parcel.shape))
             if self.warm_start:
                 # A gradient of zeros says nothing about directions, and zeros would be a bad start.
-                torch.where(q.any(), q, factor, out=self._factors.room(parcel.name, q, q.dtype))
+                torch.where(q.any(), q, start, out=self._factors.room(parcel.name, q, q.dtype))
 
     def _narrow(self, parcels: Sequence[Parcel], *, side: int) -> tuple[Tensor, list[Tensor]]:
-        """Returns zeros, and views of them as a narrow matrix for each parcel: of its rows, or of its columns."""
+        """Returns zeros, and views of them as a narrow matrix for each parcel, of its rows or of its columns.
+
+        They are [rank, size], because matrices of a few long rows are multiplied faster than those of a few columns.
+        """
         sizes = [parcel.shape[side] for parcel in parcels]
         bounds = aligned(self.rank * size for size in sizes)
         flat = parcels[0].gradient.new_zeros(bounds[-1], dtype=wide(parcels[0].gradient.dtype))
         views = [
-            flat[start : start + self.rank * size].view(size, self.rank)
+            flat[start : start + self.rank * size].view(self.rank, size)
             for size, start in zip(sizes, bounds, strict=False)
         ]
         return flat, views
 
-    def _factor(self, parcel: Parcel, step: int) -> Tensor:
-        """Returns the Q to begin with, [columns, rank]: the last one, or a random one."""
-        like, shape = parcel.outgoing, (parcel.shape[1], self.rank)
+    def _start(self, parcel: Parcel, step: int) -> Tensor:
+        """Returns the Qᵀ to begin with, [rank, columns]: the last one, or a random one."""
+        like, shape = parcel.outgoing, (self.rank, parcel.shape[1])
         factor = self._factors.kept.get(parcel.name)
         if factor is not None and factor.shape == shape:
             return factor

@@ -15,16 +15,20 @@ Source: Zheng, Huang, Kwok, "Communication-Efficient Distributed Blockwise Momen
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddp.collectives.chunks import offsets
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Hook, Parcel, aligned, all_gather, wide
+from ddp.gradients.hook import Gathering, Hook, Parcel, aligned, summing
 
 BLOCK = 2048  # numbers with one scale
+BATCH = 1 << 21  # numbers that travel together, while the next ones are encoded
 STRETCH = 32 * BLOCK  # numbers whose temporary copies fit a cache
 SCALE_BYTES = 4
 GATHER_BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1: they are the bits of the product's highest byte
@@ -44,18 +48,71 @@ class Sign(Hook):
             )
 
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
-        carriers = comm.carriers
-        parts = [[carriers.part_of(p.gradient.numel(), r) for p in parcels] for r in range(comm.world_size)]
-        bounds = [aligned(_num_bytes(part.stop - part.start) for part in mine) for mine in parts]
-        payload = parcels[0].gradient.new_zeros(max(each[-1] for each in bounds), dtype=torch.uint8)
-        for parcel, start in zip(parcels, bounds[comm.rank], strict=False):
-            encode(parcel.outgoing, payload[start:])
-        arrived = all_gather(payload, comm)
-        for number, parcel in enumerate(parcels):
-            total = torch.zeros_like(parcel.gradient, dtype=wide(parcel.gradient.dtype))
-            for rank, encoded in enumerate(arrived):
-                add(encoded[bounds[rank][number] :], total[parts[rank][number]])
-            parcel.gradient.copy_(total)
+        batches = [_Batch(pieces, parcels, comm) for pieces in _batched(parcels, comm)]
+        for batch in batches:
+            batch.send()  # while the next ones are encoded
+        with ExitStack() as until_end:
+            sums = [until_end.enter_context(summing(parcel.gradient)) for parcel in parcels]
+            for batch in batches:
+                batch.receive(sums)
+
+
+class _Piece(NamedTuple):
+    """A piece of a parcel: `number` of `num_pieces`, about equally long."""
+
+    parcel: int
+    number: int
+    num_pieces: int
+
+    def of(self, part: slice) -> slice:
+        """Returns the piece of a rank's part."""
+        bounds = offsets(part.stop - part.start, self.num_pieces)
+        return slice(part.start + bounds[self.number], part.start + bounds[self.number + 1])
+
+
+class _Batch:
+    """Pieces that travel together."""
+
+    def __init__(self, pieces: Sequence[_Piece], parcels: Sequence[Parcel], comm: Communicator) -> None:
+        self._pieces, self._parcels, self._rank = pieces, parcels, comm.rank
+        numels = [parcels[piece.parcel].gradient.numel() for piece in pieces]
+        self._places = [  # by rank, of each piece: where it is in its tensor
+            [piece.of(comm.carriers.part_of(numel, rank)) for piece, numel in zip(pieces, numels, strict=True)]
+            for rank in range(comm.world_size)
+        ]
+        self._bounds = [aligned(_num_bytes(place.stop - place.start) for place in places) for places in self._places]
+        length = max(bounds[-1] for bounds in self._bounds)
+        self._gathering = Gathering(length, parcels[0].gradient, comm)
+
+    def send(self) -> None:
+        """Encodes this rank's, and sends it."""
+        for piece, start in zip(self._pieces, self._bounds[self._rank], strict=False):
+            parcel = self._parcels[piece.parcel]
+            outgoing = parcel.outgoing[piece.of(slice(0, len(parcel.outgoing)))]
+            encode(outgoing, self._gathering.mine[start:])
+        self._gathering.start()
+
+    def receive(self, sums: Sequence[Tensor]) -> None:
+        """Adds what all ranks have sent."""
+        for encoded, places, bounds in zip(self._gathering.wait(), self._places, self._bounds, strict=True):
+            for piece, place, start in zip(self._pieces, places, bounds, strict=False):
+                add(encoded[start:], sums[piece.parcel][place])
+
+
+def _batched(parcels: Sequence[Parcel], comm: Communicator) -> list[list[_Piece]]:
+    """Returns the pieces that travel together, the same on every rank: up to about BATCH numbers of a rank."""
+    batches: list[list[_Piece]] = [[]]
+    room = BATCH
+    for number, parcel in enumerate(parcels):
+        numel = parcel.gradient.numel() // comm.carriers.num_places
+        count = max(1, numel // BATCH)
+        for index in range(count):
+            if room <= 0:
+                batches.append([])
+                room = BATCH
+            batches[-1].append(_Piece(number, index, count))
+            room -= numel // count
+    return batches
 
 
 def encode(numbers: Tensor, into: Tensor) -> None:
@@ -65,7 +122,7 @@ def encode(numbers: Tensor, into: Tensor) -> None:
         into: bytes; those of `numbers` come first.
     """
     for values, signs, scales in _blocks(numbers, into):
-        scales.copy_(torch.linalg.vector_norm(values, 1, dim=1).div_(values.shape[1]))
+        scales.copy_(values.abs().mean(dim=1))
         is_negative = torch.zeros(len(values), 8 * signs.shape[1], dtype=torch.bool, device=values.device)
         torch.signbit(values, out=is_negative[:, : values.shape[1]])
         signs.copy_((is_negative.view(torch.int64) * GATHER_BITS).view(torch.uint8)[:, 7::8])
@@ -76,8 +133,8 @@ def add(encoded: Tensor, to: Tensor) -> None:
     """Adds what was encoded to numbers, [numel]."""
     table = _table(to.device)
     for values, signs, scales in _blocks(to, encoded):
-        unpacked = table[signs.reshape(-1).int()].view(torch.int8).view(len(values), -1)
-        values.add_(torch.mul(unpacked[:, : values.shape[1]], scales.unsqueeze(1)))
+        unpacked = table.index_select(0, signs.reshape(-1).int()).view(torch.int8).view(len(values), -1)
+        values.addcmul_(unpacked[:, : values.shape[1]].to(values.dtype), scales.unsqueeze(1).to(values.dtype))
 
 
 def _num_bytes(numel: int) -> int:

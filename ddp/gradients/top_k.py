@@ -31,11 +31,12 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Hook, Parcel, aligned, all_gather, wide
+from ddp.gradients.hook import Gathering, Hook, Parcel, aligned, summing, wide
 from ddp.gradients.memory import Memory
 
 FIRST_RATIO = 0.25
 NUM_SAMPLED = 1 << 16
+STRETCH = 1 << 16  # numbers whose temporary copies fit a cache
 INDEX_BYTES = 4
 MARGIN = 1.2  # so many times as many are looked at as are wanted
 
@@ -95,22 +96,21 @@ class TopK(Hook):
         counts = [[math.ceil(ratio * (part.stop - part.start)) for part in mine] for mine in parts]
         each = dtype.itemsize + INDEX_BYTES
         bounds = [aligned(each * count for count in mine) for mine in counts]
-        payload = parcels[0].gradient.new_zeros(max(of_rank[-1] for of_rank in bounds), dtype=torch.uint8)
+        gathering = Gathering(max(of_rank[-1] for of_rank in bounds), parcels[0].gradient, comm)
         for parcel, count, start in zip(parcels, counts[comm.rank], bounds[comm.rank], strict=False):
             where = largest(parcel.outgoing, count)
-            numbers, positions = _views(payload[start:], count, dtype)
+            numbers, positions = _views(gathering.mine[start:], count, dtype)
             numbers.copy_(parcel.outgoing[where])
             positions.copy_(where)
             parcel.outgoing.index_fill_(0, where, 0.0)
             if self.momentum:
                 self._velocity.coming[parcel.name].index_fill_(0, where, 0.0)
-        arrived = all_gather(payload, comm)
+        arrived = gathering.start().wait()
         for number, parcel in enumerate(parcels):
-            total = torch.zeros_like(parcel.gradient, dtype=dtype)
-            for rank, encoded in enumerate(arrived):
-                numbers, positions = _views(encoded[bounds[rank][number] :], counts[rank][number], dtype)
-                total[parts[rank][number]].index_add_(0, positions, numbers)
-            parcel.gradient.copy_(total)
+            with summing(parcel.gradient) as total:
+                for rank, encoded in enumerate(arrived):
+                    numbers, positions = _views(encoded[bounds[rank][number] :], counts[rank][number], dtype)
+                    total[parts[rank][number]].index_add_(0, positions, numbers)
 
     def memories(self) -> dict[str, Memory]:
         return {"velocity": self._velocity} if self.momentum else {}
@@ -118,14 +118,17 @@ class TopK(Hook):
 
 def largest(numbers: Tensor, count: int) -> Tensor:
     """Returns the positions of the `count` numbers of the largest absolute values, in any order."""
-    sizes = numbers.abs()
-    if len(sizes) > 4 * max(NUM_SAMPLED, count):
-        sample = sizes[:: len(sizes) // NUM_SAMPLED]
-        rank = math.ceil(MARGIN * count / len(sizes) * len(sample)) + 8  # among the sample, from the largest on
-        candidates = torch.nonzero(sizes >= sample.kthvalue(max(1, len(sample) - rank)).values).squeeze(1)
+    numel = len(numbers)
+    if numel > 4 * max(NUM_SAMPLED, count):
+        sample = numbers[:: numel // NUM_SAMPLED].abs()
+        rank = math.ceil(MARGIN * count / numel * len(sample)) + 8  # among the sample, from the largest on
+        least = sample.kthvalue(max(1, len(sample) - rank)).values
+        starts = range(0, numel, STRETCH)
+        found = [torch.nonzero(numbers[start : start + STRETCH].abs() >= least) + start for start in starts]
+        candidates = torch.cat(found).squeeze(1)
         if len(candidates) >= count:
-            return candidates[sizes[candidates].topk(count, sorted=False).indices]
-    return sizes.topk(count, sorted=False).indices
+            return candidates[numbers[candidates].abs().topk(count, sorted=False).indices]
+    return numbers.abs().topk(count, sorted=False).indices
 
 
 def _views(encoded: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
