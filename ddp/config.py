@@ -36,7 +36,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
 Wire = Literal["none", "bf16", "fp16", "int8"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 LrScaling = Literal["none", "linear", "sqrt", "legw"]
 
 
@@ -216,7 +216,7 @@ class Step(Schedule):
 
 @dataclass(kw_only=True, slots=True)
 class Hook:
-    """How less than all of the gradients is sent between hosts."""
+    """The hook that sends less than all of the gradients between hosts."""
 
     name: str
     error_feedback: bool = setting(True, "add to each gradient what the last steps have not sent of it")
@@ -428,7 +428,9 @@ class Config:
         "auto", "torch's transport; nccl needs a GPU per worker; auto: nccl where each worker has its own, else gloo"
     )
     precision: Precision = setting(
-        "fp32", "number format of forward and backward; bf16: autocast, while parameters and gradients stay fp32"
+        "fp32",
+        "number format of forward and backward; bf16, fp16: autocast, while parameters and gradients stay fp32; fp16 "
+        "also scales the loss",
     )
     clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
     log_every: int = setting(10, "steps between two lines of metrics.jsonl")

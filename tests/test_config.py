@@ -56,7 +56,7 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("every_steps=9", "Did you mean checkpoint.every_steps or evaluate.every_steps?"),
         ("optim.warmup_steps=9", "Did you mean schedule.warmup_steps? Valid in optim: base_batch, "),
         ("heads=3", "Did you mean model.heads (of model=gpt)?"),
-        ("momentum=0", "Did you mean optim.momentum (of optim=sgd)?"),
+        ("momentum=0", "Did you mean optim.momentum (of optim=sgd) or hook.momentum (of hook=top_k)?"),
         ("model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
         ("+model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
         ("optim.beta3=1", "Did you mean optim.beta2?"),

@@ -58,6 +58,8 @@ class Totals(NamedTuple):
         num_stopping: number of ranks that want to stop after this step.
         parts: what was measured; None for nothing.
         measure: asks the replica to measure, with this rank's whole share as a part.
+        loss_scale: what losses were multiplied by before backward, though not in `loss_sum`; gradients are divided by
+            it. The same on every rank.
     """
 
     loss_sum: float | Tensor = 0.0
@@ -65,6 +67,7 @@ class Totals(NamedTuple):
     num_stopping: int = 0
     parts: Parts | None = None
     measure: bool = False
+    loss_scale: int = 1
 
     @property
     def mean_loss(self) -> float:
@@ -123,16 +126,17 @@ NUM_TOTALS, NUM_VERDICTS = 4, 6
 
 
 class GlobalCount:
-    """The number of items of all ranks, as a value that can be read once the totals are complete.
+    """The number of items of all ranks, times the loss scale, as a value that can be read once the totals are complete.
 
     It is handed to collectives that divide by it. They read it when they run, after the one that carries the totals.
 
     Args:
         totals: the tail that carries them, [NUM_TOTALS].
+        loss_scale: see `Totals`.
     """
 
-    def __init__(self, totals: Tensor) -> None:
-        self._totals = totals
+    def __init__(self, totals: Tensor, loss_scale: int = 1) -> None:
+        self._totals, self._loss_scale = totals, loss_scale
 
     def __int__(self) -> int:
-        return max(1, Totals.read(self._totals).num_items)
+        return max(1, Totals.read(self._totals).num_items) * self._loss_scale

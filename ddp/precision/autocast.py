@@ -1,9 +1,10 @@
-"""Mixed precision: matrix products in bfloat16, everything that adds up in float32.
+"""Mixed precision: matrix products in bfloat16 or float16, everything that adds up in float32.
 
 Parameters, gradients, their sum over ranks and the optimizer stay float32. bfloat16 has float32's range, so the
-loss needs no scaling (Kalamkar et al., arXiv 1905.12322).
+loss needs no scaling (Kalamkar et al., arXiv 1905.12322). float16 has more digits and a small range, so it does
+(`loss_scale.py`).
 
-Read before: `optim/lamb.py`. Read next: `train/state.py`.
+Read before: `optim/lamb.py`. Read next: `loss_scale.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Literal
 
 import torch
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def forward_precision(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Returns the context for forward and loss; backward runs outside it, in the types that forward chose."""
-    if precision == "bf16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+    if precision in NARROW:
+        return torch.autocast(device.type, dtype=NARROW[precision])
     return nullcontext()

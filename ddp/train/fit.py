@@ -44,6 +44,7 @@ from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, base_rates, set_rate
 from ddp.optim.torch_schedule import Moment
 from ddp.precision.autocast import Precision
+from ddp.precision.loss_scale import LossScale
 from ddp.tasks.loss_function import Reduction, as_task
 from ddp.tasks.task import Task
 from ddp.train.arguments import (
@@ -150,7 +151,7 @@ def fit(
             `ddp.optim.cosine()`; or a scheduler of torch's.
         schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
         clip_norm: largest norm of the global gradient.
-        precision: "fp32", or "bf16" for autocast.
+        precision: "fp32", or "bf16" or "fp16" for autocast; "fp16" scales the loss (`ddp/precision/loss_scale.py`).
         sharded: each rank updates a slice of the parameters, and holds the optimizer's state of that alone
             (`ddp/replica/sharded.py`).
         wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`ddp/comm/wire_format.py`).
@@ -242,7 +243,8 @@ def fit(
         micro_size=micro_size,
         seed=seed,
     )
-    state = TrainState(comm, replica, optimizer, sampler, schedule=scheduler)
+    loss_scale = LossScale() if precision == "fp16" else None
+    state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, schedule=scheduler)
     rates_are_new = not any("initial_lr" in group for group in optimizer.param_groups)
     arguments = {
         **settings_of(task, optimizer, sampler, schedule),

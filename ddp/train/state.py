@@ -1,6 +1,6 @@
 """The state of a run: everything that a step changes, in one place, so that the loop itself holds nothing.
 
-Read before: `precision/autocast.py`. Read next: `monitor/throughput.py`.
+Read before: `precision/loss_scale.py`. Read next: `monitor/throughput.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ddp.data.sampler import TrainSampler
 from ddp.gradients.totals import Parts
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import Update
+from ddp.precision.loss_scale import LossScale
 from ddp.replica.replica import Replica
 
 
@@ -28,6 +29,7 @@ class TrainState:
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
+        loss_scale: with precision="fp16".
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         update: makes the optimizer's step.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
@@ -42,6 +44,7 @@ class TrainState:
     train_loss: float | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
+    loss_scale: LossScale | None = None
     schedule: TorchSchedule | None = None
     update: Update = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
@@ -72,12 +75,15 @@ class TrainState:
             "train_loss": self.train_loss,
             "evaluation": dict(self.evaluation),
             "evaluated_at": self.evaluated_at,
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         """Continues from what `position` returned."""
         self.sampler.load_state_dict(position["sampler"])  # first, because it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
+        if self.loss_scale is not None and (scale := position.get("loss_scale")) is not None:
+            self.loss_scale.load_state_dict(scale)
         # Checkpoints of the first version have no metrics.
         self.evaluation, self.evaluated_at = dict(position.get("evaluation", {})), position.get("evaluated_at", -1)
 

@@ -5,7 +5,8 @@
     all ranks' totals are known               loss, number of items, does anyone want to stop?
     a parameter without a gradient?           UnusedParameters, on every rank alike
     loss or gradient not a finite number?     Diverged, on every rank alike; no parameter was changed, and a hook that
-                                              has sent gradients takes the step back
+                                              has sent gradients takes the step back. With a loss scale the step is
+                                              repeated with a smaller one: same batches, same noise, same buffers
     clip, set the rate, optimizer step        the same on every rank
     commit                                    sampler and step counter move on
 
@@ -33,6 +34,7 @@ from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.gradients.totals import Parts, Totals
+from ddp.log import log
 from ddp.optim.schedules import base_rates, set_rate
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
@@ -74,21 +76,21 @@ def train_step(
     start_s, fetching = now_s(), Stopwatch()
     model, optimizer = state.model, state.optimizer
     model.waited.take_s()
-    model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
-    num_averaged = model.num_steps
-    _backward(state, rules, plan, batches, fetching, wants_stop)
-
-    try:
-        norm = _agreed_norm(state, rules, num_averaged)
-    except (Diverged, UnusedParameters):
-        model.take_back()
-        raise
+    before = Before(state, batches) if state.loss_scale is not None else None
+    norm = None
+    while norm is None:
+        these = batches if before is None else before.batches()
+        norm = _mean_gradient(state, rules, plan, these, fetching, wants_stop)
+        if norm is None and before is not None:
+            before.restore(state)
     totals = model.totals
     if not isinstance(rules.schedule, TorchSchedule):
         set_rate(optimizer, base_rates(optimizer), rules.schedule(plan))
     rate = float(optimizer.param_groups[0]["lr"])
     state.update.step(norm, rules.clip_norm)
     state.sampler.commit(plan)
+    if state.loss_scale is not None:
+        state.loss_scale.grow()
     state.step, state.train_loss = state.step + 1, totals.mean_loss
     if isinstance(rules.schedule, TorchSchedule):
         rules.schedule.stepped(is_epoch_end=state.sampler.state.consumed == 0)
@@ -107,6 +109,70 @@ def train_step(
         wait_s=model.waited.take_s(),
     )
     return report, totals.num_stopping > 0
+
+
+class Before:
+    """The state before a step, as far as forward and backward change it, for a step that may be repeated.
+
+    Args:
+        batches: this rank's micro-batches.
+    """
+
+    def __init__(self, state: TrainState, batches: Iterator[Any]) -> None:
+        self._num_steps = state.model.num_steps
+        self._buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+        self._fetched: list[Any] = []
+        self._batches = batches
+
+    def batches(self) -> Iterator[Any]:
+        """Yields the micro-batches, the same ones at each call."""
+        yield from self._fetched
+        for batch in self._batches:
+            self._fetched.append(batch)
+            yield batch
+
+    def restore(self, state: TrainState) -> None:
+        """Makes everything as it was."""
+        state.model.num_steps = self._num_steps
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+
+
+def _mean_gradient(
+    state: TrainState,
+    rules: StepRules,
+    plan: StepPlan,
+    batches: Iterator[Any],
+    fetching: Stopwatch,
+    wants_stop: bool,
+) -> Tensor | None:
+    """Computes the mean gradient. Returns its norm, or None if the loss scale was too large, and is smaller now.
+
+    Raises:
+        UnusedParameters, Diverged, ConfigError: the step cannot be made; on every rank alike.
+    """
+    model = state.model
+    model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
+    num_averaged = model.num_steps
+    _backward(state, rules, plan, batches, fetching, wants_stop)
+    try:
+        return _agreed_norm(state, rules, num_averaged)
+    except UnusedParameters:
+        model.take_back()
+        raise
+    except Diverged:
+        model.take_back()
+        scale = state.loss_scale
+        if scale is None or not math.isfinite(model.totals.mean_loss):
+            raise
+        if not scale.shrink():
+            raise Diverged(
+                f"a gradient of step {state.step + 1} is not finite, even with a loss scale of {scale.value}; "
+                f"parameters are still those of step {state.step}. Take precision=bf16, or lower the learning rate "
+                "(optim.lr)"
+            ) from None
+        log.debug("loss scale %d, because a gradient of step %d was not finite", scale.value, state.step + 1)
+        return None
 
 
 def _agreed_norm(state: TrainState, rules: StepRules, num_averaged: int) -> Tensor:
@@ -145,7 +211,8 @@ def _backward(
     model, device = state.model, state.comm.device
     every = rules.noise_scale_every if model.measures_parts else 0
     measures = every > 0 and state.step % every == 0 and (state.comm.world_size > 1 or len(plan.micros) > 1)
-    totals = Totals(num_stopping=int(wants_stop), measure=measures)
+    loss_scale = 1 if state.loss_scale is None else state.loss_scale.value
+    totals = Totals(num_stopping=int(wants_stop), measure=measures, loss_scale=loss_scale)
     if not plan.micros:
         model.ride_along(totals)
         model.reduce_without_backward()
@@ -167,9 +234,9 @@ def _backward(
             )
             if is_last:
                 model.ride_along(totals)
-            loss_sum.backward()
+            (loss_sum if loss_scale == 1 else loss_sum * loss_scale).backward()
         if totals.measure and not is_last:  # then the first micro-batch is this rank's part
-            square = gradient_norm(model.parameters()).square()
+            square = (gradient_norm(model.parameters()) / loss_scale).square()
             totals = totals._replace(parts=Parts.of(square, num_items), measure=False)
 
 
