@@ -36,7 +36,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
 Wire = Literal["none", "bf16", "fp16", "int8"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 LrScaling = Literal["none", "linear", "sqrt", "legw"]
 
 
@@ -430,7 +430,7 @@ class Config:
     precision: Precision = setting(
         "fp32",
         "number format of forward and backward; bf16, fp16: autocast, while parameters and gradients stay fp32; fp16 "
-        "also scales the loss",
+        "also scales the loss; bf16_pure: parameters and gradients, too, with fp32 master weights",
     )
     clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
     log_every: int = setting(10, "steps between two lines of metrics.jsonl")

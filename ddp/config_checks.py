@@ -165,6 +165,10 @@ def _choice_problems(config: Config) -> Iterator[str]:
     if config.replica.wire != "none" and config.replica.kind == "naive":
         wire = config.replica.wire
         yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
+    if config.precision == "bf16_pure" and config.optim.sharded:
+        yield "precision=bf16_pure: has master weights, which are not sharded; take bf16, or leave optim.sharded out"
+    if config.precision == "bf16_pure" and config.replica.wire == "int8":
+        yield "replica.wire=int8: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
     if config.hook.name != "none":
         yield from _hook_problems(config)
     match config.schedule:

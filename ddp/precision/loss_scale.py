@@ -10,7 +10,7 @@ The scale is a power of two, so multiplying and dividing by it changes no digit.
 gradient, so they change their scales alike, without a message.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4.1. Read before:
-`autocast.py`. Read next: `train/state.py`.
+`autocast.py`. Read next: `master.py`.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment, TorchSchedule
+from ddp.precision.master import MasterWeights
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
@@ -117,6 +118,21 @@ def replica_of(
     if is_sparse:
         return DistributedDataParallel(model, comm=comm, wire=wire, hook=hook)
     return BucketedDataParallel(model, comm=comm, wire=wire, hook=hook)
+
+
+def master_weights(replica: Replica, precision: str, *, sharded: bool, wire: WireName | None) -> MasterWeights | None:
+    """Returns master weights where the precision asks for them; the parameters are bfloat16 then.
+
+    Raises:
+        ConfigError: they do not go with the replica.
+    """
+    if precision != "bf16_pure":
+        return None
+    if isinstance(replica, ShardedDataParallel):
+        raise ConfigError("precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out")
+    if wire == "int8":
+        raise ConfigError("wire='int8' with precision='bf16_pure', whose gradients are bfloat16: leave one out")
+    return MasterWeights(replica.module)
 
 
 def check_momentum(hook: Hook, optimizer: Optimizer) -> None:

@@ -1,6 +1,7 @@
 """The content of a run's checkpoint, and the way in which all ranks save and resume together.
 
-    model.pt       the inner module's plain keys: loads into the bare model, with or without this package
+    model.pt       the inner module's plain keys: loads into the bare model, with or without this package; of
+                   precision=bf16_pure, the master weights
     optimizer.pt   torch's optimizer state
     schedule.pt    the state of torch's learning-rate scheduler, if there is one
     position.pt    step and sampler position: global numbers, valid at any world size
@@ -73,7 +74,7 @@ def save_checkpoint(
 
     def write() -> None:
         parts = {
-            "model": state.model.module.state_dict(),
+            "model": state.weights(),
             "optimizer": _plain(optimizer),
             "position": state.position(),
             "slots": {"random": random_states},
@@ -123,7 +124,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     _check_groups(parts["optimizer"]["param_groups"], state.optimizer, source=checkpoint.path)
     state.load_position(parts["position"])
     state.model.num_steps = state.step
-    state.model.module.load_state_dict(parts["model"])
+    state.load_weights(parts["model"])
     settings = [dict(group) for group in state.optimizer.param_groups]
     state.update.load_state_dict(parts["optimizer"])
     unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version

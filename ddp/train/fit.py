@@ -52,6 +52,7 @@ from ddp.train.arguments import (
     check_callbacks,
     check_numbers,
     held_out_source,
+    master_weights,
     refuse_disagreement,
     refuse_unknown,
     replica_of,
@@ -151,7 +152,8 @@ def fit(
             `ddp.optim.cosine()`; or a scheduler of torch's.
         schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
         clip_norm: largest norm of the global gradient.
-        precision: "fp32", or "bf16" or "fp16" for autocast; "fp16" scales the loss (`ddp/precision/loss_scale.py`).
+        precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss (`ddp/precision/loss_scale.py`);
+            "bf16_pure" for bfloat16 parameters with float32 master weights (`ddp/precision/master.py`).
         sharded: each rank updates a slice of the parameters, and holds the optimizer's state of that alone
             (`ddp/replica/sharded.py`).
         wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`ddp/comm/wire_format.py`).
@@ -244,7 +246,10 @@ def fit(
         seed=seed,
     )
     loss_scale = LossScale() if precision == "fp16" else None
-    state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, schedule=scheduler)
+    masters = master_weights(replica, precision, sharded=sharded, wire=wire)
+    state = TrainState(
+        comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler
+    )
     rates_are_new = not any("initial_lr" in group for group in optimizer.param_groups)
     arguments = {
         **settings_of(task, optimizer, sampler, schedule),

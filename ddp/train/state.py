@@ -1,6 +1,6 @@
 """The state of a run: everything that a step changes, in one place, so that the loop itself holds nothing.
 
-Read before: `precision/loss_scale.py`. Read next: `monitor/throughput.py`.
+Read before: `precision/master.py`. Read next: `monitor/throughput.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
@@ -17,6 +18,7 @@ from ddp.gradients.totals import Parts
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import Update
 from ddp.precision.loss_scale import LossScale
+from ddp.precision.master import MasterUpdate, MasterWeights
 from ddp.replica.replica import Replica
 
 
@@ -30,6 +32,7 @@ class TrainState:
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
         loss_scale: with precision="fp16".
+        masters: with precision="bf16_pure".
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         update: makes the optimizer's step.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
@@ -45,12 +48,16 @@ class TrainState:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
     loss_scale: LossScale | None = None
+    masters: MasterWeights | None = None
     schedule: TorchSchedule | None = None
     update: Update = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.update = self.model.make_update(self.optimizer)
+        if self.masters is None:
+            self.update = self.model.make_update(self.optimizer)
+        else:
+            self.update = MasterUpdate(self.model, self.optimizer, self.masters)
         self.first_settings = [
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups
@@ -66,6 +73,15 @@ class TrainState:
     def epoch(self) -> int:
         """Returns the epoch that the next step belongs to."""
         return self.sampler.state.epoch
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the inner module's state, with master weights where there are any."""
+        state: dict[str, Tensor] = (self.masters or self.model.module).state_dict()
+        return state
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes what `weights` returned."""
+        (self.masters or self.model.module).load_state_dict(weights)
 
     def position(self) -> dict[str, Any]:
         """Returns step, sampler position and latest metrics, valid at any world size."""

@@ -302,7 +302,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "epoch": (F.cross_entropy, {"epoch": 3}, r"fit\(\) has no argument 'epoch'. Did you mean 'epochs'\?"),
     "no epochs": (F.cross_entropy, {"epochs": -1}, "epochs=-1: must be a whole number from 1 up"),
     "a number in quotes": (F.cross_entropy, {"max_steps": "9"}, "max_steps='9': must be a whole number from 1 up"),
-    "fp8": (F.cross_entropy, {"precision": "fp8"}, "precision='fp8': take one of fp32, bf16, fp16"),
+    "fp8": (F.cross_entropy, {"precision": "fp8"}, "precision='fp8': take one of fp32, bf16, bf16_pure, fp16"),
     "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be a number above 0"),
     "two clips": (
         F.cross_entropy,
