@@ -35,7 +35,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
 Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
-Wire = Literal["none", "bf16", "fp16", "int8"]
+Wire = Literal["none", "bf16", "fp16", "int8", "int8_stochastic"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 LrScaling = Literal["none", "linear", "sqrt", "legw"]
 

@@ -162,13 +162,13 @@ def _choice_problems(config: Config) -> Iterator[str]:
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
     if config.optim.sharded and config.replica.kind == "naive":
         yield "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
-    if config.replica.wire != "none" and config.replica.kind == "naive":
-        wire = config.replica.wire
+    wire = config.replica.wire
+    if wire != "none" and config.replica.kind == "naive":
         yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
     if config.precision == "bf16_pure" and config.optim.sharded:
         yield "precision=bf16_pure: has master weights, which are not sharded; take bf16, or leave optim.sharded out"
-    if config.precision == "bf16_pure" and config.replica.wire == "int8":
-        yield "replica.wire=int8: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
+    if config.precision == "bf16_pure" and wire.startswith("int8"):
+        yield f"replica.wire={wire}: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
     if config.hook.name != "none":
         yield from _hook_problems(config)
     match config.schedule:

@@ -106,8 +106,8 @@ def wire(name: WireName | None, op: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"wire={name!r} with {dtype}: a wire format is for floating point tensors; leave it out")
     if dtype.itemsize < narrow.itemsize:
         raise ConfigError(f"wire={name!r} is wider than the tensor's {dtype}; leave it out")
-    if name == "int8" and dtype.itemsize < torch.float32.itemsize:
-        raise ConfigError(f"wire='int8' with {dtype}: takes float32 and float64; take wire='bf16', or leave it out")
+    if narrow == torch.uint8 and dtype.itemsize < torch.float32.itemsize:
+        raise ConfigError(f"wire={name!r} with {dtype}: takes float32 and float64; take wire='bf16', or leave it out")
 
 
 def pieces(given: Sequence[Tensor] | None, world_size: int) -> None:

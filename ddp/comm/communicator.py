@@ -145,8 +145,8 @@ class Communicator:
             algorithm: a way from `ways()`, or "auto".
             divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
                 object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
-            wire: "bf16", "fp16" or "int8": how numbers travel between hosts (`wire_format.py`); sums are kept in the
-                tensor's own type. What goes through a host's memory is not encoded.
+            wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`wire_format.py`); sums
+                are kept in the tensor's own type. What goes through a host's memory is not encoded.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
             label: name of this call in messages and profiles.
 
@@ -169,7 +169,7 @@ class Communicator:
         def reduce(flat: Tensor) -> None:
             way = self.auto.way(flat, algorithm, wire)
             run = partial(self._links.all_reduce, flat, way, sequence=call.sequence)
-            self._divided_by(int(divide_by), run, flat, flat, op=op, wire=wire)
+            self._divided_by(int(divide_by), run, flat, flat, op=op, wire=wire, key=call.sequence)
 
         run = partial(in_place, reduce, tensor) if isinstance(tensor, Tensor) else partial(together, reduce, tensor)
         return self._turns.run(call, run, async_op=async_op)
@@ -227,7 +227,7 @@ class Communicator:
 
         def run() -> Tensor:
             scatter = partial(self._links.reduce_scatter, flat, bounds, sequence=call.sequence)
-            self._divided_by(int(divide_by), scatter, flat, mine, op=op, wire=wire)
+            self._divided_by(int(divide_by), scatter, flat, mine, op=op, wire=wire, key=call.sequence)
             return mine
 
         return self._turns.run(call, run, async_op=async_op)
@@ -646,6 +646,7 @@ class Communicator:
         *,
         op: str,
         wire: WireName | None = None,
+        key: int = 0,
     ) -> None:
         """Runs a reduction that divides its result; terms whose sum may overflow are made smaller first."""
         checks.divisor_in_range(divisor)
@@ -653,7 +654,7 @@ class Communicator:
         if narrow:
             terms.mul_(1 / self._enough)
         divide_by = 1 if narrow else divisor
-        run(Reduction(_adding(op), divide_by, None if wire is None else wire_format(wire, divide_by)))
+        run(Reduction(_adding(op), divide_by, None if wire is None else wire_format(wire, divide_by, key)))
         if narrow:
             result.mul_(self._enough / divisor)
 

@@ -3,6 +3,7 @@
     bf16    float32's range, 8 bits of precision                         2 bytes a number
     fp16    11 bits of precision, from 6e-8 to 65504                     2 bytes a number
     int8    whole numbers up to 127, and a scale for every block         1 byte a number, and 4 a block
+    int8_stochastic    the same, rounded up or down by chance, so that the mean over many steps is right
 
 Sums stay wide: what arrives is widened, and then added. So a number is rounded once for each hop that it makes.
 
@@ -27,11 +28,12 @@ from torch import Tensor
 
 from ddp.errors import ConfigError
 
-WireName = Literal["bf16", "fp16", "int8"]
+WireName = Literal["bf16", "fp16", "int8", "int8_stochastic"]
 BLOCK = 256  # numbers with one scale
 STRETCH = 256 * BLOCK  # numbers whose temporary copies fit a cache
 MOST = 127
 SCALE_BYTES, ALIGNMENT_BYTES = 4, 16
+HASH = (-1_640_531_535, 2_135_587_861, 1_540_483_477)  # odd numbers without a pattern in their bits
 TINY = torch.finfo(torch.float32).tiny  # smaller scales lose digits, and their blocks are zeros then
 
 
@@ -99,8 +101,15 @@ class Int8(WireFormat):
     """Whole numbers of eight bits, with a float32 scale for each block: its largest number divided by 127.
 
     A message is the scales, and then the whole numbers, as bytes. A number differs from what was encoded by half a
-    scale at most. A block with a number that is not finite has none afterwards.
+    scale at most; by less than a scale, if chance decides. A block with a number that is not finite has only such ones
+    afterwards.
+
+    Args:
+        key: of the stream by which chance decides, the same on every rank; None: each is rounded to the nearest.
     """
+
+    def __init__(self, key: int | None = None) -> None:
+        self._key = key
 
     dtype = torch.uint8
     unit = BLOCK
@@ -114,7 +123,19 @@ class Int8(WireFormat):
             scales.copy_(torch.linalg.vector_norm(values, torch.inf, dim=1)).div_(MOST)
             scales.masked_fill_(scales < TINY, 0.0)
             inverse = torch.where(scales > 0, 1 / scales, 0.0)
-            whole.copy_(torch.mul(values, inverse.unsqueeze(1)).round_())
+            steps = torch.mul(values, inverse.unsqueeze(1))
+            whole.copy_(steps.round_() if self._key is None else self._by_chance(steps, values))
+
+    def _by_chance(self, steps: Tensor, values: Tensor) -> Tensor:
+        """Rounds up with a probability of what is behind the point; whole numbers stay, in spite of rounding errors.
+
+        The draw is a hash of the value, its place in the block and the key: the same wherever two ranks round the same.
+        """
+        assert self._key is not None
+        place = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
+        mixed = values.float().view(torch.int32) * HASH[0] + (place * HASH[1] + _wrapped(self._key * HASH[2]))
+        draws = mixed.bitwise_right_shift_(22).bitwise_and_(1023)
+        return steps.add_((draws + 0.5) / 1024).floor_()
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         for values, whole, scales in self._blocks(into, encoded):
@@ -139,8 +160,16 @@ class Int8(WireFormat):
             yield numbers[last:].view(1, -1), whole[last:].view(1, -1), scales[last // BLOCK :]
 
 
-def wire_format(name: WireName, divide_by: int = 1) -> WireFormat:
+def _wrapped(number: int) -> int:
+    """Returns a number as 32 bits hold it."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def wire_format(name: WireName, divide_by: int = 1, key: int = 0) -> WireFormat:
     """Returns the format of this name, for sums that will be divided by so much.
+
+    Args:
+        key: of the stream of "int8_stochastic"; the same on every rank.
 
     Raises:
         ConfigError: there is none.
@@ -152,4 +181,6 @@ def wire_format(name: WireName, divide_by: int = 1) -> WireFormat:
             return Cast(torch.float16, 1 << (divide_by.bit_length() - 1))
         case "int8":
             return Int8()
+        case "int8_stochastic":
+            return Int8(key)
     raise ConfigError(f"wire={name!r}: take one of {', '.join(get_args(WireName))}, or leave it out")

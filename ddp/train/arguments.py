@@ -130,8 +130,8 @@ def master_weights(replica: Replica, precision: str, *, sharded: bool, wire: Wir
         return None
     if isinstance(replica, ShardedDataParallel):
         raise ConfigError("precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out")
-    if wire == "int8":
-        raise ConfigError("wire='int8' with precision='bf16_pure', whose gradients are bfloat16: leave one out")
+    if wire in ("int8", "int8_stochastic"):
+        raise ConfigError(f"wire={wire!r} with precision='bf16_pure', whose gradients are bfloat16: leave one out")
     return MasterWeights(replica.module)
 
 

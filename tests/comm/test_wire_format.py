@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp.comm.wire_format import ALIGNMENT_BYTES, BLOCK, STRETCH, TINY, WireFormat, WireName, wire_format
 
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, STRETCH, STRETCH + BLOCK + 7)
-NAMES: tuple[WireName, ...] = ("bf16", "fp16", "int8")
+NAMES: tuple[WireName, ...] = ("bf16", "fp16", "int8", "int8_stochastic")
 
 
 def encoded(wire: WireFormat, numbers: Tensor) -> Tensor:
@@ -41,6 +41,23 @@ def test_int8_is_off_by_half_a_scale_at_most(numel: int, dtype: torch.dtype) -> 
         assert (block - of_block).abs().max().item() <= 0.5 * scale * (1 + 1e-5) if len(block) else True
 
 
+@pytest.mark.parametrize("numel", [BLOCK, STRETCH + 300])
+def test_chance_rounds_up_and_down_and_is_right_on_average(numel: int) -> None:
+    numbers = normal(numel)
+    scales = torch.cat([block.abs().max().expand(len(block)) / 127 for block in numbers.split(BLOCK)])
+    total = torch.zeros(numel, dtype=torch.float64)
+    for key in range(400):
+        found = rounded(wire_format("int8_stochastic", key=key), numbers)
+        assert ((found - numbers).abs() < 1.0001 * scales).all()
+        total += found
+    off = (total / 400 - numbers) / scales  # in scales; each has a standard deviation of 1/40 at most
+    assert off.abs().max() < 6 / 40
+    assert off.mean().abs() < 0.01
+    one, same, other = (rounded(wire_format("int8_stochastic", key=key), numbers) for key in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 600), st.integers(0, 10_000), st.integers(-30, 30), st.integers(1, 1 << 40))
@@ -50,7 +67,7 @@ def test_rounding_again_changes_no_bit(name: WireName, numel: int, seed: int, ex
         once = encoded(wire, normal(numel, dtype, seed) * 2.0**exponent)
         again = torch.empty(numel, dtype=dtype)
         wire.decode(once, again)
-        used = once[: -(-numel // BLOCK) * 4 + numel] if name == "int8" else once
+        used = once[: -(-numel // BLOCK) * 4 + numel] if name.startswith("int8") else once
         assert torch.equal(used, encoded(wire, again)[: len(used)])
 
 
