@@ -43,7 +43,13 @@ The words of this package, one meaning each:
     totals              loss, count and stop votes of a step, summed over the ranks
     verdicts            what a rank found in its own gradients: unused parameters, undefined gradients
     hook                a function that autograd calls at a certain moment, such as when a gradient is ready
-    communication hook  a user's function that averages a bucket in place of the all-reduce
+    communication hook  what averages a bucket in place of the all-reduce: one of `ddp.gradients`, or a user's function
+    wire format         how numbers travel between hosts: in fewer bytes than they have
+    parcel              a parameter's gradient on its way through a hook
+    residual            what a hook has not sent yet
+    error feedback      add the residual to the next gradient
+    loss scale          the factor on the loss that keeps small gradients in float16's range
+    master weights      float32 copies of narrow parameters, which the optimizer updates
     global batch        the samples of one optimizer step over all ranks
     shard               one of a fixed number of parts of a global batch, which random streams depend on
     micro-batch         the samples of one forward and backward on one rank

@@ -115,5 +115,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# You have built all that data-parallel training consists of. `docs/reading.md` leads through the library, and
-# `scripts/ddp exercise schedule` asks for an all-reduce that nobody has written before.
+# `13_less_traffic.py`: what if the network is the slowest part?

@@ -82,7 +82,7 @@ class NaiveDataParallel(Replica):
             self.comm.all_reduce(sums, label="totals")
             self.comm.all_reduce(has_gradient, "max", label="who has a gradient")
         totals = Totals(sums[0].item(), int(sums[1]), int(sums[2]))
-        divisor = self.comm.world_size if mine is None else max(1, totals.num_items)
+        divisor = self.comm.world_size if mine is None else max(1, totals.num_items) * mine.loss_scale
         for (name, parameter), anyone in zip(named, has_gradient.tolist(), strict=True):
             # exercise 06: if any rank has this gradient, every rank gets the sum over all ranks, divided
             raise NotImplementedError("_average")

@@ -188,7 +188,7 @@ class Backward:
         layout.allocate()
         if self._totals is not None:
             self._totals.write(layout.totals)
-            self._divide_by = GlobalCount(layout.totals)
+            self._divide_by = GlobalCount(layout.totals, self._totals.loss_scale)
             if not layout.totals_ride:
                 self._all_reduce(layout.totals, label=f"step {self.step}, totals")
         self.reductions, self.index_of = [BucketReduction(bucket) for bucket in layout.buckets], layout.index_of
@@ -385,7 +385,9 @@ class Backward:
         """Returns this rank's measured part of the batch."""
         if self._totals is None:
             return Parts()
-        return Parts.of(self._square, self._totals.num_items) if self._measures else self._totals.parts or Parts()
+        if not self._measures:
+            return self._totals.parts or Parts()
+        return Parts.of(self._square / self._totals.loss_scale**2, self._totals.num_items)
 
     def _verdicts_divided_by(self) -> int:
         """Returns what the verdicts were divided by, together with the bucket that carried them."""
