@@ -22,6 +22,7 @@ from rich.console import Console
 
 from ddp.bench.barrier import open_barrier
 from ddp.bench.collectives import CollectiveCell
+from ddp.bench.hooks import HookCell
 from ddp.bench.memory import MemoryCell
 from ddp.bench.place import PAYLOAD, Bed, Place, available_cores
 from ddp.bench.report import LEGEND, draw_plot, from_json, print_report, summary, to_json
@@ -238,6 +239,9 @@ def test_tables_show_what_there_is() -> None:
     memory = MemoryCell(place="m", name="mlp-25m", variant="ours", peak=5 * MIB)
     cells: list[Cell] = [collective(delay_s=5e-4), collective(wire_s=9e-4, place="beside 1"), memory]
     cells += [step(wait_s=0.037), step(turns_s={"alone": [1.0]}, place="4 ranks of step")]
+    cells.append(
+        HookCell(place="h", name="sign", model="m", step_s=[0.5], ratio=2.0, link_bytes=3.4e6, encoding_s=0.1)
+    )
     print_report(cells, console)
     text = console.export_text()
     for expected in (
@@ -250,6 +254,7 @@ def test_tables_show_what_there_is() -> None:
         "5000",
         "37.0",
         "4 ranks of step",
+        "3.40",
         "5.0",
         "bus bandwidth, busbw of nccl-tests: algbw × 2(n−1)/n",
         "MiB above what the worker had",

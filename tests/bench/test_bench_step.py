@@ -11,10 +11,12 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from ddp.bench.hooks import METHODS, HookCell, TimeHooks
 from ddp.bench.memory import MeasureMemory, MemoryCell
 from ddp.bench.pss import sampling
 from ddp.bench.step import VARIANTS, StepCell, TimeSteps
 from ddp.bench.workloads import WORKLOADS, TinyLayers
+from ddp.transport import topology
 
 MIB = 1 << 20
 
@@ -102,6 +104,26 @@ def test_the_shortest_run_has_every_figure_and_the_same_on_all_ranks() -> None:
     assert (cell.name, cell.num_parameters) == ("digits-cnn", 8)
     assert cell.place.startswith("2 ranks on one host")
     assert cell.wait_s is not None and cell.wait_s > 0
+
+
+SOME_METHODS = ("plain", "int8", "sign", "powersgd1", "torch_fp16", "torch_powersgd1")
+
+
+def hooked() -> list[HookCell]:
+    topology._boot_id = lambda: f"host of rank {os.environ['RANK']}"
+    return TimeHooks("small-mlp", SOME_METHODS, num_turns=1)()
+
+
+def test_methods_of_sending_less_are_timed() -> None:
+    cells, same = run_ranks(hooked, 2, timeout_s=100)
+    assert cells == same
+    assert [cell.name for cell in cells] == list(SOME_METHODS)
+    assert set(SOME_METHODS) <= METHODS.keys()
+    for cell in cells:
+        assert cell.place.startswith("2 ranks on 2 hosts")
+        assert cell.ratio is not None and cell.ratio > 0 and cell.step_s[0] > 0
+        assert cell.link_bytes is None  # the interface of this machine carries other things, too
+        assert (cell.encoding_s is not None) == (cell.name in ("sign", "powersgd1"))
 
 
 def memory_of(variant: str) -> list[MemoryCell]:

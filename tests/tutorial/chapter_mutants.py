@@ -113,6 +113,13 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/lars.py: _measure, _apply",
         "optim/groups.py: parameter_groups",
     ],
+    "13_less_traffic": [
+        "gradients/error_feedback.py: enter, leave",
+        "gradients/sign.py: encode, add",
+        "gradients/memory.py: commit, room",
+        "gradients/top_k.py: reduce",
+        "gradients/random_k.py: reduce",
+    ],
 }
 
 
