@@ -143,7 +143,7 @@ class DistributedDataParallel(UnevenInputs):
             broadcast_state(comm, [*named, *(sync.named().items() if with_buffers else ())])
         Replica.__init__(self, module, comm, sync)
         Joinable.__init__(self)
-        self._limits, self._overlap, self._wire, self.parameters_to_ignore = limits, overlap, wire, set(ignored)
+        self._limits, self._overlap, self.wire, self.parameters_to_ignore = limits, overlap, wire, set(ignored)
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
         self.gradient_as_bucket_view, self.device_mesh, self._device = True, device_mesh, input_device(device_ids)
         self.compression = None if hook is None else Compression(hook, comm, named)
@@ -297,7 +297,7 @@ class DistributedDataParallel(UnevenInputs):
         check_hook(hook)
         if self._wishes.stepper is not None:
             raise refusal("a communication hook that is registered after it")
-        for keyword, given in (("wire", self._wire), ("hook", self.compression and self.compression.hook)):
+        for keyword, given in (("wire", self.wire), ("hook", self.compression and self.compression.hook)):
             if given is not None:
                 raise ConfigError(
                     f"{keyword}={given!r} beside a registered communication hook, which does the sending: leave one out"

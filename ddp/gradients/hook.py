@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ddp.comm.communicator import Communicator
+from ddp.errors import ConfigError
 from ddp.gradients.memory import Memory
 
 FEW = 1024  # elements that are not worth encoding
@@ -93,9 +94,15 @@ class Hook(ABC):
 
 
 class Around(Hook):
-    """A hook around another one, which it lets do everything."""
+    """A hook around another one, which it lets do everything.
+
+    Raises:
+        ConfigError: that is no hook.
+    """
 
     def __init__(self, hook: Hook) -> None:
+        if not isinstance(hook, Hook):
+            raise ConfigError(f"{type(self).__name__}({hook!r:.60}): give a hook of ddp.gradients, such as Sign()")
         self.hook, self.carries_whole, self.momentum = hook, hook.carries_whole, hook.momentum
 
     def check(self) -> None:

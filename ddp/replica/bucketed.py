@@ -90,7 +90,7 @@ class BucketedDataParallel(Replica):
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        self._overlap, self._wire = overlap, wire
+        self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
         self._start()
 
@@ -214,11 +214,11 @@ class BucketedDataParallel(Replica):
     def _how(self) -> dict[str, Any]:
         """Returns how a backward reduces its buckets."""
         how = {"overlap": self.overlaps, "waited": self.waited}
-        return {**how, "wire": self._wire, "compression": self.compression}
+        return {**how, "wire": self.wire, "compression": self.compression}
 
     @property
     def _tails_ride(self) -> bool:
-        return self._wire is None and self.compression is None
+        return self.wire is None and self.compression is None
 
     def _new_watch(self) -> ParameterWatch:
         return ParameterWatch(self.module)

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
+from ddp.comm.wire_format import WireName
 from ddp.gradients.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.optim.update import Update
@@ -46,6 +47,7 @@ class Replica(nn.Module, ABC):
     Attributes:
         module: the model.
         comm: the ranks that have a copy.
+        wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
         totals: the last step's totals, summed over all ranks.
         waited: time that backward's thread has spent on averaging, or waiting for it.
@@ -56,6 +58,7 @@ class Replica(nn.Module, ABC):
         require_forward_param_sync: the next forward synchronises buffers (`buffers.py`).
     """
 
+    wire: WireName | None = None
     compression: Compression | None = None
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:

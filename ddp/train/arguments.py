@@ -135,6 +135,17 @@ def master_weights(replica: Replica, precision: str, *, sharded: bool, wire: Wir
     return MasterWeights(replica.module)
 
 
+def idle_notes(replica: Replica) -> list[str]:
+    """Returns a line that says so where a hook or a wire format has nothing to do, because no gradient travels."""
+    given = [] if replica.compression is None else [f"the hook {replica.compression.hook!r}"]
+    given += [] if replica.wire is None else [f"wire={replica.wire!r}"]
+    if not given or replica.comm.carriers.num_hosts > 1:
+        return []
+    if replica.comm.world_size == 1:
+        return [f"{given[0]} does nothing here: there is one worker"]
+    return [f"{given[0]} does nothing here: all workers share a host's memory; to try it: comm.shared_memory=false"]
+
+
 def check_momentum(hook: Hook, optimizer: Optimizer) -> None:
     """Raises ConfigError if the hook and the optimizer both have momentum, which would act twice."""
     if hook.momentum and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):

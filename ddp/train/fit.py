@@ -52,6 +52,7 @@ from ddp.train.arguments import (
     check_callbacks,
     check_numbers,
     held_out_source,
+    idle_notes,
     master_weights,
     refuse_disagreement,
     refuse_unknown,
@@ -272,6 +273,7 @@ def fit(
     num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
     begins_anew, num_left = resume is not None and start is None, num_steps - state.step
     notes = _headline(state, num_steps)
+    notes += idle_notes(replica)
     notes += _notes(sampler, source, run_dir, num_left=num_left, begins_anew=begins_anew)
     if comm.rank == 0 and progress:
         print("\n".join(notes), flush=True)
@@ -374,6 +376,8 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     workers = f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
     start = f", continuing after step {state.step:,}" if state.step else ""
     way = f", all-reduce: {comm.auto.describe()}" if comm.world_size > 1 else ""
+    if state.model.compression is not None:
+        way += f", hook: {state.model.compression.hook!r}"
     first, last, num_samples = sampler.sizes.batch
     size = f"{last}" if first == last else f"{first}, growing to {last} over {num_samples:,} samples,"
     return [

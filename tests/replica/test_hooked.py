@@ -22,6 +22,7 @@ from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Si
 from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.verify import tensor_hash
+from ddp.train.arguments import idle_notes
 from ddp.transport import topology
 
 X = torch.randn(43, 20, generator=torch.Generator().manual_seed(0))
@@ -72,6 +73,9 @@ def on_hosts(num_per_host: int) -> dict[str, Any]:
         if name != "deep":  # which has a momentum of its own
             assert F.cosine_similarity(changed, plain, dim=0) > 0.5, name
         kept = state.model.compression.hook.memories()
+        lines = idle_notes(state.model)
+        assert len(lines) == (comm.carriers.num_hosts == 1)
+        assert all("does nothing here: all workers share a host's memory" in line for line in lines)
         carried = {what: sum(each.numel() for each in memory.kept.values()) for what, memory in kept.items()}
         found[name] = tensor_hash(changed), changed, carried
         if name == "sign" and comm.carriers.num_hosts > 1:  # in the background of backward, and in small buckets
@@ -103,6 +107,8 @@ def by_hand() -> None:
             vetoed(hook())
             last_batch_of_one_sample(kind, hook(), name)
     frozen_and_unfrozen(HOOKS["sign"]())
+    with pytest.raises(ConfigError, match=r"ErrorFeedback\('sign'\): give a hook of ddp\.gradients, such as"):
+        ErrorFeedback("sign")  # type: ignore[arg-type]
     module = made()
     replica = ddp.DistributedDataParallel(module, hook=HOOKS["power"]())
     twin = copy.deepcopy(replica)
