@@ -52,6 +52,7 @@ examples:
   python -m ddp check my_module:chain 4                                a schedule of your own
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
   python -m ddp explain 25MB --workers 2
+  python -m ddp explain 100MB --hooks --transport-only                 what every hook would save
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
 
@@ -90,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
         argv = [OVERLAP, *argv[2:]]
     options = parser.parse_args(argv)
     try:
-        print(options.answer(options), flush=True)
+        if text := options.answer(options):  # one rank of many says it
+            print(text, flush=True)
     except ValueError as error:
         questions.choices[options.question].error(str(error))
     except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
@@ -246,19 +248,34 @@ def explain_question(questions: Questions) -> None:
     """Adds `explain`: which way would "auto" choose for an all-reduce of that size on this machine?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.launcher import launch
+        from ddp.launcher import launch, started_by_torchrun
 
-        nbytes = parse_size(options.bytes)
+        nbytes, compute_s = parse_size(options.bytes), parse_delay(options.compute)
+        if compute_s is None:
+            raise ValueError(f"--compute {options.compute}: want a time, e.g. 250ms")
         if options.workers < 2:
             raise ValueError(f"--workers {options.workers}: one worker alone has nothing to reduce; take 2 or more")
-        question = partial(explained, nbytes, shared_memory=not options.transport_only)
+        question = partial(
+            explained,
+            nbytes,
+            shared_memory=not options.transport_only,
+            compute_s=compute_s if options.hooks else None,
+        )
+        if started_by_torchrun():
+            return question()
         answers = launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
         return str(answers[0])
 
-    parser = questions.add_parser("explain", help='measures here, and says which all-reduce "auto" chooses and why')
-    parser.add_argument("bytes", help="size of the tensor, e.g. 25MB")
+    parser = questions.add_parser(
+        "explain",
+        help='measures here, and says which all-reduce "auto" chooses and why; or what each hook would save',
+        epilog="Between several hosts: torchrun --nnodes … -m ddp explain … on each of them.",
+    )
+    parser.add_argument("bytes", help="size of the tensor, or with --hooks of a model's gradients, e.g. 25MB")
     parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
     parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
+    parser.add_argument("--hooks", action="store_true", help="what every wire format and hook would make of a step")
+    parser.add_argument("--compute", default="0s", metavar="TIME", help="of its forward and backward, e.g. 250ms")
     parser.set_defaults(answer=answer)
 
 
@@ -275,14 +292,20 @@ def tutorial_question(questions: Questions) -> None:
     parser.set_defaults(answer=answer)
 
 
-def explained(nbytes: int, *, shared_memory: bool) -> str:
-    """Returns, as one rank of a new world, what its communicator says about an all-reduce of `nbytes`."""
+def explained(nbytes: int, *, shared_memory: bool, compute_s: float | None) -> str:
+    """Returns, as rank 0 of a new world, what its communicator says about an all-reduce of `nbytes`; elsewhere "".
+
+    Args:
+        compute_s: of a step; None: nothing is asked about hooks.
+    """
     import ddp
+    from ddp.bench.offers import compared
 
     comm = ddp.init(shared_memory=shared_memory)
-    answer = comm.explain(nbytes)
+    answer = comm.explain(nbytes) if compute_s is None else compared(comm, nbytes, compute_s=compute_s)
+    rank = comm.rank
     ddp.shutdown()
-    return answer
+    return answer if rank == 0 else ""
 
 
 def exercise_question(questions: Questions) -> None:

@@ -234,7 +234,7 @@ class TopK(Hook):
 @dataclass(kw_only=True, slots=True)
 class RandomK(Hook):
     name: str = "random_k"
-    ratio: float = setting(0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1")
+    ratio: float = setting(0.1, "share of the numbers of a tensor that is sent, above 0 and at most 1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -287,7 +287,7 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
     ],
     "hook": [
         (Hook(name="none"), "gradients are sent whole"),
-        (Hook(name="sign"), "one bit for each number, and a scale for each 2,048"),
+        (Hook(name="sign"), "one bit for each number, and a scale for each row"),
         (TopK(), "the largest numbers of each tensor, with their positions"),
         (RandomK(), "numbers drawn at random, the same ones on every worker"),
         (PowerSgd(), "two narrow matrices for each matrix"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ddp.__main__ import main
+from ddp.bench.offers import OFFERS
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -61,3 +62,26 @@ def test_help_has_a_line_and_an_example_for_every_question(capsys: pytest.Captur
     listed, _, examples = text.partition("examples:")
     for question in ("train", "draw", "check", "simulate", "explain", "exercise"):
         assert f"\n    {question} " in listed and f"\n  python -m ddp {question} " in examples
+
+
+def test_explain_hooks_where_gradients_travel(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("explain", "1MB", "--hooks", "--transport-only", "--compute", "2s")
+    title, header, *rows = answer(capsys, *words).splitlines()
+    assert title == (
+        "gradients of 1,048,576 bytes, as 1 matrix of 512 × 512, between 2 hosts, in a step that computes for 2.00 s"
+    )
+    assert header.split() == ["leaves", "a", "host", "encoding", "network", "step", "plain", "÷", "step"]
+    assert [row.split("  ")[0] for row in rows] == list(OFFERS)
+    assert all(row.endswith(" s  1.00") or float(row.split()[-1]) > 0.5 for row in rows)  # computing takes longest
+
+
+def test_explain_hooks_in_a_host_s_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "explain", "1MB", "--hooks") == (
+        "all workers share a host's memory: no gradient travels, and any wire format or hook would only cost time\n"
+    )
+
+
+def test_explain_hooks_refuses_what_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "25MB", "--hooks", "--compute", "soon"])
+    assert "--compute soon: want a time, e.g. 250ms" in capsys.readouterr().err

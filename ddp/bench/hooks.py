@@ -5,7 +5,7 @@
 | plain            | `ddp.DistributedDataParallel`, as they are                                                      |
 | bf16, fp16, int8 | the same with `wire=`                                                                           |
 | sign             | the same with `hook=ErrorFeedback(Sign())`; the next ones in the same way                       |
-| top_k, random_k  | one number in a hundred                                                                         |
+| top_k, random_k  | one number in a hundred, and one in ten                                                         |
 | powersgd4, …1    | matrices of rank 4, and of rank 1                                                               |
 | torch            | `torch.nn.parallel.DistributedDataParallel` on Gloo, as they are                                |
 | torch_fp16       | the same with `fp16_compress_hook`                                                              |
@@ -14,10 +14,11 @@
 All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
-    reported        bytes that this package says leave a host (`gradients/traffic.py`)
+    foretold        bytes that this package says leave a host, and what it says of a step (`gradients/traffic.py`),
+                    given the time that a step takes which sends nothing
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 
-Read before: `step.py`. Read next: `optimizers.py`.
+Read before: `offers.py`, `step.py`. Read next: `optimizers.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.gradients.traffic import Traffic, foretold
 from ddp.replica.replica import Replica
 
 Make = Callable[[nn.Module], nn.Module]
@@ -68,14 +70,17 @@ def _torch_fp16(module: nn.Module) -> nn.Module:
     return replica
 
 
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{wire: {"wire": wire} for wire in ("bf16", "fp16", "int8")},
+    "sign": {"hook": ErrorFeedback(Sign())},
+    "top_k": {"hook": ErrorFeedback(TopK(0.01))},
+    "random_k": {"hook": ErrorFeedback(RandomK(0.1))},
+    "powersgd4": {"hook": ErrorFeedback(PowerSGD(4))},
+    "powersgd1": {"hook": ErrorFeedback(PowerSGD(1))},
+}
 METHODS: dict[str, Make] = {
-    "plain": DistributedDataParallel,
-    **{wire: partial(DistributedDataParallel, wire=wire) for wire in ("bf16", "fp16", "int8")},
-    "sign": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(Sign())),
-    "top_k": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(TopK(0.01))),
-    "random_k": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(RandomK(0.01))),
-    "powersgd4": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(PowerSGD(4))),
-    "powersgd1": lambda module: DistributedDataParallel(module, hook=ErrorFeedback(PowerSGD(1))),
+    **{name: partial(DistributedDataParallel, **how) for name, how in OURS.items()},
     "torch": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
     "torch_fp16": _torch_fp16,
     "torch_powersgd4": partial(_torch_power_sgd, 4),
@@ -94,6 +99,7 @@ class HookCell(Cell):
         ratio: median over turns of plain's step ÷ this one's.
         link_bytes: what has left the busiest host in a step; None where its interface also carries other things.
         encoding_s: processor time of a rank; None where collectives do the encoding.
+        foretold_bytes, foretold_s: what was to be expected of the bytes and of the step; None for torch's.
     """
 
     model: str
@@ -101,6 +107,8 @@ class HookCell(Cell):
     ratio: float | None
     link_bytes: float | None
     encoding_s: float | None
+    foretold_bytes: float | None = None
+    foretold_s: float | None = None
 
     def columns(self) -> dict[str, str]:
         return {
@@ -108,7 +116,9 @@ class HookCell(Cell):
             "method": self.name,
             "step": written(three_digits, statistics.median(self.step_s), 1e3),
             "plain ÷ step": written(three_digits, self.ratio),
+            "foretold": written(three_digits, self.foretold_s, 1e3),
             "on the link": written(three_digits, self.link_bytes, 1e-6),
+            "foretold MB": written(three_digits, self.foretold_bytes, 1e-6),
             "encoding": written(three_digits, self.encoding_s, 1e3),
         }
 
@@ -145,6 +155,8 @@ class TimeHooks:
         turns = {name: partial(method.turn_s, comm) for name, method in methods.items()}
         turns_s = take_turns(turns, self.num_turns)
         plain_s = turns_s.get("plain")
+        foretold = {name: method.foretold(comm, **OURS[name]) for name, method in methods.items() if name in OURS}
+        compute_s = next((method.compute_s() for name, method in methods.items() if name in OURS), 0.0)
         return [
             HookCell(
                 place=self.place.title(comm.world_size, len(comm.hosts)),
@@ -154,6 +166,8 @@ class TimeHooks:
                 ratio=None if plain_s is None else statistics.median(map(float.__truediv__, plain_s, turns_s[name])),
                 link_bytes=method.link_bytes() if self.place.bed is not None else None,
                 encoding_s=method.encoding_s(),
+                foretold_bytes=foretold[name].link_bytes if name in foretold else None,
+                foretold_s=foretold[name].step_s(compute_s) if name in foretold else None,
             )
             for name, method in methods.items()
         ]
@@ -184,6 +198,17 @@ class Method(Training):
     def link_bytes(self) -> float:
         """Returns what has left the busiest host in a step."""
         return slowest([self._bytes / self._num_steps])[0]
+
+    def compute_s(self) -> float:
+        """Returns the time of a step that sends nothing. Its gradients are of no use, so it is the last one."""
+        assert isinstance(self.replica, DistributedDataParallel)
+        with self.replica.no_sync():
+            return slowest([statistics.median(self.steps_s(3))])[0]
+
+    def foretold(self, comm: Communicator, **how: Any) -> Traffic:
+        """Returns what such a step sends and costs. Collective."""
+        assert isinstance(self.replica, DistributedDataParallel)
+        return foretold(comm, [[slot.parameter for slot in bucket.slots] for bucket in self.replica.buckets], **how)
 
     def encoding_s(self) -> float | None:
         """Returns the processor time of a rank for encoding and decoding in a step, of the slowest rank."""

@@ -1,6 +1,6 @@
 """Tells what a study of large batches has found, in a table and in a picture.
 
-Read before: `large_batch.py`. Read next: `report.py`.
+Read before: `large_batch.py`. Read next: `less_traffic.py`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ So replicas end before the group does.
 
 `scripts/ddp bench_step` is the command.
 
-Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `hooks.py`.
+Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `offers.py`.
 """
 
 from __future__ import annotations

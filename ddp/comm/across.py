@@ -121,7 +121,7 @@ class Across:
         first = self._place * len(self._hosts)
         mine = bounds[first : first + len(self._hosts) + 1]
         part = flat[mine[0] : mine[-1]]
-        schedule = by_size(operation, part, len(self._hosts))
+        schedule = by_size(operation, part.nbytes, len(self._hosts))
         self._counterparts.run(schedule, part, [bound - mine[0] for bound in mine], reduction)
 
     def _cross(self, piece: Tensor, slices: Sequence[int], schedule: Schedule, reduction: Reduction) -> None:

@@ -47,7 +47,7 @@ from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, 
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.links import Channels, Links, connect
 from ddp.comm.messages import Messages
-from ddp.comm.select import Auto, cheapest
+from ddp.comm.select import Auto
 from ddp.comm.settings import Settings
 from ddp.comm.turn import Turns
 from ddp.comm.watchdog import Watchdog
@@ -59,6 +59,7 @@ from ddp.log import log
 from ddp.transport.edge import Transport
 
 Op = Literal["sum", "mean", "product", "min", "max"]
+Predicted = Literal["all_reduce", "all_gather", "sum_in_host"]
 DEFAULTS = Settings()
 
 
@@ -190,7 +191,7 @@ class Communicator:
             if memory := self._links.memory_of(flat):
                 memory.reduce_scatter(flat, bounds, _adding(op), sequence=call.sequence)
             else:
-                schedule = by_size("reduce_scatter", flat, self.world_size)
+                schedule = by_size("reduce_scatter", flat.nbytes, self.world_size)
                 self._links.wire.run(schedule, flat, bounds, Reduction(_adding(op)))
             return self._averaged(flat[bounds[self.rank] : bounds[self.rank + 1]].clone(), op).view(tensor.dtype)
 
@@ -302,7 +303,7 @@ class Communicator:
         if memory := self._links.memory_of(flat):
             memory.all_gather(flat, bounds, sequence=call.sequence)
         else:
-            self._links.wire.run(by_size("all_gather", flat, self.world_size), flat, bounds)
+            self._links.wire.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Any:
         """Gives every rank the root's values, in place."""
@@ -512,11 +513,27 @@ class Communicator:
         """Returns a table of every way of such an all-reduce, fastest first. Collective: the first call measures."""
         return str(self._ask("explain", self.auto.explain, nbytes))
 
-    def predict(self, nbytes: int, algorithm: str = "auto", *, allocated: bool = False) -> float:
-        """Returns the predicted seconds of an all-reduce. Collective: the first call measures."""
+    def predict(
+        self,
+        nbytes: int,
+        algorithm: str = "auto",
+        *,
+        operation: Predicted = "all_reduce",
+        allocated: bool = False,
+        wire: WireName | None = None,
+    ) -> float:
+        """Returns the predicted seconds of a collective. Collective: the first call measures.
+
+        Args:
+            nbytes: of the tensor; of an "all_gather", that of all ranks' parts together.
+            algorithm: a way from `ways()`, or "auto", of an all-reduce.
+            operation: "all_reduce", "all_gather" or "sum_in_host".
+            allocated: the tensor lies in memory from `allocate`.
+            wire: the format in which an all-reduce sends.
+        """
         self.auto.check(algorithm)
-        ranking = self._ask("predict", partial(self.auto.ranking, allocated=allocated), nbytes)
-        return cheapest(ranking, algorithm).predicted_s
+        question = partial(self.auto.predict, operation, algorithm, allocated=allocated, wire=wire)
+        return float(self._ask("predict", question, nbytes))
 
     def choose(self, nbytes: int) -> str:
         """Returns the way that "auto" takes for a buffer of this size. Collective: the first call may measure."""

@@ -104,7 +104,7 @@ class Links:
         if across := self._slicing(flat):
             across.reduce_scatter(flat, bounds, undivided, sequence=sequence)
         else:
-            self.wire.run(by_size("reduce_scatter", flat, self.wire.world_size), flat, bounds, undivided)
+            self.wire.run(by_size("reduce_scatter", flat.nbytes, self.wire.world_size), flat, bounds, undivided)
         if reduction.divide_by != 1:
             number = self.slices[self.wire.rank]
             flat[bounds[number] : bounds[number + 1]].div_(reduction.divide_by)
@@ -116,7 +116,7 @@ class Links:
         elif across := self._slicing(flat):
             across.all_gather(flat, bounds, sequence=sequence)
         else:
-            self.wire.run(by_size("all_gather", flat, self.wire.world_size), flat, bounds)
+            self.wire.run(by_size("all_gather", flat.nbytes, self.wire.world_size), flat, bounds)
 
     def _slicing(self, flat: Tensor) -> Across | None:
         """Returns what connects the hosts' memories, if such a tensor goes through it in slices."""

@@ -11,6 +11,9 @@
                                 of every place on all hosts with that place's slice, all at once over the hosts' links.
                                 A long buffer goes piece by piece, so that additions overlap with the transfers
 
+With a wire format the schedule moves fewer bytes, and each addition is dearer: a number is encoded, decoded and added.
+So a way that makes a number hop more often is charged for each time that it is rounded.
+
 Note "model and trial". The model knows what bytes cost on a wire. Where moving them takes long, its predictions are
 within a tenth, and timing the ways would take seconds. The model knows little about ranks that wait for a core: with
 more ranks than cores it is off by a factor of two or three. But there an all-reduce takes milliseconds, so trials are
@@ -29,7 +32,7 @@ Read before: `links.py`, `calibrate.py`. Read next: `work.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -42,11 +45,13 @@ from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Round, Schedule
 from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
-from ddp.comm.calibrate import IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
+from ddp.comm.arithmetic import SUM, Reduction
+from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
 from ddp.comm.links import Links
 from ddp.comm.settings import Settings
 from ddp.comm.way import IN_MEMORY, Way, num_pieces
-from ddp.comm.wire_format import WireName, wire_format
+from ddp.comm.wire import by_size
+from ddp.comm.wire_format import WireFormat, WireName, wire_format
 from ddp.errors import ConfigError
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
@@ -88,19 +93,28 @@ class Choice:
 
 
 def ranked(
-    ways: Iterable[Way], nbytes: int, measured: Measured, *, allocated: bool = False, segment_bytes: int = SEGMENT_BYTES
+    ways: Iterable[Way],
+    nbytes: int,
+    measured: Measured,
+    *,
+    allocated: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
+    travelling: Callable[[int], int] = int,
 ) -> list[Choice]:
     """Predicts an all-reduce of `nbytes` in each of these ways; the cheapest first.
 
     Args:
         allocated: the tensor lies in memory that the ranks of a host share.
         segment_bytes: the executor's.
+        travelling: as how many bytes so many of the tensor cross between ranks that share no memory.
     """
-    choices = [_predict(way, nbytes, measured, allocated, segment_bytes) for way in ways]
+    choices = [_predict(way, nbytes, measured, allocated, segment_bytes, travelling) for way in ways]
     return sorted(choices, key=lambda choice: (choice.predicted_s, choice.way.name))
 
 
-def _predict(way: Way, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int) -> Choice:
+def _predict(
+    way: Way, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int, travelling: Callable[[int], int]
+) -> Choice:
     network, schedule = measured.network, way.schedule
     curve = measured.allocated if allocated else measured.ordinary
     pieces = num_pieces(nbytes) if way.in_memory and schedule is not None else 1
@@ -111,7 +125,7 @@ def _predict(way: Way, nbytes: int, measured: Measured, allocated: bool, segment
         num_hosts, num_slices = len(way.hosts), min(map(len, way.hosts))
         network = replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices))
         schedule = in_columns(schedule, way.hosts)
-    crossing = Crossing(way.algorithm, schedule, nbytes // pieces, network, segment_bytes, pieces)
+    crossing = Crossing(way.algorithm, schedule, travelling(nbytes // pieces), network, segment_bytes, pieces)
     # While one piece crosses, memory works on the next one: all but the first and the last half of its work is hidden,
     # unless memory is the slower one.
     memory_s = piece_s + (pieces - 1) * max(0.0, piece_s - crossing.cost_s)
@@ -143,7 +157,7 @@ class Auto:
 
     Attributes:
         algorithm: what "auto" stands for: "auto", or the name of a way.
-        choices: bytes → name of the way that was chosen by its cost.
+        choices: bytes, and the wire format if there is one → name of the way that was chosen by its cost.
 
     Raises:
         ConfigError: the algorithm asked for is not possible here.
@@ -151,10 +165,11 @@ class Auto:
 
     def __init__(self, links: Links, settings: Settings) -> None:
         self.algorithm = settings.algorithm
-        self.choices: dict[int, str] = {}
+        self.choices: dict[str, str] = {}
         self._links, self._settings, self._ways = links, settings, links.ways
         self._measured: Measured | None = None
-        self._trials: dict[int, dict[str, float]] = {}  # by bytes, by way
+        self._adding: dict[WireName, float] = {}  # seconds for each byte that travels
+        self._trials: dict[tuple[int, WireName | None], dict[str, float]] = {}  # by bytes and format, by way
         self.check(self.algorithm)
 
     def check(self, name: str) -> None:
@@ -170,53 +185,96 @@ class Auto:
         """Returns the way for this tensor. The name may stand for several ways.
 
         Args:
-            wire: the format in which numbers travel; it is the bytes on the network that count.
+            wire: the format in which numbers travel.
 
         Raises:
             ConfigError: the way uses the host's memory, and the tensor is elsewhere.
         """
         asked = self.algorithm if algorithm == "auto" else algorithm
-        nbytes = flat.nbytes if wire is None else wire_format(wire).bytes_of(flat.numel())
         if asked == "auto":
-            asked = self.choose(nbytes)
-        way = self._ways.get(asked) or cheapest(self.ranking(nbytes), asked).way
+            asked = self.choose(flat.nbytes, wire)
+        way = self._ways.get(asked) or cheapest(self.ranking(flat.nbytes, wire=wire), asked).way
         if way.in_memory and not flat.is_cpu:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return way
 
-    def choose(self, nbytes: int) -> str:
+    def choose(self, nbytes: int, wire: WireName | None = None) -> str:
         """Returns the name of the way that "auto" takes for a buffer of this size."""
         if IN_MEMORY in self._ways:
             return IN_MEMORY
-        if nbytes not in self.choices:
+        key = str(nbytes) if wire is None else f"{nbytes} {wire}"
+        if key not in self.choices:
             size = size_of_trial(nbytes)
-            ranking = self.ranking(size)
+            ranking = self.ranking(size, wire=wire)
             candidates = affordable(ranking)
             predicted = {choice.way.name: choice.predicted_s for choice in ranking}
-            times = self._trial(size, candidates) if len(candidates) > 1 else predicted
-            self.choices[nbytes] = fastest(self._ways, times)
-        return self.choices[nbytes]
+            times = self._trial(size, candidates, wire) if len(candidates) > 1 else predicted
+            self.choices[key] = fastest(self._ways, times)
+        return self.choices[key]
 
-    def ranking(self, nbytes: int, *, allocated: bool = False) -> list[Choice]:
+    def ranking(self, nbytes: int, *, allocated: bool = False, wire: WireName | None = None) -> list[Choice]:
         """Returns the prediction for every way, the cheapest first.
 
         Args:
             allocated: the tensor lies in memory from `allocate`.
+            wire: as in `way`.
         """
+        ways = [way for way in self._ways.values() if self._settings.order == "any" or way.is_canonical]
+        here = partial(ranked, ways, nbytes, allocated=allocated, segment_bytes=self._settings.segment_bytes)
+        if wire is None:
+            return here(self.measured)
+        network = replace(self.measured.network, gamma_s=self._adding_s(wire))
+        return here(replace(self.measured, network=network), travelling=partial(_travelling, wire_format(wire)))
+
+    def predict(self, operation: str, algorithm: str, nbytes: int, *, allocated: bool, wire: WireName | None) -> float:
+        """Returns the seconds of an all-reduce, of an all-gather, or of a sum in each host's memory."""
+        if operation == "all_reduce":
+            asked = self.algorithm if algorithm == "auto" else algorithm
+            return cheapest(self.ranking(nbytes, allocated=allocated, wire=wire), asked).predicted_s
+        curve, across = self.measured.ordinary, self._links.across
+        memory_s = 0.0 if curve is None else curve.at(nbytes)
+        if operation == "sum_in_host" or IN_MEMORY in self._ways:
+            return memory_s
+        network = self.measured.network
+        schedule = by_size("all_gather", nbytes, network.num_ranks)
+        if across is not None:
+            num_hosts, num_slices = len(network.hosts), min(map(len, network.hosts))
+            schedule = in_columns(by_size("all_gather", nbytes // num_slices, num_hosts), network.hosts)
+            network = replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices))
+        return memory_s + cost_s(operation, schedule, nbytes, network, segment_bytes=self._settings.segment_bytes)
+
+    @property
+    def measured(self) -> Measured:
+        """The figures of the links. Collective: the first question measures."""
         if self._measured is None:
             self._measured = calibrate(self._links, self._settings)
-        ways = [way for way in self._ways.values() if self._settings.order == "any" or way.is_canonical]
-        return ranked(ways, nbytes, self._measured, allocated=allocated, segment_bytes=self._settings.segment_bytes)
+        return self._measured
 
-    def _trial(self, nbytes: int, candidates: Sequence[Choice]) -> dict[str, float]:
+    def _adding_s(self, wire: WireName) -> float:
+        """Returns seconds for each byte that travels: its numbers are encoded here, and decoded and added there."""
+        if wire not in self._adding:
+            form, device = wire_format(wire), self._settings.device
+            numbers = torch.ones(BULK_BYTES // 4, dtype=torch.float32, device=device)
+            encoded = torch.zeros(form.length(len(numbers)), dtype=form.dtype, device=device)
+
+            def hop() -> None:
+                form.encode(numbers, encoded)
+                form.add(encoded, numbers)
+
+            took_s = agreed(timed({wire: hop}, device=device), self._links.wire.gather_bytes)[wire]
+            self._adding[wire] = took_s / encoded.nbytes
+        return self._adding[wire]
+
+    def _trial(self, nbytes: int, candidates: Sequence[Choice], wire: WireName | None = None) -> dict[str, float]:
         """Times these ways; seconds by name, remembered."""
-        if nbytes not in self._trials:
+        if (nbytes, wire) not in self._trials:
             device, gather = self._settings.device, self._links.wire.gather_bytes
             flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
             in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
-            runs = {each.way.name: partial(self._links.all_reduce, flat, each.way) for each in candidates}
-            self._trials[nbytes] = agreed(timed(runs, in_a_row, device=device), gather)
-        return self._trials[nbytes]
+            reduction = SUM if wire is None else Reduction(wire=wire_format(wire))
+            runs = {each.way.name: partial(self._links.all_reduce, flat, each.way, reduction) for each in candidates}
+            self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
+        return self._trials[nbytes, wire]
 
     def explain(self, nbytes: int) -> str:
         """Returns a table of every way, and how far the predictions were off; see `table`."""
@@ -228,7 +286,7 @@ class Auto:
             lines.append(f"what was timed took {min(ratios):.2f} to {max(ratios):.2f} times what was predicted")
         return "\n".join(lines)
 
-    def pin(self, choices: Mapping[int, str]) -> None:
+    def pin(self, choices: Mapping[str, str]) -> None:
         """Takes over what another run chose.
 
         Raises:
@@ -248,6 +306,11 @@ class Auto:
         sizes = "+".join(str(len(host)) for host in self._links.hosts)
         order = ", canonical" if self._settings.order == "canonical" else ""
         return f"auto over {memory}transport, hosts of {sizes}{order}"
+
+
+def _travelling(form: WireFormat, nbytes: int) -> int:
+    """Returns the bytes as which so many bytes of float32 travel."""
+    return form.bytes_of(nbytes // 4)
 
 
 def size_of_trial(nbytes: int) -> int:

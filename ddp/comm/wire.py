@@ -82,12 +82,12 @@ class Wire:
         """Returns everyone's bytes, by rank."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._settings.device)
         sizes[self.rank] = len(payload)
-        self.run(by_size("all_gather", sizes, self.world_size), sizes, range(self.world_size + 1))
+        self.run(by_size("all_gather", sizes.nbytes, self.world_size), sizes, range(self.world_size + 1))
         bounds = [0, *accumulate(sizes.tolist())]
         data = torch.zeros(bounds[-1], dtype=torch.uint8, device=self._settings.device)
         if payload:
             data[bounds[self.rank] : bounds[self.rank + 1]] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self.run(by_size("all_gather", data, self.world_size), data, bounds)
+        self.run(by_size("all_gather", data.nbytes, self.world_size), data, bounds)
         everything = data.cpu().numpy().tobytes()
         return [everything[start:stop] for start, stop in pairwise(bounds)]
 
@@ -121,8 +121,8 @@ class Wire:
             raise
 
 
-def by_size(operation: str, flat: Tensor, num_ranks: int) -> Schedule:
+def by_size(operation: str, nbytes: int, num_ranks: int) -> Schedule:
     """Returns a schedule: for many bytes a ring, where ranks talk to neighbours only; else one with few rounds."""
-    if flat.nbytes > FEW_BYTES:
+    if nbytes > FEW_BYTES:
         return SCHEDULES[f"ring_{operation}"]
     return SCHEDULES[f"{'all_to_all' if num_ranks <= FEW_RANKS else 'circulant'}_{operation}"]

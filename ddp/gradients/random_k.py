@@ -35,7 +35,7 @@ class RandomK(Hook):
         ConfigError: the ratio is out of range.
     """
 
-    def __init__(self, ratio: float = 0.01, *, seed: int = 0) -> None:
+    def __init__(self, ratio: float = 0.1, *, seed: int = 0) -> None:
         if not 0 < ratio <= 1:
             raise ConfigError(f"RandomK(ratio={ratio}): must be above 0 and at most 1")
         self.ratio, self.seed, self._stride = ratio, seed, round(1 / ratio)

@@ -1,9 +1,12 @@
-"""Sign: one bit for each number, and one scale for each block of them: the mean of their absolute values.
+"""Sign: one bit for each number, and one scale for each row of them: the mean of their absolute values.
 
     outgoing       0.9  −0.2   0.1  −0.4        scale 0.4
     what travels     +     −     +     −        1 bit each, 4 bytes for the scale
     sent           0.4  −0.4   0.4  −0.4
     kept           0.5   0.2  −0.3   0.0        error feedback sends it later
+
+A scale serves a row of a matrix, or a part of a long one, because rows differ in size: that of a token which a batch
+does not hold is zero, and stays so. An optimizer such as Adam would make much of what a common scale put there.
 
 Every rank sends its bits to all others, who add up what they mean. So the bytes grow with the number of hosts h:
 (h − 1) ÷ 32 of a gradient's arrive on each host, where a ring moves 2 (h − 1) ÷ h of them.
@@ -14,6 +17,7 @@ Source: Zheng, Huang, Kwok, "Communication-Efficient Distributed Blockwise Momen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -27,9 +31,9 @@ from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.hook import Gathering, Hook, Parcel, aligned, summing
 
-BLOCK = 2048  # numbers with one scale
+LEAST, MOST = 64, 2048  # numbers with one scale
 BATCH = 1 << 21  # numbers that travel together, while the next ones are encoded
-STRETCH = 32 * BLOCK  # numbers whose temporary copies fit a cache
+STRETCH = 1 << 16  # numbers whose temporary copies fit a cache
 SCALE_BYTES = 4
 GATHER_BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1: they are the bits of the product's highest byte
 
@@ -76,27 +80,31 @@ class _Batch:
     def __init__(self, pieces: Sequence[_Piece], parcels: Sequence[Parcel], comm: Communicator) -> None:
         self._pieces, self._parcels, self._rank = pieces, parcels, comm.rank
         numels = [parcels[piece.parcel].gradient.numel() for piece in pieces]
+        self._blocks = [block_of(parcels[piece.parcel].shape[1]) for piece in pieces]
         self._places = [  # by rank, of each piece: where it is in its tensor
             [piece.of(comm.carriers.part_of(numel, rank)) for piece, numel in zip(pieces, numels, strict=True)]
             for rank in range(comm.world_size)
         ]
-        self._bounds = [aligned(_num_bytes(place.stop - place.start) for place in places) for places in self._places]
+        self._bounds = [
+            aligned(_num_bytes(at.stop - at.start, block) for at, block in zip(places, self._blocks, strict=True))
+            for places in self._places
+        ]
         length = max(bounds[-1] for bounds in self._bounds)
         self._gathering = Gathering(length, parcels[0].gradient, comm)
 
     def send(self) -> None:
         """Encodes this rank's, and sends it."""
-        for piece, start in zip(self._pieces, self._bounds[self._rank], strict=False):
+        for piece, block, start in zip(self._pieces, self._blocks, self._bounds[self._rank], strict=False):
             parcel = self._parcels[piece.parcel]
             outgoing = parcel.outgoing[piece.of(slice(0, len(parcel.outgoing)))]
-            encode(outgoing, self._gathering.mine[start:])
+            encode(outgoing, self._gathering.mine[start:], block)
         self._gathering.start()
 
     def receive(self, sums: Sequence[Tensor]) -> None:
         """Adds what all ranks have sent."""
         for encoded, places, bounds in zip(self._gathering.wait(), self._places, self._bounds, strict=True):
-            for piece, place, start in zip(self._pieces, places, bounds, strict=False):
-                add(encoded[start:], sums[piece.parcel][place])
+            for piece, block, place, start in zip(self._pieces, self._blocks, places, bounds, strict=False):
+                add(encoded[start:], sums[piece.parcel][place], block)
 
 
 def _batched(parcels: Sequence[Parcel], comm: Communicator) -> list[list[_Piece]]:
@@ -115,13 +123,20 @@ def _batched(parcels: Sequence[Parcel], comm: Communicator) -> list[list[_Piece]
     return batches
 
 
-def encode(numbers: Tensor, into: Tensor) -> None:
+def block_of(columns: int) -> int:
+    """Returns how many numbers have one scale, a multiple of 8: whole rows of so many columns, if they are short."""
+    rows = columns * (8 // math.gcd(columns, 8))
+    return min(MOST, rows * -(-LEAST // rows))
+
+
+def encode(numbers: Tensor, into: Tensor, block: int) -> None:
     """Writes signs and scales, and leaves in `numbers`, [numel], what they do not say.
 
     Args:
         into: bytes; those of `numbers` come first.
+        block: so many numbers have one scale.
     """
-    for values, signs, scales in _blocks(numbers, into):
+    for values, signs, scales in _blocks(numbers, into, block):
         scales.copy_(values.abs().mean(dim=1))
         is_negative = torch.zeros(len(values), 8 * signs.shape[1], dtype=torch.bool, device=values.device)
         torch.signbit(values, out=is_negative[:, : values.shape[1]])
@@ -129,29 +144,29 @@ def encode(numbers: Tensor, into: Tensor) -> None:
         values.sub_(torch.copysign(scales.unsqueeze(1).to(values.dtype), values))
 
 
-def add(encoded: Tensor, to: Tensor) -> None:
+def add(encoded: Tensor, to: Tensor, block: int) -> None:
     """Adds what was encoded to numbers, [numel]."""
     table = _table(to.device)
-    for values, signs, scales in _blocks(to, encoded):
+    for values, signs, scales in _blocks(to, encoded, block):
         unpacked = table.index_select(0, signs.reshape(-1).int()).view(torch.int8).view(len(values), -1)
         values.addcmul_(unpacked[:, : values.shape[1]].to(values.dtype), scales.unsqueeze(1).to(values.dtype))
 
 
-def _num_bytes(numel: int) -> int:
+def _num_bytes(numel: int, block: int) -> int:
     """Returns the bytes for so many numbers: the scales, and then the signs."""
-    return SCALE_BYTES * -(-numel // BLOCK) + -(-numel // 8)
+    return SCALE_BYTES * -(-numel // block) + -(-numel // 8)
 
 
-def _blocks(numbers: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _blocks(numbers: Tensor, encoded: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields views of some blocks at a time: numbers, [blocks, numbers], signs, [blocks, bytes], scales, [blocks]."""
-    numel = len(numbers)
-    num_blocks, last = -(-numel // BLOCK), numel // BLOCK * BLOCK
+    numel, stretch = len(numbers), STRETCH // block * block
+    num_blocks, last = -(-numel // block), numel // block * block
     scales = encoded[: SCALE_BYTES * num_blocks].view(torch.float32)
     signs = encoded[SCALE_BYTES * num_blocks :]
-    for start in range(0, last, STRETCH):
-        stop = min(start + STRETCH, last)
-        bits = signs[start // 8 : stop // 8].view(-1, BLOCK // 8)
-        yield numbers[start:stop].view(-1, BLOCK), bits, scales[start // BLOCK : stop // BLOCK]
+    for start in range(0, last, stretch):
+        stop = min(start + stretch, last)
+        bits = signs[start // 8 : stop // 8].view(-1, block // 8)
+        yield numbers[start:stop].view(-1, block), bits, scales[start // block : stop // block]
     if last < numel:
         yield numbers[last:].view(1, -1), signs[last // 8 : -(-numel // 8)].view(1, -1), scales[-1:]
 

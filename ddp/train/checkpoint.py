@@ -67,7 +67,7 @@ def save_checkpoint(
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
         "optimizer": type(state.optimizer).__name__,
         "optimizer_settings": state.first_settings,
-        "all_reduce_choices": {str(nbytes): way for nbytes, way in state.comm.auto.choices.items()},
+        "all_reduce_choices": dict(state.comm.auto.choices),
         "gradient_order": state.model.gradient_order,
         "hook": None if compression is None else repr(compression.hook),
     }
@@ -138,7 +138,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
-    choices = {int(nbytes): way for nbytes, way in checkpoint.meta.get("all_reduce_choices", {}).items()}
+    choices = checkpoint.meta.get("all_reduce_choices", {})
     if set(choices.values()) <= set(state.comm.ways()):
         state.comm.auto.pin(choices)  # what "auto" chose then; on another layout it chooses anew
     if (order := checkpoint.meta.get("gradient_order")) is not None:

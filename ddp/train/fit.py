@@ -70,6 +70,7 @@ from ddp.train.report import draw_curves, summary_of, write_summary
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import resume_from, steps
+from ddp.train.traffic_hint import TrafficHint
 from ddp.wording import counted
 
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
@@ -275,9 +276,7 @@ def fit(
     notes = _headline(state, num_steps)
     notes += idle_notes(replica)
     notes += _notes(sampler, source, run_dir, num_left=num_left, begins_anew=begins_anew)
-    if comm.rank == 0 and progress:
-        print("\n".join(notes), flush=True)
-    log.info("%s", "\n".join(notes))
+    _say(comm, "\n".join(notes), progress=progress)
 
     # 3  the loop
     meter, noise, score = ThroughputMeter(), NoiseMeter(), f"test_{task.main_metric}"
@@ -290,6 +289,8 @@ def fit(
             MetricsFile(run_dir / "metrics.jsonl", meter, noise, every=log_every),
             Checkpointer(store, identity=identity, every_steps=checkpoint_every_steps, score_metric=score),
         ]
+    if replica.comm.carriers.num_hosts > 1:
+        watching.append(TrafficHint(partial(_say, comm, progress=progress)))
     if progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run_dir is None else f"{SHORTEN} {GO_ON}"
         watching.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs, if_long=if_long))
@@ -330,13 +331,18 @@ def fit(
         for group in optimizer.param_groups if rates_are_new else ():
             del group["initial_lr"]
     if known := noise.scale.estimate():
-        log.info("%s", known.in_words())
-        if comm.rank == 0 and progress:
-            print(known.in_words(), flush=True)
+        _say(comm, known.in_words(), progress=progress)
     summary = summary_of(state, task, meter, noise, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
     if run_dir is not None:
         on_rank_zero(comm, partial(_finish, run_dir, summary, curves=curves), label="writing the results")
     return state
+
+
+def _say(comm: Communicator, text: str, *, progress: bool) -> None:
+    """Tells the user, and the logs of all ranks."""
+    log.info("%s", text)
+    if comm.rank == 0 and progress:
+        print(text, flush=True)
 
 
 def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple[Path | None, Path | None]:

@@ -1,6 +1,6 @@
 """The results of a run: summary.json, curves.png, and the table on the terminal.
 
-Read before: `progress.py`, `wording.py`. Read next: `arguments.py`.
+Read before: `traffic_hint.py`, `wording.py`. Read next: `arguments.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def summary_of(
         "threads_per_worker": torch.get_num_threads(),
         "device": str(comm.device),
         "all_reduce": comm.auto.describe(),
-        "choices": {str(nbytes): way for nbytes, way in sorted(comm.auto.choices.items())},
+        "choices": dict(comm.auto.choices),
         "global_batch": state.sampler.global_batch,
         **noise.figures(),
         "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),

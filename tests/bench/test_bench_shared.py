@@ -240,7 +240,17 @@ def test_tables_show_what_there_is() -> None:
     cells: list[Cell] = [collective(delay_s=5e-4), collective(wire_s=9e-4, place="beside 1"), memory]
     cells += [step(wait_s=0.037), step(turns_s={"alone": [1.0]}, place="4 ranks of step")]
     cells.append(
-        HookCell(place="h", name="sign", model="m", step_s=[0.5], ratio=2.0, link_bytes=3.4e6, encoding_s=0.1)
+        HookCell(
+            place="h",
+            name="sign",
+            model="m",
+            step_s=[0.5],
+            ratio=2.0,
+            link_bytes=3.4e6,
+            encoding_s=0.1,
+            foretold_bytes=3.3e6,
+            foretold_s=0.55,
+        )
     )
     print_report(cells, console)
     text = console.export_text()

@@ -686,11 +686,11 @@ def test_an_error_of_any_kind_ends_the_communicator() -> None:
 
 def test_a_run_is_pinned_to_the_choices_of_another() -> None:
     def program(comm: Communicator) -> tuple[str, str, str]:
-        comm.auto.pin({4000: "tree"})
+        comm.auto.pin({"4000": "tree"})
         with pytest.raises(ConfigError, match="'abacus' is not possible here"):
-            comm.auto.pin({8: "abacus"})
+            comm.auto.pin({"8": "abacus"})
         comm.all_reduce(torch.ones(1000))
-        return comm.choose(4000), comm.choose(400), str(comm.auto.choices[4000])
+        return comm.choose(4000), comm.choose(400), str(comm.auto.choices["4000"])
 
     for pinned, chosen, kept in each_rank(3, program, algorithm="auto"):
         assert pinned == kept == "tree"

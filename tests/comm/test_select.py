@@ -164,7 +164,7 @@ def test_the_fastest_of_what_was_timed_is_taken_and_the_slowest_rank_counts() ->
     chooser = auto(FAR, by_rank=[{"tree": 1e-3, "all_to_all": 2e-3}, {"tree": 3e-3, "all_to_all": 2e-3}], ran=ran)
     assert chooser.choose(1000) == "all_to_all"
     assert set(ran) >= {"tree", "all_to_all", "recursive_doubling"}
-    assert chooser.choices == {1000: "all_to_all"}
+    assert chooser.choices == {"1000": "all_to_all"}
 
 
 def test_of_nearly_equal_times_memory_goes_first_and_then_the_ring() -> None:
@@ -182,7 +182,7 @@ def test_sizes_up_to_the_same_power_of_two_share_a_trial() -> None:
     assert first == (chooser.choose(600), len(ran)) == ("tree", len(ran))
     chooser.choose(1025)
     assert len(ran) > first[1]
-    assert chooser.choices == {1000: "tree", 600: "tree", 1025: "tree"}
+    assert chooser.choices == {"1000": "tree", "600": "tree", "1025": "tree"}
 
 
 def test_what_takes_long_is_not_timed() -> None:
@@ -225,7 +225,7 @@ def test_a_tensor_elsewhere_is_not_reduced_in_memory() -> None:
 def test_pinned_choices_are_taken() -> None:
     ran: list[str] = []
     chooser = auto(FAR, ran=ran)
-    chooser.pin({4000: "tree"})
+    chooser.pin({"4000": "tree"})
     assert chooser.way(torch.zeros(1000), "auto").name == "tree"
     assert not ran
 
@@ -250,6 +250,30 @@ def test_a_trial_times_canonical_ways_only_if_asked_to() -> None:
     hosts = equal_hosts(6, 3)
     with pytest.raises(ConfigError, match="no way 'shared_memory' adds in canonical order here"):
         auto(hosts, order="canonical").way(torch.zeros(10), "shared_memory")
+
+
+def test_a_way_is_charged_for_each_time_that_a_wire_format_rounds() -> None:
+    """Recursive doubling sends all numbers twice, and rounds them twice; all-to-all rounds half as many."""
+    chooser = auto(FAR)
+    cheap, dear = ({"int8": seconds} for seconds in (0.0, 1e-6))
+    chooser._adding = cheap
+    assert [choice.way.name for choice in chooser.ranking(1 << 16, wire="int8")][1] == "recursive_doubling"
+    chooser._adding = dear
+    ranking = chooser.ranking(1 << 16, wire="int8")
+    assert "recursive_doubling" not in [choice.way.name for choice in ranking][:4]
+    crossing = ranking[0].crossing
+    assert crossing is not None and crossing.nbytes == (1 << 14) + 4 * 64  # whole numbers, and a scale for each 256
+
+
+def test_plain_and_narrow_tensors_of_a_size_have_their_own_choices() -> None:
+    ran: list[str] = []
+    chooser = auto(FAR, by_rank=[{"tree": 1e-3}], ran=ran)
+    chooser._adding = {"bf16": 0.0}
+    assert chooser.choose(1000) == "tree"
+    num_ran = len(ran)
+    assert chooser.choose(1000, "bf16") == "tree"
+    assert len(ran) > num_ran
+    assert chooser.choices == {"1000": "tree", "1000 bf16": "tree"}
 
 
 # --- what a user reads -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.compression import Compression, as_matrix, owners
+from ddp.gradients.sign import MOST, block_of
 from ddp.gradients.top_k import largest
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
@@ -148,16 +149,31 @@ def alone(hook: Hook, gradients: list[Tensor], world_size: int = 2, divide_by: i
 
 
 def test_sign_sends_the_mean_size_of_each_block() -> None:
-    from ddp.gradients.sign import BLOCK
-
-    numbers = torch.randn(3, BLOCK + 100, dtype=torch.float64)  # the last block is shorter
+    numbers = torch.randn(3, MOST + 100, dtype=torch.float64)  # the last block is shorter
     numbers[0, ::3] = 0.0
     numbers[0, ::5] = -0.0
     (sent,) = alone(ErrorFeedback(Sign()), [numbers])
-    for block, found in zip(numbers.view(-1).split(BLOCK), sent.view(-1).split(BLOCK), strict=True):
+    for block, found in zip(numbers.view(-1).split(MOST), sent.view(-1).split(MOST), strict=True):
         scale = block.abs().mean().float().double()
         expected = torch.where(block.signbit(), -scale, scale)
         assert torch.allclose(found, expected, rtol=1e-12, atol=0)  # the other rank's are all 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "block"),
+    [(1, 64), (2, 64), (3, 72), (8, 64), (64, 64), (65, 520), (96, 96), (576, 576), (2048, 2048), (3000, 2048)],
+)
+def test_sign_has_a_scale_for_each_row_or_for_a_few_short_ones(columns: int, block: int) -> None:
+    assert block_of(columns) == block
+    assert block % 8 == 0
+
+
+def test_rows_of_zeros_stay_zeros_by_sign() -> None:
+    numbers = torch.randn(256, 64, dtype=torch.float64)
+    numbers[::3] = 0.0
+    (sent,) = alone(ErrorFeedback(Sign()), [numbers])
+    assert not sent[::3].any()
+    assert sent[1::3].all()
 
 
 @pytest.mark.parametrize("numel", [1024, 70_001, 1_000_003])

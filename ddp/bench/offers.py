@@ -1,0 +1,90 @@
+"""Compares what every wire format and hook would make of a step on this network, as `explain --hooks` shows it.
+
+Read before: `gradients/traffic.py`. Read next: `hooks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ddp.bench.units import format_time, three_digits
+from ddp.comm.communicator import Communicator
+from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.gradients.traffic import Traffic, foretold
+
+PLAIN = "as they are"
+OFFERS: Mapping[str, Mapping[str, Any]] = {
+    PLAIN: {},
+    **{f"replica.wire={wire}": {"wire": wire} for wire in ("bf16", "fp16", "int8", "int8_stochastic")},
+    "hook=sign": {"hook": ErrorFeedback(Sign())},
+    "hook=top_k": {"hook": ErrorFeedback(TopK())},
+    "hook=random_k": {"hook": ErrorFeedback(RandomK())},
+    "hook=powersgd": {"hook": ErrorFeedback(PowerSGD())},
+    "hook=powersgd hook.rank=1": {"hook": ErrorFeedback(PowerSGD(1))},
+}
+"""settings on the command line → keywords of `fit`."""
+
+SIDE = 1024  # rows and columns of the matrices that stand for a model's
+BUCKET_MATRICES = 6  # about 25 MB
+
+
+class Gradients(NamedTuple):
+    """Stands for a model's gradients: square matrices, in buckets."""
+
+    side: int
+    num_matrices: int
+
+    @classmethod
+    def of(cls, nbytes: int) -> Gradients:
+        """Returns as many matrices as hold about so many bytes of float32."""
+        side = min(SIDE, max(1, math.isqrt(nbytes // 4)))
+        return cls(side, max(1, round(nbytes / (4 * side**2))))
+
+    def buckets(self, device: torch.device) -> list[list[nn.Parameter]]:
+        """Returns the parameters of each bucket; of memory they take one matrix."""
+        matrix = nn.Parameter(torch.empty(self.side, self.side, device=device), requires_grad=False)
+        numbers = range(0, self.num_matrices, BUCKET_MATRICES)
+        return [[matrix] * min(BUCKET_MATRICES, self.num_matrices - number) for number in numbers]
+
+
+def compared(comm: Communicator, nbytes: int, *, compute_s: float) -> str:
+    """Returns a table of what gradients of so many bytes send and cost in every way. Collective.
+
+    Args:
+        compute_s: seconds of a step's forward and backward.
+    """
+    num_hosts = comm.carriers.num_hosts
+    if num_hosts == 1:
+        why = "there is one worker" if comm.world_size == 1 else "all workers share a host's memory"
+        return f"{why}: no gradient travels, and any wire format or hook would only cost time"
+    gradients = Gradients.of(nbytes)
+    found = {name: foretold(comm, gradients.buckets(comm.device), **offer) for name, offer in OFFERS.items()}
+    of_many = "1 matrix" if gradients.num_matrices == 1 else f"{gradients.num_matrices} matrices"
+    shape = f"{of_many} of {gradients.side} × {gradients.side}"
+    title = f"gradients of {nbytes:,} bytes, as {shape}, between {num_hosts} hosts"
+    if compute_s:
+        title += f", in a step that computes for {format_time(compute_s)}"
+    return "\n".join([title, *table(found, compute_s)])
+
+
+def table(found: Mapping[str, Traffic], compute_s: float) -> list[str]:
+    """Returns the lines of a table, with the names of `OFFERS`."""
+    rows = [("", "leaves a host", "encoding", "network", "step", "plain ÷ step")]
+    for name, traffic in found.items():
+        step_s = traffic.step_s(compute_s)
+        rows.append(
+            (
+                *(name, f"{three_digits(traffic.link_bytes / 1e6)} MB"),
+                format_time(traffic.encoding_s) if traffic.encoding_s else "-",
+                *(format_time(traffic.network_s), format_time(step_s)),
+                three_digits(found[PLAIN].step_s(compute_s) / step_s),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = "  ".join(f"{{:{'<' if number == 0 else '>'}{width}}}" for number, width in enumerate(widths))
+    return [aligned.format(*row) for row in rows]
