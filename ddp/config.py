@@ -35,7 +35,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
 Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
-Wire = Literal["none", "bf16", "fp16", "int8", "int8_stochastic"]
+Wire = Literal["none", "bf16", "fp16", "int8", "int8_stochastic", "fp32"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 LrScaling = Literal["none", "linear", "sqrt", "legw"]
 
@@ -386,7 +386,9 @@ class Replica:
     bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB")
     first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early")
     wire: Wire = setting(
-        "none", "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md"
+        "none",
+        "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
+        "precision=bf16_pure, whose gradients are added up as float32 then",
     )
     verify_every: int = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
 

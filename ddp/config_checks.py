@@ -169,6 +169,8 @@ def _choice_problems(config: Config) -> Iterator[str]:
         yield "precision=bf16_pure: has master weights, which are not sharded; take bf16, or leave optim.sharded out"
     if config.precision == "bf16_pure" and wire.startswith("int8"):
         yield f"replica.wire={wire}: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
+    if config.precision != "bf16_pure" and wire == "fp32":
+        yield f"replica.wire=fp32: gradients of precision={config.precision} are fp32 already; leave it out"
     if config.hook.name != "none":
         yield from _hook_problems(config)
     match config.schedule:

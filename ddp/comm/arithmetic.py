@@ -33,7 +33,7 @@ class Reduction(NamedTuple):
     """An operation on the ranks' tensors, and what happens to its result on the way."""
 
     op: str = "sum"
-    divide_by: int = 1  # of every sum, once
+    divide_by: float = 1  # of every sum, once; a whole number, but where a wire format has shrunk the terms
     wire: WireFormat | None = None  # how numbers travel between hosts, if not in the tensors' own type
 
 

@@ -99,12 +99,12 @@ def wire(name: WireName | None, op: str, dtype: torch.dtype) -> None:
     """Refuses a format that such a tensor may not travel in."""
     if name is None:
         return
-    narrow = wire_format(name).dtype
+    narrow = torch.float32 if name == "fp32" else wire_format(name).dtype
     if op not in ("sum", "mean"):
         raise ConfigError(f"wire={name!r} with op={op!r}: what travels is added up; take op='sum', or leave it out")
     if not dtype.is_floating_point:
         raise ConfigError(f"wire={name!r} with {dtype}: a wire format is for floating point tensors; leave it out")
-    if dtype.itemsize < narrow.itemsize:
+    if name != "fp32" and dtype.itemsize < narrow.itemsize:
         raise ConfigError(f"wire={name!r} is wider than the tensor's {dtype}; leave it out")
     if narrow == torch.uint8 and dtype.itemsize < torch.float32.itemsize:
         raise ConfigError(f"wire={name!r} with {dtype}: takes float32 and float64; take wire='bf16', or leave it out")

@@ -53,7 +53,7 @@ from ddp.comm.turn import Turns
 from ddp.comm.watchdog import Watchdog
 from ddp.comm.way import IN_MEMORY, possible_ways
 from ddp.comm.wire import Wire, by_size
-from ddp.comm.wire_format import WireName, wire_format
+from ddp.comm.wire_format import Narrow, WireName, widened, wire_format
 from ddp.errors import ConfigError, PeerLost
 from ddp.log import log
 from ddp.transport.edge import Transport
@@ -147,7 +147,8 @@ class Communicator:
             divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
                 object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
             wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`wire_format.py`); sums
-                are kept in the tensor's own type. What goes through a host's memory is not encoded.
+                are kept in the tensor's own type. What goes through a host's memory is not encoded. "fp32": a tensor of
+                a narrower type travels and is added up as float32.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
             label: name of this call in messages and profiles.
 
@@ -168,9 +169,12 @@ class Communicator:
             divide_by = self.world_size
 
         def reduce(flat: Tensor) -> None:
-            way = self.auto.way(flat, algorithm, wire)
-            run = partial(self._links.all_reduce, flat, way, sequence=call.sequence)
-            self._divided_by(int(divide_by), run, flat, flat, op=op, wire=wire, key=call.sequence)
+            wide, narrow_wire = widened(flat, wire)
+            way = self.auto.way(wide, algorithm, narrow_wire)
+            run = partial(self._links.all_reduce, wide, way, sequence=call.sequence)
+            self._divided_by(int(divide_by), run, wide, wide, op=op, wire=narrow_wire)
+            if wide is not flat:
+                flat.copy_(wide)
 
         run = partial(in_place, reduce, tensor) if isinstance(tensor, Tensor) else partial(together, reduce, tensor)
         return self._turns.run(call, run, async_op=async_op)
@@ -224,12 +228,13 @@ class Communicator:
         call = self._turns.number("reduce_scatter_", op, flat, label, how=(*bounds, wire))
         if op == "mean":
             divide_by = self.world_size
-        mine = flat[bounds[self.slices[self.rank]] : bounds[self.slices[self.rank] + 1]]
+        mine = slice(bounds[self.slices[self.rank]], bounds[self.slices[self.rank] + 1])
 
         def run() -> Tensor:
-            scatter = partial(self._links.reduce_scatter, flat, bounds, sequence=call.sequence)
-            self._divided_by(int(divide_by), scatter, flat, mine, op=op, wire=wire, key=call.sequence)
-            return mine
+            wide, narrow_wire = widened(flat, wire)
+            scatter = partial(self._links.reduce_scatter, wide, bounds, sequence=call.sequence)
+            self._divided_by(int(divide_by), scatter, wide, wide[mine], op=op, wire=narrow_wire)
+            return flat[mine] if wide is flat else flat[mine].copy_(wide[mine])
 
         return self._turns.run(call, run, async_op=async_op)
 
@@ -520,7 +525,7 @@ class Communicator:
         *,
         operation: Predicted = "all_reduce",
         allocated: bool = False,
-        wire: WireName | None = None,
+        wire: Narrow | None = None,
     ) -> float:
         """Returns the predicted seconds of a collective. Collective: the first call measures.
 
@@ -662,8 +667,7 @@ class Communicator:
         result: Tensor,
         *,
         op: str,
-        wire: WireName | None = None,
-        key: int = 0,
+        wire: Narrow | None = None,
     ) -> None:
         """Runs a reduction that divides its result; terms whose sum may overflow are made smaller first."""
         checks.divisor_in_range(divisor)
@@ -671,7 +675,7 @@ class Communicator:
         if narrow:
             terms.mul_(1 / self._enough)
         divide_by = 1 if narrow else divisor
-        run(Reduction(_adding(op), divide_by, None if wire is None else wire_format(wire, divide_by, key)))
+        run(Reduction(_adding(op), divide_by, None if wire is None else wire_format(wire, divide_by)))
         if narrow:
             result.mul_(self._enough / divisor)
 

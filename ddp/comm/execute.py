@@ -17,7 +17,8 @@ Every rank takes its lanes in the same order, so that messages between two ranks
 Note "narrow wire". With a wire format every message is encoded, and what arrives is added to the wide value that is
 there: the sums are accumulated in the tensor's own type. A sender rounds its own copy too: then two ranks that exchange
 their parts and both add them (recursive doubling) get the same bits, and so does whoever keeps what it passed on.
-What never travelled is rounded at the end.
+A sum that is complete here and is sent to nobody is rounded, too, because others may have received theirs; but not
+where every rank ends with sums of its own (reduce-scatter).
 
 Note "complete sums". A mean divides every sum once. The rank that adds the last term to an element divides it there and
 then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, the
@@ -63,6 +64,7 @@ class Step(NamedTuple):
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
     sums: tuple[Piece, ...]  # note "complete sums"
+    unsent: tuple[Piece, ...]  # those of them that this rank sends to nobody
 
 
 Program = tuple[tuple[Step, ...], ...]  # by lane, by round
@@ -89,7 +91,7 @@ def program(
     if longest is None:
         longest = max((stop - start for bounds in offsets for start, stop in pairwise(bounds)), default=0)
     num_lanes = max(1, -(-longest // segment_numel))
-    complete = _complete_sums(rounds)
+    complete, sent = _complete_sums(rounds), _last_sent(rounds)
 
     def runs(lane: int, buffer: int, chunks: range) -> Iterator[tuple[int, int]]:
         """Yields what a lane has of these chunks, nothing empty. Where there is one lane, neighbours travel as one."""
@@ -100,13 +102,15 @@ def program(
         return ((start, stop) for start, stop in found if stop > start)
 
     def step(lane: int, number: int, ops: Round) -> Step:
-        sends, receives, sums = list[Piece](), list[Piece](), list[Piece]()
+        sends, receives, sums, unsent = list[Piece](), list[Piece](), list[Piece](), list[Piece]()
         for op in ops:
             pieces, add = (sends, False) if isinstance(op, Send) else (receives, op.add)
             pieces += [Piece(op.peer, op.buffer, *run, add) for run in runs(lane, op.buffer, op.chunks)]
         for buffer, chunk in complete[number]:
-            sums += [Piece(rank, buffer, *run, True) for run in runs(lane, buffer, range(chunk, chunk + 1))]
-        return Step(tuple(sends), tuple(receives), tuple(sums))
+            of_chunk = [Piece(rank, buffer, *run, True) for run in runs(lane, buffer, range(chunk, chunk + 1))]
+            sums += of_chunk
+            unsent += of_chunk if sent.get((buffer, chunk), -1) <= number else []
+        return Step(tuple(sends), tuple(receives), tuple(sums), tuple(unsent))
 
     return tuple(tuple(step(lane, number, ops) for number, ops in enumerate(rounds)) for lane in range(num_lanes))
 
@@ -125,6 +129,17 @@ def _complete_sums(rounds: Sequence[Round]) -> dict[int, list[tuple[int, int]]]:
     return complete
 
 
+def _last_sent(rounds: Sequence[Round]) -> dict[tuple[int, int], int]:
+    """Returns, by chunk (buffer, number), the round in which it is sent for the last time."""
+    return {
+        (op.buffer, chunk): number
+        for number, ops in enumerate(rounds)
+        for op in ops
+        if isinstance(op, Send)
+        for chunk in op.chunks
+    }
+
+
 # --- doing it --------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +150,7 @@ def execute(
     *,
     scratch: Scratch,
     reduction: Reduction = SUM,
+    is_shared: bool = True,
     timeout_s: float,
     waiting_for: Callable[[int], object] = lambda peer: None,
 ) -> None:
@@ -142,6 +158,7 @@ def execute(
 
     Args:
         buffers: [numel] each, contiguous.
+        is_shared: several ranks end with the same sums, which must have the same bits, however they have travelled.
         scratch: where incoming parts land before they are added; kept by the caller from one collective to the next.
         timeout_s: longest silence of a neighbour, in seconds.
         waiting_for: called before each wait, with the peer of the round's first transfer.
@@ -150,7 +167,7 @@ def execute(
         TransportError: a neighbour stayed silent or its connection broke. The buffers' contents are undefined then.
     """
     scratch.reset()
-    lanes = [_Lane(steps, buffers, transport, scratch, reduction) for steps in program]
+    lanes = [_Lane(steps, buffers, transport, scratch, reduction, is_shared) for steps in program]
     active = deque(lane for lane in lanes if lane.post_next())
     while active:
         lane = active.popleft()
@@ -158,11 +175,6 @@ def execute(
         lane.end_round(timeout_s)
         if lane.post_next():
             active.append(lane)
-    if (wire := reduction.wire) is not None:
-        for flat in buffers:
-            encoded = flat.new_empty(wire.length(flat.numel()), dtype=wire.dtype)
-            wire.encode(flat, encoded)
-            wire.decode(encoded, flat)
 
 
 class Scratch:
@@ -200,12 +212,15 @@ class _Lane:
         transport: Transport,
         scratch: Scratch,
         reduction: Reduction,
+        is_shared: bool,
     ) -> None:
         self._steps, self._buffers, self._transport, self._scratch = iter(steps), buffers, transport, scratch
         self._combine, (_, self._divide_by, self._wire) = COMBINE[reduction.op].into, reduction
         self._pending: Pending | None = None
         self._arriving: list[tuple[Piece, Tensor]] = []  # by way of scratch
+        self._is_shared = is_shared
         self._sums: tuple[Piece, ...] = ()
+        self._unsent: tuple[Piece, ...] = ()
         self._departure: Tensor | None = None  # both kept from round to round
         self._landing: Tensor | None = None
         self.first_peer = transport.rank
@@ -215,7 +230,8 @@ class _Lane:
         step = next(self._steps, None)
         if step is None:
             return False
-        sends, receives, self._sums = self._outgoing(step.sends), self._incoming(step.receives), step.sums
+        sends, receives = self._outgoing(step.sends), self._incoming(step.receives)
+        self._sums, self._unsent = step.sums, step.unsent
         self._pending = self._transport.post(sends, receives) if sends or receives else None
         if self._pending is not None:
             self.first_peer = (receives or sends)[0].peer
@@ -239,16 +255,24 @@ class _Lane:
         if self._divide_by != 1:
             for piece in self._sums:
                 self._part(piece).div_(self._divide_by)
+        if self._wire is not None and self._is_shared and self._unsent:
+            self._departure, room = self._room(self._departure, self._unsent)
+            self._round(self._unsent, room)
 
     def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         if self._wire is None or not pieces:
             return [Transfer(piece.peer, self._part(piece)) for piece in pieces]
         self._departure, room = self._room(self._departure, pieces)
+        self._round(pieces, room)
+        return [Transfer(piece.peer, encoded) for piece, encoded in zip(pieces, room, strict=True)]
+
+    def _round(self, pieces: Sequence[Piece], room: Sequence[Tensor]) -> None:
+        """Encodes pieces, and keeps here what the others get (note "narrow wire")."""
+        assert self._wire is not None
         for piece, encoded in zip(pieces, room, strict=True):
             part = self._part(piece)
             self._wire.encode(part, encoded)
-            self._wire.decode(encoded, part)  # note "narrow wire"
-        return [Transfer(piece.peer, encoded) for piece, encoded in zip(pieces, room, strict=True)]
+            self._wire.decode(encoded, part)
 
     def _incoming(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         """Receives straight to where it belongs, or by way of scratch if it is to be added or widened."""

@@ -65,7 +65,7 @@ class Links:
         """Combines `flat` over all ranks in the given way, in place."""
         if way.schedule is None:
             assert self.group is not None  # `Auto.way` refuses a tensor that this memory cannot reach
-            self.group.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+            self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
         elif way.in_memory:
             assert self.across is not None
             self.across.all_reduce(flat, way.schedule, reduction, sequence=sequence)
@@ -89,7 +89,7 @@ class Links:
     def sum_in_host(self, flat: Tensor, reduction: Reduction = SUM, *, sequence: int = 0) -> None:
         """Combines `flat` over the ranks that share this host's memory, in place."""
         if self.group is not None and flat.is_cpu:
-            self.group.all_reduce(flat, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+            self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
         elif reduction.divide_by != 1:
             flat.div_(reduction.divide_by)
 
@@ -98,7 +98,7 @@ class Links:
     ) -> None:
         """Combines each rank's slice of `flat` over all ranks, in place; the rest of `flat` is undefined then."""
         if memory := self.memory_of(flat):
-            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=reduction.divide_by, sequence=sequence)
+            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
             return
         undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
         if across := self._slicing(flat):

@@ -51,7 +51,7 @@ from ddp.comm.links import Links
 from ddp.comm.settings import Settings
 from ddp.comm.way import IN_MEMORY, Way, num_pieces
 from ddp.comm.wire import by_size
-from ddp.comm.wire_format import WireFormat, WireName, wire_format
+from ddp.comm.wire_format import Narrow, WireFormat, wire_format
 from ddp.errors import ConfigError
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
@@ -168,8 +168,8 @@ class Auto:
         self.choices: dict[str, str] = {}
         self._links, self._settings, self._ways = links, settings, links.ways
         self._measured: Measured | None = None
-        self._adding: dict[WireName, float] = {}  # seconds for each byte that travels
-        self._trials: dict[tuple[int, WireName | None], dict[str, float]] = {}  # by bytes and format, by way
+        self._adding: dict[Narrow, float] = {}  # seconds for each byte that travels
+        self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, by way
         self.check(self.algorithm)
 
     def check(self, name: str) -> None:
@@ -181,7 +181,7 @@ class Auto:
         if not self._links.offers(name):
             raise ConfigError(f"algorithm={name!r} is not possible here; choose one of auto, {', '.join(self._ways)}")
 
-    def way(self, flat: Tensor, algorithm: str, wire: WireName | None = None) -> Way:
+    def way(self, flat: Tensor, algorithm: str, wire: Narrow | None = None) -> Way:
         """Returns the way for this tensor. The name may stand for several ways.
 
         Args:
@@ -198,7 +198,7 @@ class Auto:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return way
 
-    def choose(self, nbytes: int, wire: WireName | None = None) -> str:
+    def choose(self, nbytes: int, wire: Narrow | None = None) -> str:
         """Returns the name of the way that "auto" takes for a buffer of this size."""
         if IN_MEMORY in self._ways:
             return IN_MEMORY
@@ -212,7 +212,7 @@ class Auto:
             self.choices[key] = fastest(self._ways, times)
         return self.choices[key]
 
-    def ranking(self, nbytes: int, *, allocated: bool = False, wire: WireName | None = None) -> list[Choice]:
+    def ranking(self, nbytes: int, *, allocated: bool = False, wire: Narrow | None = None) -> list[Choice]:
         """Returns the prediction for every way, the cheapest first.
 
         Args:
@@ -226,7 +226,7 @@ class Auto:
         network = replace(self.measured.network, gamma_s=self._adding_s(wire))
         return here(replace(self.measured, network=network), travelling=partial(_travelling, wire_format(wire)))
 
-    def predict(self, operation: str, algorithm: str, nbytes: int, *, allocated: bool, wire: WireName | None) -> float:
+    def predict(self, operation: str, algorithm: str, nbytes: int, *, allocated: bool, wire: Narrow | None) -> float:
         """Returns the seconds of an all-reduce, of an all-gather, or of a sum in each host's memory."""
         if operation == "all_reduce":
             asked = self.algorithm if algorithm == "auto" else algorithm
@@ -250,7 +250,7 @@ class Auto:
             self._measured = calibrate(self._links, self._settings)
         return self._measured
 
-    def _adding_s(self, wire: WireName) -> float:
+    def _adding_s(self, wire: Narrow) -> float:
         """Returns seconds for each byte that travels: its numbers are encoded here, and decoded and added there."""
         if wire not in self._adding:
             form, device = wire_format(wire), self._settings.device
@@ -265,7 +265,7 @@ class Auto:
             self._adding[wire] = took_s / encoded.nbytes
         return self._adding[wire]
 
-    def _trial(self, nbytes: int, candidates: Sequence[Choice], wire: WireName | None = None) -> dict[str, float]:
+    def _trial(self, nbytes: int, candidates: Sequence[Choice], wire: Narrow | None = None) -> dict[str, float]:
         """Times these ways; seconds by name, remembered."""
         if (nbytes, wire) not in self._trials:
             device, gather = self._settings.device, self._links.wire.gather_bytes

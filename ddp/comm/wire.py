@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
-from ddp.collectives.schedule import Schedule
+from ddp.collectives.schedule import Goal, Schedule
 from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.execute import Scratch, execute, program
 from ddp.comm.settings import Settings
@@ -58,12 +58,21 @@ class Wire:
         Args:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
         """
-        if self.world_size == 1 and reduction.divide_by != 1:
-            flat.div_(reduction.divide_by)  # nobody adds to it
+        if self.world_size == 1:  # nothing travels, and nobody adds to it
+            if reduction.divide_by != 1:
+                flat.div_(reduction.divide_by)
+            return
+        unit, shrink = (1, 1) if reduction.wire is None else (reduction.wire.unit, reduction.wire.shrink)
         if bounds is None:
-            unit = 1 if reduction.wire is None else reduction.wire.unit
             bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size), unit)
+        if shrink != 1:
+            flat.mul_(1 / shrink)  # which changes no digit
+        is_divided = reduction.divide_by != 1
+        if is_divided:
+            reduction = reduction._replace(divide_by=reduction.divide_by / shrink)
         self._execute(schedule, [flat], [bounds], reduction)
+        if shrink != 1 and not is_divided:
+            flat.mul_(shrink)
 
     def exchange(
         self, outgoing: Tensor, going: Sequence[int], incoming: Tensor, coming: Sequence[int], *, longest: int
@@ -113,6 +122,7 @@ class Wire:
                 self.transport,
                 scratch=self._scratch,
                 reduction=reduction,
+                is_shared=schedule.goal is not Goal.REDUCE_SCATTER,
                 timeout_s=self._settings.abort_s,
                 waiting_for=lambda peer: self._watchdog.waits_for(self._ranks[peer]),
             )

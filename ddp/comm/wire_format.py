@@ -4,6 +4,7 @@
     fp16    11 bits of precision, from 6e-8 to 65504                     2 bytes a number
     int8    whole numbers up to 127, and a scale for every block         1 byte a number, and 4 a block
     int8_stochastic    the same, rounded up or down by chance, so that the mean over many steps is right
+    fp32    no narrower than float32: tensors of a narrower type are made float32, and added up so
 
 Sums stay wide: what arrives is widened, and then added. So a number is rounded once for each hop that it makes.
 
@@ -11,8 +12,8 @@ A rank that passes on what it has received encodes it anew, and must come to the
 cast keeps what a cast has left. An int8 block keeps its largest number at 127 scales, from which the same scale follows
 to the bit, and so the same whole numbers. Blocks must be the same, too: chunks begin at multiples of `unit`.
 
-fp16 has a small range. Where sums are divided at the end, everything that travels is divided by a power of two before,
-so that it is about as large as a mean.
+fp16 has a small range. Where sums are divided in the end, a buffer is divided by a power of two before anything of it
+travels (`shrink`), and sums by the rest. So terms, sums and the result are all about as large as a mean.
 
 Read before: `transport/topology.py`. Read next: `arithmetic.py`.
 """
@@ -28,7 +29,9 @@ from torch import Tensor
 
 from ddp.errors import ConfigError
 
-WireName = Literal["bf16", "fp16", "int8", "int8_stochastic"]
+Narrow = Literal["bf16", "fp16", "int8", "int8_stochastic"]
+WireName = Narrow | Literal["fp32"]
+NAMES: tuple[str, ...] = (*get_args(Narrow), "fp32")
 BLOCK = 256  # numbers with one scale
 STRETCH = 256 * BLOCK  # numbers whose temporary copies fit a cache
 MOST = 127
@@ -42,11 +45,13 @@ class WireFormat(ABC):
 
     Attributes:
         dtype: of the elements that travel.
+        shrink: a power of two, by which numbers must be divided before they are encoded.
         unit: a message begins at a multiple of this, counted in numbers from the start of the buffer.
     """
 
     dtype: torch.dtype
     unit = 1
+    shrink = 1
 
     @abstractmethod
     def length(self, numel: int) -> int:
@@ -70,37 +75,23 @@ class WireFormat(ABC):
 
 
 class Cast(WireFormat):
-    """Numbers of a narrower type.
+    """Numbers of a narrower type."""
 
-    Args:
-        divide_by: a power of two, by which numbers are smaller while they travel.
-    """
-
-    def __init__(self, dtype: torch.dtype, divide_by: int = 1) -> None:
-        self.dtype, self._times = dtype, divide_by
+    def __init__(self, dtype: torch.dtype, shrink: int = 1) -> None:
+        self.dtype, self.shrink = dtype, shrink
 
     def length(self, numel: int) -> int:
         return numel
 
     def encode(self, numbers: Tensor, into: Tensor) -> None:
-        if self._times == 1:
-            into.copy_(numbers)
-            return
-        for here, there in self._stretches(numbers, into):
-            there.copy_(here * (1 / self._times))
+        into.copy_(numbers)
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        for here, there in self._stretches(into, encoded):
-            here.copy_(there)
-            if self._times != 1:
-                here.mul_(self._times)
+        into.copy_(encoded)
 
     def add(self, encoded: Tensor, to: Tensor) -> None:
-        for here, there in self._stretches(to, encoded):
-            here.add_(there.to(here.dtype), alpha=self._times)  # twice as fast as adding a narrow tensor to a wide one
-
-    def _stretches(self, numbers: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(numbers.split(STRETCH), encoded.split(STRETCH), strict=True)
+        for here, there in zip(to.split(STRETCH), encoded.split(STRETCH), strict=True):
+            here.add_(there.to(here.dtype))  # twice as fast as adding a narrow tensor to a wide one
 
 
 class Int8(WireFormat):
@@ -111,11 +102,11 @@ class Int8(WireFormat):
     afterwards.
 
     Args:
-        key: of the stream by which chance decides, the same on every rank; None: each is rounded to the nearest.
+        by_chance: a number is rounded up with a probability of what is behind the point, and not to the nearest.
     """
 
-    def __init__(self, key: int | None = None) -> None:
-        self._key = key
+    def __init__(self, *, by_chance: bool = False) -> None:
+        self._is_by_chance = by_chance
 
     dtype = torch.uint8
     unit = BLOCK
@@ -126,20 +117,22 @@ class Int8(WireFormat):
 
     def encode(self, numbers: Tensor, into: Tensor) -> None:
         for values, whole, scales in self._blocks(numbers, into):
-            scales.copy_(values.abs().amax(dim=1)).div_(MOST)
+            scales.copy_(values.abs().amax(dim=1))
+            scales.div_(torch.full_like(scales, MOST))  # CUDA would multiply by a rounded 1/127 in place of a scalar
             scales.masked_fill_(scales < TINY, 0.0)
             inverse = torch.where(scales > 0, 1 / scales, 0.0)
             steps = torch.mul(values, inverse.unsqueeze(1))
-            whole.copy_(steps.round_() if self._key is None else self._by_chance(steps, values))
+            whole.copy_(self._by_chance(steps, values, scales) if self._is_by_chance else steps.round_())
 
-    def _by_chance(self, steps: Tensor, values: Tensor) -> Tensor:
+    def _by_chance(self, steps: Tensor, values: Tensor, scales: Tensor) -> Tensor:
         """Rounds up with a probability of what is behind the point; whole numbers stay, in spite of rounding errors.
 
-        The draw is a hash of the value, its place in the block and the key: the same wherever two ranks round the same.
+        The draw is a hash of the value, its place in the block and the block's scale, which is another one in each step
+        of a training. So it is the same wherever two ranks round the same, and when a run is repeated.
         """
-        assert self._key is not None
         place = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
-        mixed = values.float().view(torch.int32) * HASH[0] + (place * HASH[1] + _wrapped(self._key * HASH[2]))
+        of_block = scales.view(torch.int32).unsqueeze(1) * HASH[2]
+        mixed = values.float().view(torch.int32) * HASH[0] + (place * HASH[1] + of_block)
         draws = mixed.bitwise_right_shift_(22).bitwise_and_(1023)
         return steps.add_((draws + 0.5) / 1024).floor_()
 
@@ -166,16 +159,15 @@ class Int8(WireFormat):
             yield numbers[last:].view(1, -1), whole[last:].view(1, -1), scales[last // BLOCK :]
 
 
-def _wrapped(number: int) -> int:
-    """Returns a number as 32 bits hold it."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+def widened(tensor: Tensor, name: WireName | None) -> tuple[Tensor, Narrow | None]:
+    """Returns what is added up in the place of a tensor, and the narrow format in which it travels, if there is one."""
+    if name == "fp32":
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32)), None
+    return tensor, name
 
 
-def wire_format(name: WireName, divide_by: int = 1, key: int = 0) -> WireFormat:
+def wire_format(name: Narrow, divide_by: int = 1) -> WireFormat:
     """Returns the format of this name, for sums that will be divided by so much.
-
-    Args:
-        key: of the stream of "int8_stochastic"; the same on every rank.
 
     Raises:
         ConfigError: there is none.
@@ -188,5 +180,5 @@ def wire_format(name: WireName, divide_by: int = 1, key: int = 0) -> WireFormat:
         case "int8":
             return Int8()
         case "int8_stochastic":
-            return Int8(key)
-    raise ConfigError(f"wire={name!r}: take one of {', '.join(get_args(WireName))}, or leave it out")
+            return Int8(by_chance=True)
+    raise ConfigError(f"wire={name!r}: take one of {', '.join(NAMES)}, or leave it out")

@@ -50,7 +50,7 @@ from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, State
-from ddp.replica.broadcast import broadcast_state
+from ddp.replica.broadcast import broadcast_state, sending
 from ddp.replica.buffers import BufferSync, Mode
 from ddp.replica.parameters import check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
@@ -131,7 +131,7 @@ class DistributedDataParallel(UnevenInputs):
         ignored = frozenset(getattr(module, IGNORED, ()))
         named = _not_ignored(module, ignored)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
-        check_wire(module, wire, hook)
+        check_wire(named, wire, hook)
         check_devices(named, device_ids, output_device)
         check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
@@ -140,7 +140,8 @@ class DistributedDataParallel(UnevenInputs):
         sync = BufferSync(comm, module, buffers or ("none" if keeps_buffers else "broadcast"), ignored)
         if init_sync:
             with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
-            broadcast_state(comm, [*named, *(sync.named().items() if with_buffers else ())])
+            tensors = [*named, *(sync.named().items() if with_buffers else ())]
+            broadcast_state(comm, tensors, sending=sending(wire, hook))
         Replica.__init__(self, module, comm, sync)
         Joinable.__init__(self)
         self._limits, self._overlap, self.wire, self.parameters_to_ignore = limits, overlap, wire, set(ignored)
@@ -339,6 +340,8 @@ class DistributedDataParallel(UnevenInputs):
             raise refusal("find_unused_parameters or static_graph")
         if self._layouts.current.sparse:
             raise refusal("a sparse gradient")
+        if self.compression is not None:
+            raise refusal(f"hook={self.compression.hook!r}")
         self._wishes.stepper = StepInBackward(make_optimizer)
 
     @property

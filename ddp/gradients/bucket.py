@@ -21,7 +21,7 @@ Read before: `totals.py`. Read next: `memory.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,20 @@ class Bucket:
         for slot, view in zip(self.slots, self.views_of(self.flat), strict=True):
             slot.view = view
         self._addresses = [view.data_ptr() for view in self.views_of(self.flat)]
+        self._padding = torch.tensor(list(self._padded()), dtype=torch.int64, device=like.device)
+
+    def _padded(self) -> Iterator[int]:
+        """Yields the places of the padding."""
+        start = 0
+        for slot in self.slots:
+            stop = start + span(slot.parameter)
+            yield from range(start + slot.parameter.numel(), stop)
+            start = stop
+
+    def clear_padding(self) -> None:
+        """Writes zeros to the padding, where a wire format may have left what was not finite in its neighbours."""
+        if len(self._padding):
+            self.flat.index_fill_(0, self._padding, 0)
 
     def mend(self) -> None:
         """Makes new views in the place of those whose memory somebody has exchanged, as `p.grad.data = …` does.

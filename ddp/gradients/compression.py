@@ -82,11 +82,12 @@ class Compression:
             for memory in self.hook.memories().values():
                 memory.commit()
 
-    def take_back(self) -> None:
-        """Takes the last step back: the hook is as it was before it."""
-        self._is_pending = False
+    def take_back(self, name: str | None = None) -> None:
+        """Takes the last step back: the hook is as it was before it; or as it was of one parameter."""
+        if name is None:
+            self._is_pending = False
         for memory in self.hook.memories().values():
-            memory.take_back()
+            memory.take_back(name)
 
     def part_of(self, name: str, comm: Communicator, rank: int | None = None) -> slice:
         """Returns what a rank carries of a parameter; by default, this one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Around, Hook
+from ddp.gradients.hook import Around, Hook, is_whole
 
 
 class DenseStart(Around):
@@ -18,15 +18,15 @@ class DenseStart(Around):
 
     Args:
         hook: sends from then on.
-        steps: so many steps, counted over the whole run.
+        steps: so many steps, counted from the first one with this hook, also if the run is resumed.
 
     Raises:
         ConfigError: `steps` is negative.
     """
 
     def __init__(self, hook: Hook, steps: int) -> None:
-        if steps < 0:
-            raise ConfigError(f"DenseStart(steps={steps}): must be a number of steps, from 0 up")
+        if not (is_whole(steps) and steps >= 0):
+            raise ConfigError(f"DenseStart(steps={steps!r}): must be a number of steps, from 0 up")
         super().__init__(hook)
         self.steps = steps
 

@@ -21,6 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Integral, Real
 from typing import Self
 
 import torch
@@ -125,6 +127,16 @@ class Around(Hook):
         return self.hook.memories()
 
 
+def is_number(value: object) -> bool:
+    """Returns True for a number, which True is not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """Returns True for a whole number."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the type that sums of such gradients are kept in."""
     return torch.promote_types(dtype, torch.float32)
@@ -141,25 +153,27 @@ def summing(gradient: Tensor) -> Iterator[Tensor]:
 
 
 class Gathering:
-    """An all-gather of payloads of one length.
+    """An all-gather of payloads.
 
     Args:
-        length: elements of each rank's payload.
-        like: of the same device; the payloads are bytes.
+        lengths: bytes of each rank's payload.
+        like: of the same device.
 
     Attributes:
         mine: this rank's payload, to be filled before `start`.
     """
 
-    def __init__(self, length: int, like: Tensor, comm: Communicator) -> None:
-        self._length, self._comm = length, comm
-        self._everything = like.new_zeros(comm.world_size * length, dtype=torch.uint8)
+    def __init__(self, lengths: Sequence[int], like: Tensor, comm: Communicator) -> None:
+        self._comm, in_order = comm, [0] * comm.world_size
+        for rank, length in enumerate(lengths):
+            in_order[comm.slices[rank]] = length
+        self._bounds = [0, *accumulate(in_order)]
+        self._everything = like.new_zeros(self._bounds[-1], dtype=torch.uint8)
         self.mine = self._of(comm.rank)
 
     def start(self) -> Self:
         """Sends, in the background of the chain."""
-        bounds = [number * self._length for number in range(self._comm.world_size + 1)]
-        self._work = self._comm.all_gather_(self._everything, bounds, async_op=True)
+        self._work = self._comm.all_gather_(self._everything, self._bounds, async_op=True)
         return self
 
     def wait(self) -> list[Tensor]:
@@ -168,7 +182,8 @@ class Gathering:
         return list(map(self._of, range(self._comm.world_size)))
 
     def _of(self, rank: int) -> Tensor:
-        return self._everything[self._comm.slices[rank] * self._length :][: self._length]
+        number = self._comm.slices[rank]
+        return self._everything[self._bounds[number] : self._bounds[number + 1]]
 
 
 def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:

@@ -56,7 +56,8 @@ class Memory:
                 self.kept[name] = tensor
         self.coming.clear()
 
-    def take_back(self) -> None:
-        """Drops what has come."""
-        self._spare.update(self.coming)
-        self.coming.clear()
+    def take_back(self, name: str | None = None) -> None:
+        """Drops what has come, of one parameter or of all."""
+        for each in list(self.coming) if name is None else [name]:
+            if (tensor := self.coming.pop(each, None)) is not None:
+                self._spare[each] = tensor

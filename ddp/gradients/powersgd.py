@@ -25,7 +25,7 @@ from torch import Tensor
 from ddp.comm.communicator import Communicator
 from ddp.data.streams import stream_seed
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Hook, Parcel, aligned, summing, wide
+from ddp.gradients.hook import Hook, Parcel, aligned, is_whole, summing, wide
 from ddp.gradients.memory import Memory
 
 WORTH_IT = 2  # times fewer numbers, or the gradient goes dense
@@ -46,8 +46,8 @@ class PowerSGD(Hook):
     carries_whole = True
 
     def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0) -> None:
-        if rank < 1:
-            raise ConfigError(f"PowerSGD(rank={rank}): must be at least 1")
+        if not (is_whole(rank) and rank >= 1):
+            raise ConfigError(f"PowerSGD(rank={rank!r}): must be a whole number from 1 up")
         self.rank, self.warm_start, self.seed = rank, warm_start, seed
         self._factors = Memory("same")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ddp.comm.communicator import Communicator
 from ddp.data.streams import stream_seed
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Hook, Parcel, aligned, wide
+from ddp.gradients.hook import Hook, Parcel, aligned, is_number, wide
 
 
 class RandomK(Hook):
@@ -36,8 +36,8 @@ class RandomK(Hook):
     """
 
     def __init__(self, ratio: float = 0.1, *, seed: int = 0) -> None:
-        if not 0 < ratio <= 1:
-            raise ConfigError(f"RandomK(ratio={ratio}): must be above 0 and at most 1")
+        if not (is_number(ratio) and 0 < ratio <= 1):
+            raise ConfigError(f"RandomK(ratio={ratio!r}): must be above 0 and at most 1")
         self.ratio, self.seed, self._stride = ratio, seed, round(1 / ratio)
 
     def __repr__(self) -> str:

@@ -89,8 +89,7 @@ class _Batch:
             aligned(_num_bytes(at.stop - at.start, block) for at, block in zip(places, self._blocks, strict=True))
             for places in self._places
         ]
-        length = max(bounds[-1] for bounds in self._bounds)
-        self._gathering = Gathering(length, parcels[0].gradient, comm)
+        self._gathering = Gathering([bounds[-1] for bounds in self._bounds], parcels[0].gradient, comm)
 
     def send(self) -> None:
         """Encodes this rank's, and sends it."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Gathering, Hook, Parcel, aligned, summing, wide
+from ddp.gradients.hook import Gathering, Hook, Parcel, aligned, is_number, is_whole, summing, wide
 from ddp.gradients.memory import Memory
 
 FIRST_RATIO = 0.25
@@ -54,12 +54,12 @@ class TopK(Hook):
     """
 
     def __init__(self, ratio: float = 0.01, *, momentum: float = 0.0, warmup_steps: int = 0) -> None:
-        if not 0 < ratio <= 1:
-            raise ConfigError(f"TopK(ratio={ratio}): must be above 0 and at most 1")
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"TopK(momentum={momentum}): must be at least 0 and below 1")
-        if warmup_steps < 0:
-            raise ConfigError(f"TopK(warmup_steps={warmup_steps}): must be a number of steps, from 0 up")
+        if not (is_number(ratio) and 0 < ratio <= 1):
+            raise ConfigError(f"TopK(ratio={ratio!r}): must be above 0 and at most 1")
+        if not (is_number(momentum) and 0 <= momentum < 1):
+            raise ConfigError(f"TopK(momentum={momentum!r}): must be at least 0 and below 1")
+        if not (is_whole(warmup_steps) and warmup_steps >= 0):
+            raise ConfigError(f"TopK(warmup_steps={warmup_steps!r}): must be a number of steps, from 0 up")
         self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
         self._velocity = Memory("summed")
 
@@ -96,7 +96,7 @@ class TopK(Hook):
         counts = [[math.ceil(ratio * (part.stop - part.start)) for part in mine] for mine in parts]
         each = dtype.itemsize + INDEX_BYTES
         bounds = [aligned(each * count for count in mine) for mine in counts]
-        gathering = Gathering(max(of_rank[-1] for of_rank in bounds), parcels[0].gradient, comm)
+        gathering = Gathering([of_rank[-1] for of_rank in bounds], parcels[0].gradient, comm)
         for parcel, count, start in zip(parcels, counts[comm.rank], bounds[comm.rank], strict=False):
             where = largest(parcel.outgoing, count)
             numbers, positions = _views(gathering.mine[start:], count, dtype)

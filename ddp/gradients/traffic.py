@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator, Predicted
-from ddp.comm.wire_format import WireName, wire_format
+from ddp.comm.wire_format import Narrow, WireName, widened, wire_format
 from ddp.comm.work import Work, done
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.compression import Compression
@@ -133,7 +134,7 @@ class Note(NamedTuple):
     operation: Predicted
     nbytes: int
     crossing: int = 0
-    wire: WireName | None = None
+    wire: Narrow | None = None
 
 
 class Rehearsal:
@@ -163,15 +164,17 @@ class Rehearsal:
         self.notes.append(Note("sum_in_host", flat.nbytes))
 
     def all_reduce(self, flat: Tensor, *, wire: WireName | None = None, **how: Any) -> None:
-        crossing = flat.nbytes if wire is None else wire_format(wire).bytes_of(flat.numel())
-        self.notes.append(Note("all_reduce", flat.nbytes, 2 * crossing, wire))
+        wide, narrow = widened(flat, wire)
+        crossing = wide.nbytes if narrow is None else wire_format(narrow).bytes_of(wide.numel())
+        self.notes.append(Note("all_reduce", wide.nbytes, 2 * crossing, narrow))
 
     def all_gather_(self, flat: Tensor, bounds: Sequence[int], **how: Any) -> Work:
         """Gives itself in the place of all others what it has to send, so that there is as much to decode."""
         start_s, number = self._now_s(), self.slices[self.rank]
         mine = flat[bounds[number] : bounds[number + 1]].clone()
-        for start in bounds[:-1]:
-            flat[start : start + len(mine)] = mine[: len(flat) - start]
+        for start, stop in pairwise(bounds):
+            there = flat[start:stop][: len(mine)]
+            there.copy_(mine[: len(there)])
         self.notes.append(Note("all_gather", flat.nbytes, flat.nbytes))
         self._aside_s += self._now_s() - start_s
         return done(flat)

@@ -24,7 +24,12 @@ class Update:
     Args:
         module: the model.
         optimizer: over its parameters.
+
+    Attributes:
+        is_collective: all ranks must call each method.
     """
+
+    is_collective = False
 
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self._module, self.optimizer = module, optimizer

@@ -15,7 +15,6 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, secti
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -72,6 +71,14 @@ def narrowed(module: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
 
 
+def twin(optimizer: Optimizer) -> Optimizer:
+    """Returns an optimizer with the same attributes and hooks. (`copy.copy` would keep no attribute of a subclass.)"""
+    other = object.__new__(type(optimizer))
+    # A scheduler puts a `step` there that would step the first one.
+    other.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    return other
+
+
 class MasterUpdate(Update):
     """Updates the masters, and rounds them to the parameters.
 
@@ -83,7 +90,7 @@ class MasterUpdate(Update):
     def __init__(self, module: nn.Module, optimizer: Optimizer, masters: MasterWeights) -> None:
         super().__init__(module, optimizer)
         self._masters = masters
-        self._of_masters = copy.copy(optimizer)
+        self._of_masters = twin(optimizer)
         self._of_masters.state = defaultdict(dict)
         self._of_masters.state.update({self._master(p): state for p, state in optimizer.state.items()})
         self._sync()
@@ -108,6 +115,7 @@ class MasterUpdate(Update):
     def step(self, norm: Tensor, clip_norm: float | None) -> None:
         self._sync()
         clipped_step(self._of_masters, map(self._master, self._module.parameters()), norm, clip_norm)
+        self._take_over()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
         moved = {parameter: master for parameter, master in self._masters.of.items() if master.grad is not None}
         torch._foreach_copy_(list(moved), list(moved.values()))
@@ -120,8 +128,12 @@ class MasterUpdate(Update):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._of_masters.load_state_dict(state)
-        for group, loaded in zip(self.optimizer.param_groups, self._of_masters.param_groups, strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Gives the optimizer's groups what those of the masters have by now."""
+        for group, newer in zip(self.optimizer.param_groups, self._of_masters.param_groups, strict=True):
+            group.update({key: value for key, value in newer.items() if key != "params"})
 
     def finish(self) -> None:
         parameters: dict[Tensor, Tensor] = {master: parameter for parameter, master in self._masters.of.items()}

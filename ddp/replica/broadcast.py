@@ -22,11 +22,25 @@ from ddp.errors import ReplicaMismatch
 PACK_BYTES = 32 << 20
 
 
-def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ReplicaMismatch, on every rank, unless all ranks have the same names, shapes and dtypes in one order."""
+def sending(wire: str | None, hook: object | None) -> str:
+    """Returns how gradients are sent, in words that all ranks can compare."""
+    given = [f"{key}={value!r}" for key, value in (("wire", wire), ("hook", hook)) if value is not None]
+    return ", ".join(given) or "neither wire= nor hook="
+
+
+def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], sending: str = "") -> None:
+    """Raises ReplicaMismatch, on every rank, unless all ranks have the same names, shapes and dtypes in one order.
+
+    Args:
+        sending: how gradients are sent; the same on every rank, too.
+    """
     mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors]
-    reference, *others = all_gather_object(comm, mine)
-    for rank, theirs in enumerate(others, start=1):
+    (reference, first), *others = all_gather_object(comm, (mine, sending))
+    for rank, (theirs, theirs_sending) in enumerate(others, start=1):
+        if theirs_sending != first:
+            raise ReplicaMismatch(
+                f"rank 0 was given {first}, and rank {rank} {theirs_sending}: give every rank the same"
+            )
         if theirs != reference:
             raise ReplicaMismatch(
                 f"the models of rank 0 and rank {rank} differ: {_difference(reference, theirs, rank)}"
@@ -48,10 +62,16 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], *, root: in
                 torch._foreach_copy_(pack, values)
 
 
-def broadcast_state(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], *, root: int = 0) -> None:
-    """Makes a model the same on every rank: its parameters and buffers become the root's. Collective."""
+def broadcast_state(
+    comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], *, root: int = 0, sending: str = ""
+) -> None:
+    """Makes a model the same on every rank: its parameters and buffers become the root's. Collective.
+
+    Args:
+        sending: as in `check_same_layout`.
+    """
     named = list(named_tensors)
-    check_same_layout(comm, named)
+    check_same_layout(comm, named, sending)
     broadcast_tensors(comm, [tensor.detach() for _, tensor in named], root=root, label="parameters and buffers")
 
 

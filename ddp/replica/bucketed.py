@@ -39,7 +39,7 @@ from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, State
-from ddp.replica.broadcast import broadcast_state
+from ddp.replica.broadcast import broadcast_state, sending
 from ddp.replica.buffers import BufferSync
 from ddp.replica.gradient_hooks import listen
 from ddp.replica.layouts import Layouts
@@ -86,8 +86,9 @@ class BucketedDataParallel(Replica):
     ) -> None:
         comm = comm or current()
         check_trainable(list(module.named_parameters()))
-        check_wire(module, wire, hook)
-        broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
+        check_wire(module.named_parameters(), wire, hook)
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        broadcast_state(comm, tensors, sending=sending(wire, hook))
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire

@@ -8,7 +8,7 @@ Read before: `naive.py`. Read next: `gradient_hooks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import Enum, auto
 from itertools import chain, compress
 from operator import attrgetter, is_not
@@ -49,11 +49,11 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
 
 
-def check_wire(module: nn.Module, wire: WireName | None, hook: object | None = None) -> None:
+def check_wire(named: Iterable[tuple[str, Tensor]], wire: WireName | None, hook: object | None = None) -> None:
     """Raises ConfigError unless all gradients can travel in this format."""
     if wire is not None and hook is not None:
         raise ConfigError(f"wire={wire!r} beside hook={hook!r}, which does the sending: leave one out")
-    for dtype in {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}:
+    for dtype in {parameter.dtype for _, parameter in named if parameter.requires_grad}:
         checks.wire(wire, "mean", dtype)
 
 

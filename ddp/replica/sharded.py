@@ -106,6 +106,8 @@ class ShardedUpdate(Update):
         ConfigError: the optimizer's update of an element may depend on other elements, or the optimizer has hooks.
     """
 
+    is_collective = True
+
     def __init__(self, replica: ShardedDataParallel, optimizer: Optimizer) -> None:
         if type(optimizer) not in ELEMENTWISE:
             raise ConfigError(

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ddp.collectives.catalog import own_schedules
+from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.wire_format import WireName
@@ -103,7 +105,9 @@ def replica_of(
             raise ConfigError(f"sharded=True with a model in a {name}: give ddp.fit the bare module")
         for key, given in (("wire", wire), ("hook", hook)):
             if given is not None:
-                raise ConfigError(f"{key}={given!r} with a model in a {name}: give {key} to the replica")
+                takes_it = isinstance(model, BucketedDataParallel)
+                what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
+                raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
         if model.compression is not None:
             check_momentum(model.compression.hook, optimizer)
         return model
@@ -120,25 +124,30 @@ def replica_of(
     return BucketedDataParallel(model, comm=comm, wire=wire, hook=hook)
 
 
-def master_weights(replica: Replica, precision: str, *, sharded: bool, wire: WireName | None) -> MasterWeights | None:
+def master_weights(replica: Replica, precision: str) -> MasterWeights | None:
     """Returns master weights where the precision asks for them; the parameters are bfloat16 then.
 
     Raises:
         ConfigError: they do not go with the replica.
     """
     if precision != "bf16_pure":
+        if replica.wire == "fp32" and all(parameter.dtype.itemsize >= 4 for parameter in replica.parameters()):
+            raise ConfigError("wire='fp32': all gradients are float32 already; leave it out")
         return None
     if isinstance(replica, ShardedDataParallel):
         raise ConfigError("precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out")
-    if wire in ("int8", "int8_stochastic"):
-        raise ConfigError(f"wire={wire!r} with precision='bf16_pure', whose gradients are bfloat16: leave one out")
+    try:
+        checks.wire(replica.wire, "mean", torch.bfloat16)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; with precision='bf16_pure' gradients are bfloat16") from None
     return MasterWeights(replica.module)
 
 
 def idle_notes(replica: Replica) -> list[str]:
     """Returns a line that says so where a hook or a wire format has nothing to do, because no gradient travels."""
-    given = [] if replica.compression is None else [f"the hook {replica.compression.hook!r}"]
-    given += [] if replica.wire is None else [f"wire={replica.wire!r}"]
+    hook = None if replica.compression is None else replica.compression.hook
+    given = [] if hook is None or hook.momentum else [f"the hook {hook!r}"]
+    given += [] if replica.wire in (None, "fp32") else [f"wire={replica.wire!r}"]
     if not given or replica.comm.carriers.num_hosts > 1:
         return []
     if replica.comm.world_size == 1:

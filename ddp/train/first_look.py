@@ -66,13 +66,13 @@ class FirstLook:
             if parts is None:
                 log.info("the first batch was not looked at, because its parts are not all over samples")
                 return
-            # Copies, because a forward or a loss may count, draw, or keep something of what it has seen.
+            # Copies, because a forward or a loss may count, draw, keep something of what it has seen, or change it.
             module, task = copy.deepcopy((module, task))
             module.eval()
             with _evaluating():
-                _refuse_broadcast(task, module, batch)
-                (whole, count), *both = (_sum_and_count(task, module, each) for each in (batch, *parts))
-                _check_metrics(task, module, batch)
+                _refuse_broadcast(task, module, copy.deepcopy(batch))
+                (whole, count), *both = (_sum_and_count(task, module, copy.deepcopy(each)) for each in (batch, *parts))
+                _check_metrics(task, module, copy.deepcopy(batch))
         except (ConfigError, PeerLost, CommunicatorBroken, CollectiveMismatch):
             raise
         except Exception as error:  # if training fails like this, too, the user sees it there

@@ -248,7 +248,7 @@ def fit(
         seed=seed,
     )
     loss_scale = LossScale() if precision == "fp16" else None
-    masters = master_weights(replica, precision, sharded=sharded, wire=wire)
+    masters = master_weights(replica, precision)
     state = TrainState(
         comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler
     )
@@ -320,8 +320,10 @@ def fit(
                 callbacks=[*watching, *callbacks],
                 stop=stop,
             )
-        except (Diverged, UnusedParameters):  # on all ranks alike, and nothing was changed: the optimizer can go on
-            state.update.finish()
+        except BaseException as error:
+            # What all ranks raise alike has changed nothing, so that the optimizer can go on.
+            if isinstance(error, (Diverged, UnusedParameters)) or not state.update.is_collective:
+                state.update.finish()
             raise
 
     # 4  the results

@@ -18,6 +18,7 @@ Read before: `state.py`, `gradients/totals.py`. Read next: `first_look.py`.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -120,22 +121,28 @@ class Before:
 
     def __init__(self, state: TrainState, batches: Iterator[Any]) -> None:
         self._num_steps = state.model.num_steps
-        self._buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+        self._buffers = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in state.model.modules()
+            for name, buffer in module._buffers.items()
+        ]
         self._fetched: list[Any] = []
         self._batches = batches
 
     def batches(self) -> Iterator[Any]:
-        """Yields the micro-batches, the same ones at each call."""
-        yield from self._fetched
+        """Yields the micro-batches, the same ones at each call, even if a model changes its input in place."""
+        yield from map(copy.deepcopy, self._fetched)
         for batch in self._batches:
-            self._fetched.append(batch)
+            self._fetched.append(copy.deepcopy(batch))
             yield batch
 
     def restore(self, state: TrainState) -> None:
         """Makes everything as it was."""
         state.model.num_steps = self._num_steps
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        for module, name, buffer, before in self._buffers:
+            module._buffers[name] = buffer  # a forward may have put another one there
+            if buffer is not None and before is not None:
+                buffer.copy_(before)
 
 
 def _mean_gradient(

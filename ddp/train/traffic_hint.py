@@ -62,6 +62,8 @@ class TrafficHint(Callback):
         ask = partial(foretold, comm, buckets)
         if replica.compression is not None:
             return too_dear(repr(replica.compression.hook), ask(hook=replica.compression.hook), ask(), step_s - wait_s)
+        if replica.wire == "fp32":  # for its precision
+            return ""
         if replica.wire is not None:
             return too_dear(f"wire={replica.wire!r}", ask(wire=replica.wire), ask(), step_s - wait_s)
         return worth_it(ask(), ask(hook=HOOK), step_s, wait_s) if wait_s > LONG * step_s else ""

@@ -185,6 +185,12 @@ def test_every_sum_is_divided_once(world_size: int) -> None:
 
 EPS = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps, "int8": 1 / 127}
 EPS["int8_stochastic"] = 2 * EPS["int8"]
+DIVISORS = (1, 3, 1 << 20)
+
+
+def large(rank: int, numel: int, divide_by: int) -> Tensor:
+    """Numbers whose mean is about 1."""
+    return normal(rank, numel, torch.float32) * divide_by
 
 
 @pytest.mark.parametrize("wire", EPS)
@@ -195,13 +201,13 @@ def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int
 
     def program(comm: Communicator) -> list[Tensor]:
         return [
-            comm.all_reduce(normal(comm.rank, numel, torch.float32), algorithm=name, wire=wire, divide_by=divide_by)
-            for name, numel, divide_by in product(ways(world_size), numels, (1, 3))
+            comm.all_reduce(large(comm.rank, numel, divide_by), algorithm=name, wire=wire, divide_by=divide_by)
+            for name, numel, divide_by in product(ways(world_size), numels, DIVISORS)
         ]
 
     first, *others = each_rank(world_size, program, segment_bytes=1024)
-    for index, (name, numel, divide_by) in enumerate(product(ways(world_size), numels, (1, 3))):
-        terms = torch.stack([normal(rank, numel, torch.float32).double() for rank in range(world_size)])
+    for index, (name, numel, divide_by) in enumerate(product(ways(world_size), numels, DIVISORS)):
+        terms = torch.stack([large(rank, numel, divide_by).double() for rank in range(world_size)])
         assert first[index].dtype == torch.float32
         error = (first[index].double() - terms.sum(0) / divide_by).abs() * divide_by
         size = terms.abs().sum(0)

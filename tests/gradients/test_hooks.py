@@ -322,7 +322,10 @@ def test_wrong_values() -> None:
         lambda: TopK(momentum=1.0): r"TopK\(momentum=1\.0\): must be at least 0 and below 1",
         lambda: TopK(warmup_steps=-1): r"TopK\(warmup_steps=-1\): must be a number of steps",
         lambda: RandomK(0): r"RandomK\(ratio=0\): must be above 0",
-        lambda: PowerSGD(0): r"PowerSGD\(rank=0\): must be at least 1",
+        lambda: PowerSGD(0): r"PowerSGD\(rank=0\): must be a whole number from 1 up",
+        lambda: PowerSGD(2.5): r"PowerSGD\(rank=2\.5\): must be a whole number",  # type: ignore[arg-type]
+        lambda: TopK("a"): r"TopK\(ratio='a'\): must be above 0",  # type: ignore[arg-type]
+        lambda: DenseStart(Sign(), None): r"DenseStart\(steps=None\): must be",  # type: ignore[arg-type]
         lambda: DenseStart(Sign(), -2): r"DenseStart\(steps=-2\): must be a number of steps",
     }.items():
         with pytest.raises(ConfigError, match=match):

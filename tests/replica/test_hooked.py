@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.errors import ConfigError, Diverged
+from ddp.errors import ConfigError, Diverged, ReplicaMismatch
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
@@ -74,7 +75,7 @@ def on_hosts(num_per_host: int) -> dict[str, Any]:
             assert F.cosine_similarity(changed, plain, dim=0) > 0.5, name
         kept = state.model.compression.hook.memories()
         lines = idle_notes(state.model)
-        assert len(lines) == (comm.carriers.num_hosts == 1)
+        assert len(lines) == (comm.carriers.num_hosts == 1 and name != "deep")  # whose momentum acts there, too
         assert all("does nothing here: all workers share a host's memory" in line for line in lines)
         carried = {what: sum(each.numel() for each in memory.kept.values()) for what, memory in kept.items()}
         found[name] = tensor_hash(changed), changed, carried
@@ -107,6 +108,13 @@ def by_hand() -> None:
             vetoed(hook())
             last_batch_of_one_sample(kind, hook(), name)
     frozen_and_unfrozen(HOOKS["sign"]())
+    for name in ("sign", "deep", "power"):
+        used_by_none(HOOKS[name]())
+    with pytest.raises(ConfigError, match=r"hook=ErrorFeedback\(Sign\(\)\) does not go with step_in_backward"):
+        ddp.DistributedDataParallel(made(), hook=HOOKS["sign"]()).step_in_backward(partial(torch.optim.SGD, lr=0.1))
+    match = r"rank 0 was given wire='bf16', and rank 1 hook=ErrorFeedback\(Sign\(\)\): give every rank the same"
+    with pytest.raises(ReplicaMismatch, match=match):
+        ddp.DistributedDataParallel(made(), **({"hook": HOOKS["sign"]()} if comm.rank else {"wire": "bf16"}))
     with pytest.raises(ConfigError, match=r"ErrorFeedback\('sign'\): give a hook of ddp\.gradients, such as"):
         ErrorFeedback("sign")  # type: ignore[arg-type]
     module = made()
@@ -207,6 +215,45 @@ def frozen_and_unfrozen(hook: Hook) -> None:
     layer.weight.requires_grad_(True)
     assert not torch.equal(step(), kept)
     replica.verify_replicas()
+
+
+def used_by_none(hook: Hook) -> None:
+    """What a hook has kept of a parameter that no rank uses in a step stays whole: nobody gets what it sends."""
+    torch.manual_seed(1)
+    module = nn.ModuleList(nn.Linear(61, 61) for _ in range(2))
+
+    def forward(which: int) -> None:
+        replica.zero_grad()
+        inputs = torch.linspace(-1, 1, 5 * 61).view(5, 61) + replica.comm.rank
+        replica(inputs, which).square().mean().backward()
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = module
+
+        def forward(self, inputs: Tensor, which: int) -> Tensor:
+            outputs: Tensor = self.layers[which](inputs)
+            return outputs
+
+    replica = ddp.DistributedDataParallel(Either(), hook=hook, find_unused_parameters=True)
+    assert replica.compression is not None
+    forward(0)
+    forward(0)
+    replica.compression.commit()
+    before = {
+        (what, name): kept.clone()
+        for what, memory in replica.compression.hook.memories().items()
+        for name, kept in memory.kept.items()
+        if name == "layers.0.weight"
+    }
+    assert before
+    forward(1)
+    forward(1)
+    replica.compression.commit()
+    assert module[0].weight.grad is None
+    for (what, name), kept in before.items():
+        assert torch.equal(replica.compression.hook.memories()[what].kept[name], kept), what
 
 
 def test_a_hook_and_its_step_belong_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.wire_format import WireName
+from ddp.comm.wire_format import Narrow, WireName
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
@@ -20,7 +21,7 @@ from ddp.replica.verify import tensor_hash
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))
-WIRES = get_args(WireName)
+WIRES: tuple[WireName, ...] = get_args(Narrow)
 NEAR = {"bf16": 0.02, "fp16": 0.003, "int8": 0.04, "int8_stochastic": 0.08}  # of an update's length
 
 
@@ -35,7 +36,8 @@ def trained(wire: WireName | None, **how: Any) -> Tensor:
     first = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 10, "max_steps": 9, "noise_scale_every": 2}
-    state = ddp.fit(model, (X, CLASSES), optimizer, wire=wire, checkpoint_dir=None, progress=False, **settings, **how)
+    settings |= {"checkpoint_dir": None, "progress": False, **how}
+    state = ddp.fit(model, (X, CLASSES), optimizer, wire=wire, **settings)
     state.model.verify_replicas()
     return nn.utils.parameters_to_vector(model.parameters()).detach() - first
 
@@ -65,6 +67,13 @@ def everything() -> dict[str, Any]:
         assert torch.equal(by_hand(kind, "fp16", 30000.0, torch.float32), torch.full((1, 300), 60000.0))
         assert torch.isfinite(by_hand(kind, "bf16", 1.0, torch.bfloat16)).all()
 
+    for wire in WIRES:
+        many_items(wire)
+        finite_again(wire)
+        scaled = trained(wire, precision="fp16")
+        assert (scaled - plain).norm() <= (NEAR[wire] + 0.02) * plain.norm(), wire  # forward is in fp16, too
+    wide_sums()
+
     module = nn.Linear(3, 1, bias=False)
     replica = BucketedDataParallel(module, wire="bf16")
     replica.ride_along(Totals(torch.tensor(1.0), 4097))
@@ -79,6 +88,51 @@ def everything() -> dict[str, Any]:
     return found
 
 
+def many_items(wire: WireName) -> None:
+    """Gradients that are divided by a large count, as of tokens, and of a scaled loss, keep their digits."""
+    for count in (8192, 1 << 22):
+        module = nn.Linear(300, 1, bias=False)
+        replica = BucketedDataParallel(module, wire=wire)
+        replica.ride_along(Totals(torch.tensor(1.0), count))
+        (replica(torch.linspace(0.5, 1.0, 300).expand(2, 300)).sum() * count / 2).backward()
+        assert module.weight.grad is not None
+        expected = torch.linspace(0.5, 1.0, 300)
+        assert (module.weight.grad[0] - expected).abs().max() < 0.02, (wire, count)
+
+
+def finite_again(wire: WireName) -> None:
+    """A value that is not finite in one step leaves nothing behind, not even in the padding between two gradients."""
+    module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    replica = ddp.DistributedDataParallel(module, wire=wire)
+    for value, is_finite in ((1.0, True), (torch.inf, False), (1.0, True), (torch.nan, False), (1.0, True)):
+        replica.zero_grad()
+        replica(torch.full((2, 6), value)).square().sum().backward()
+        found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        assert all(bool(torch.isfinite(gradient).all()) for gradient in found) == is_finite, wire
+
+
+def wide_sums() -> None:
+    """A sum of bfloat16 gradients in float32: 1 and what bfloat16 loses beside it, once for each rank."""
+    found = []
+    for wire in (None, "fp32"):
+        module = nn.Linear(300, 1, bias=False).bfloat16()
+        for kind in (BucketedDataParallel, ddp.DistributedDataParallel):
+            replica = kind(module, wire=wire)
+            replica.zero_grad()
+            comm = replica.comm
+            mine = 256.0 if comm.rank == 0 else 0.6  # bfloat16 has 256 and 258
+            replica(torch.full((1, 300), mine, dtype=torch.bfloat16)).sum().backward()
+            assert module.weight.grad is not None
+            found.append(module.weight.grad[0, 0].item() * comm.world_size)
+    assert len(set(found[2:])) == 1
+    if comm.world_size == 3:
+        assert found[2] == pytest.approx(257.2, rel=2**-8)
+    with pytest.raises(ConfigError, match="wire='fp32': all gradients are float32 already; leave it out"):
+        trained("fp32")
+    state = trained("fp32", precision="bf16_pure")
+    assert (state - trained(None, precision="bf16_pure")).norm() < 0.1 * state.norm()
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicas_stay_equal_and_near_plain_ones(world_size: int) -> None:
     first, *others = run_ranks(everything, world_size)
@@ -86,9 +140,30 @@ def test_replicas_stay_equal_and_near_plain_ones(world_size: int) -> None:
 
 
 def in_memory() -> None:
-    ddp.init(abort_s=30)
+    comm = ddp.init(abort_s=30)
     assert torch.equal(trained(None), trained("int8"))
+    alone = comm.subgroup([0])
+    if alone is not None:  # nothing travels, and nothing is rounded
+        mine = torch.randn(1000)
+        for wire in WIRES:
+            assert torch.equal(alone.all_reduce(mine.clone(), wire=wire, divide_by=4), mine / 4)
     ddp.shutdown()
+
+
+def resumed(folder: str) -> None:
+    """A run that rounds by chance, in two parts and in one."""
+    ddp.init(abort_s=30, shared_memory=False, algorithm="ring")
+    how: dict[str, Any] = {"max_steps": 8, "sharded": False}
+    whole, again = trained("int8_stochastic", **how), trained("int8_stochastic", **how)
+    assert torch.equal(whole, again)
+    parts = {"checkpoint_dir": folder, "resume": "auto", "curves": False}
+    trained("int8_stochastic", **{**how, "max_steps": 3}, **parts)
+    assert torch.equal(trained("int8_stochastic", **how, **parts), whole)
+    ddp.shutdown()
+
+
+def test_rounding_by_chance_is_repeatable(tmp_path: Path) -> None:
+    run_ranks(resumed, 2, str(tmp_path))
 
 
 def test_what_stays_in_memory_is_not_encoded() -> None:

@@ -53,6 +53,35 @@ def fitted(precision: Any = "fp16", *, model: nn.Module | None = None, **how: An
     return state, vector, [tensor_hash(each) for each in module.state_dict().values()]
 
 
+class Counts(nn.Module):
+    """Changes its input in place, counts its forwards in a buffer that it makes anew, and notes what it has seen."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("nothing", None)
+        self.layer, self.seen = nn.Linear(12, 3), list[float]()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.seen.append(float(inputs.sub_(0.5).sum()))
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+
+def repeated_exactly() -> None:
+    """A step that is repeated begins from the same batch and the same buffers."""
+    model = Counts()
+    state, _, _ = fitted(model=model, micro_size=None, noise_scale_every=0)
+    assert len(model.seen) > 7  # some steps were repeated
+    assert int(model.count) == state.step == 7
+    plain = Counts()
+    fitted("fp32", model=plain, micro_size=None, noise_scale_every=0)
+    assert list(dict.fromkeys(model.seen)) == plain.seen
+
+
 def near(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= 0.05 * other.norm())
 
@@ -64,6 +93,7 @@ def everything(folder: str) -> None:
 
     loss_scale.FIRST = loss_scale.LARGEST = 1 << 40
     assert near(fitted(model=made(0.0))[1], plain)
+    repeated_exactly()
     state, vector, repeated = fitted()
     scale = state.loss_scale.value
     assert 1 < scale < loss_scale.FIRST

@@ -73,8 +73,51 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [tensor_hash(value.detach().reshape(-1)) for value in (*model.parameters(), *values)]
 
 
+class OwnSGD(torch.optim.SGD):
+    """Has an attribute of its own, and writes to its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.02)
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def own_optimizers() -> None:
+    """An optimizer keeps attributes and hooks of its own; a run that an error ends gives the model back."""
+    steps: list[int] = []
+
+    def hooked(parameters: Any) -> OwnSGD:
+        optimizer = OwnSGD(parameters)
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        return optimizer
+
+    _, optimizer = fitted(make=hooked)
+    assert len(steps) == 7
+    assert optimizer.param_groups[0]["steps"] == 7
+
+    class Fails(ddp.Callback):
+        def step_end(self, state: TrainState, report: StepReport) -> None:
+            if report.step == 3:
+                raise OSError("no space left")
+
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with pytest.raises(OSError, match="no space left"):
+        ddp.fit(
+            model, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=8, max_steps=7, precision="bf16_pure",
+            checkpoint_dir=None, progress=False, callbacks=[Fails()],
+        )  # fmt: skip
+    assert all(p.dtype == torch.float32 and "exp_avg" in optimizer.state[p] for p in model.parameters())
+
+
 def everything(folder: str) -> None:
     ddp.init(abort_s=30)
+    own_optimizers()
     first = vector(made())
     makers: dict[str, Make] = {
         "sgd": sgd,
@@ -98,7 +141,7 @@ def everything(folder: str) -> None:
     assert all(torch.equal(stored[name], value) for name, value in whole[0].state_dict().items())
     fitted("fp32", checkpoint_dir=f"{folder}/parts", **{**how, "max_steps": 9})  # goes on in another precision
     fitted(checkpoint_dir=f"{folder}/parts", **{**how, "max_steps": 11})
-    for wrong, match in ({"sharded": True}, "with sharded updates: take"), ({"wire": "int8"}, "whose gradients are"):
+    for wrong, match in ({"sharded": True}, "with sharded updates: take"), ({"wire": "int8"}, "gradients are bfloat16"):
         with pytest.raises(ConfigError, match=match):
             fitted(**wrong)
     ddp.shutdown()
