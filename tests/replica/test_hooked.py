@@ -179,8 +179,10 @@ def vetoed(hook: Hook) -> None:
 
 def last_batch_of_one_sample(kind: Any, hook: Hook, name: str) -> None:
     """The residual of a large batch is in units of the mean: it weighs no more in a batch of one sample."""
-    replica = kind(made(), hook=hook)
+    replica, twin = kind(made(), hook=hook), made()
     comm, linear = replica.comm, replica.module[2]
+    twin(X.unsqueeze(1)[:1]).sum().backward()
+    of_one_sample = twin[2].weight.grad.norm().item()
     sizes = []
     for num_items in (64, 64, 64, 1):
         mine = num_items if num_items > 1 else int(comm.rank == 0)
@@ -193,6 +195,8 @@ def last_batch_of_one_sample(kind: Any, hook: Hook, name: str) -> None:
         assert replica.totals.num_items == (num_items * comm.world_size if num_items > 1 else 1)
         sizes.append(linear.weight.grad.norm().item())
     assert sizes[-1] < 4 * max(sizes[:-1]), (name, sizes)
+    if not hook.momentum:
+        assert max(sizes) < 4 * of_one_sample, (name, sizes, of_one_sample)
 
 
 def frozen_and_unfrozen(hook: Hook) -> None:

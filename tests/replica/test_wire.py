@@ -52,7 +52,7 @@ def by_hand(kind: type[Replica], wire: WireName, value: float, dtype: torch.dtyp
 
 
 def everything() -> dict[str, Any]:
-    comm = ddp.init(abort_s=30, shared_memory=False)
+    ddp.init(abort_s=30, shared_memory=False)
     found: dict[str, Any] = {"plain": tensor_hash(trained(None)), "wires": {}}
     plain = trained(None)
     for wire in WIRES:
@@ -74,11 +74,8 @@ def everything() -> dict[str, Any]:
         assert (scaled - plain).norm() <= (NEAR[wire] + 0.02) * plain.norm(), wire  # forward is in fp16, too
     wide_sums()
 
-    module = nn.Linear(3, 1, bias=False)
-    replica = BucketedDataParallel(module, wire="bf16")
-    replica.ride_along(Totals(torch.tensor(1.0), 4097))
-    replica(torch.ones(1, 3)).sum().backward()
-    assert replica.totals.num_items == 4097 * comm.world_size  # bf16 holds 4096 and 4128
+    for wire in WIRES:
+        exact_count(wire)
     with pytest.raises(ConfigError, match="wire='bf16' beside a registered communication hook, which does the sending"):
         drop_in = ddp.DistributedDataParallel(made(), wire="bf16")
         drop_in.register_comm_hook(None, lambda state, bucket: cast(Any, None))
@@ -86,6 +83,13 @@ def everything() -> dict[str, Any]:
         BucketedDataParallel(made().bfloat16(), wire="int8")
     ddp.shutdown()
     return found
+
+
+def exact_count(wire: WireName) -> None:
+    replica = BucketedDataParallel(nn.Linear(3, 1, bias=False), wire=wire)
+    replica.ride_along(Totals(torch.tensor(1.0), 4097))
+    replica(torch.full((1, 3), 1e6)).sum().backward()  # large beside the count, which would be in one block with it
+    assert replica.totals.num_items == 4097 * replica.comm.world_size
 
 
 def many_items(wire: WireName) -> None:

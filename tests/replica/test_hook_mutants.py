@@ -1,0 +1,108 @@
+"""One-line mutants of what holds for hooks and wire formats die: totals first, a verdict of their own, the transaction,
+one order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_hooked
+import test_wire
+from ranks import RankFailed, run_ranks
+from test_replica_mutants import Mutant, mutated
+
+import ddp
+from ddp.gradients import ErrorFeedback, Sign
+from ddp.replica.bucketed import BucketedDataParallel
+
+HOOKED, WIRED = "hooked", "wired"
+BACKWARD, COMPRESSION = "replica.backward.Backward", "gradients.compression.Compression"
+MUTANTS = {
+    "the count travels in the wire format": Mutant(
+        "replica.bucketed.BucketedDataParallel._make_layout",
+        "tails_ride=self._tails_ride",
+        "tails_ride=True",
+        WIRED,
+        "counts",
+    ),
+    "ranks keep their own totals": Mutant(
+        f"{BACKWARD}._set_up", "if not layout.totals_ride:", "if False:", HOOKED, "last_batch"
+    ),
+    "a hook sees the sum": Mutant(
+        f"{COMPRESSION}._reduce",
+        "comm.sum_in_host(bucket.flat, divide_by=divide_by)",
+        "comm.sum_in_host(bucket.flat)",
+        HOOKED,
+        "last_batch",
+    ),
+    "the verdict says nothing of what a hook has hidden": Mutant(
+        f"{BACKWARD}.finish", "has_non_finite=not self._compression.is_finite", "has_non_finite=False", HOOKED, "finite"
+    ),
+    "a refused gradient stays in the hook": Mutant(
+        f"{BACKWARD}._refuse", "self._compression.take_back()", "pass", HOOKED, "finite"
+    ),
+    "a step that fit refuses is committed": Mutant(
+        "replica.bucketed.BucketedDataParallel.take_back", "self.compression.take_back()", "pass", HOOKED, "veto"
+    ),
+    "a hook writes over what it had": Mutant(
+        "gradients.memory.Memory.room",
+        "spare = self._spare.pop(name, None)",
+        "spare = self.kept.get(name)",
+        HOOKED,
+        "finite",
+    ),
+    "what nobody gets is lost": Mutant(
+        f"{BACKWARD}._give_back", "self._compression.take_back(slot.name)", "pass", HOOKED, "unused"
+    ),
+    "a collective in a chain waits for the chain": Mutant(
+        "comm.turn.Turns.run", "in_chain = self._is_in_chain", "in_chain = False", HOOKED, "background"
+    ),
+    "padding stays as it came": Mutant(
+        "gradients.bucket.Bucket.clear_padding", "self.flat.index_fill_(0, self._padding, 0)", "pass", WIRED, "again"
+    ),
+    "fp16 gets sums": Mutant("comm.wire.Wire.run", "flat.mul_(1 / shrink)", "pass", WIRED, "items"),
+}
+
+
+def background(hook: Any) -> None:
+    replica = BucketedDataParallel(test_hooked.made(), hook=hook, overlap=True, bucket_cap_mb=0.02)
+    replica(test_hooked.X.unsqueeze(1)[:3]).square().mean().backward()
+
+
+def counts() -> None:
+    for wire in ("bf16", "int8"):
+        test_wire.exact_count(wire)
+
+
+CASES: dict[tuple[str, str], Any] = {
+    (HOOKED, "last_batch"): lambda hook: test_hooked.last_batch_of_one_sample(BucketedDataParallel, hook, "sign"),
+    (HOOKED, "finite"): lambda hook: test_hooked.not_finite(BucketedDataParallel, hook),
+    (HOOKED, "veto"): test_hooked.vetoed,
+    (HOOKED, "unused"): test_hooked.used_by_none,
+    (HOOKED, "background"): background,
+    (WIRED, "counts"): lambda _: counts(),
+    (WIRED, "items"): lambda _: test_wire.many_items("fp16"),
+    (WIRED, "again"): lambda _: test_wire.finite_again("int8"),
+}
+
+
+def run_case(mutant: Mutant | None) -> None:
+    if mutant is not None:
+        setattr(*mutated(mutant))
+    comm = ddp.init(abort_s=3, shared_memory=False, algorithm="ring")
+    for (cases, case), run in CASES.items():
+        if mutant is None or (mutant.cases, mutant.case) == (cases, case):
+            run(ErrorFeedback(Sign()))
+            comm.barrier()
+    ddp.shutdown()
+
+
+def test_without_a_mutant_all_is_well() -> None:
+    run_ranks(run_case, 2, None, timeout_s=30)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_dies(name: str) -> None:
+    mutated(MUTANTS[name])
+    with pytest.raises(RankFailed):
+        run_ranks(run_case, 2, MUTANTS[name], timeout_s=8 if MUTANTS[name].case == "background" else 20)
