@@ -24,6 +24,7 @@ from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.verify import tensor_hash
 from ddp.train.arguments import idle_notes
+from ddp.train.traffic_hint import TrafficHint
 from ddp.transport import topology
 
 X = torch.randn(43, 20, generator=torch.Generator().manual_seed(0))
@@ -110,6 +111,7 @@ def by_hand() -> None:
     frozen_and_unfrozen(HOOKS["sign"]())
     for name in ("sign", "deep", "power"):
         used_by_none(HOOKS[name]())
+    hinted(comm.rank)
     with pytest.raises(ConfigError, match=r"hook=ErrorFeedback\(Sign\(\)\) does not go with step_in_backward"):
         ddp.DistributedDataParallel(made(), hook=HOOKS["sign"]()).step_in_backward(partial(torch.optim.SGD, lr=0.1))
     match = r"rank 0 was given wire='bf16', and rank 1 hook=ErrorFeedback\(Sign\(\)\): give every rank the same"
@@ -219,6 +221,18 @@ def frozen_and_unfrozen(hook: Hook) -> None:
     layer.weight.requires_grad_(True)
     assert not torch.equal(step(), kept)
     replica.verify_replicas()
+
+
+def hinted(rank: int) -> None:
+    """Between two workers of one machine a hook costs more than it saves, and a run says so once."""
+    for hook, how in ((HOOKS["power"], {}), (lambda: None, {}), (HOOKS["sign"], {"sharded": True})):
+        lines: list[str] = []
+        fitted(hook(), max_steps=21, callbacks=[TrafficHint(lines.append)], **how)
+        if hook is HOOKS["power"]:
+            (line,) = lines
+            assert "PowerSGD" in line and " costs more than it saves here: by the cost model a step takes " in line
+        else:  # a busy machine may wait for long
+            assert len(lines) <= (not how)
 
 
 def used_by_none(hook: Hook) -> None:
