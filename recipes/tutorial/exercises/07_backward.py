@@ -281,6 +281,8 @@ class Backward:
         self._num_launched += 1
         reduction.launched_s = now_s()
         reduction.ready_s = reduction.ready_s or reduction.launched_s
+        if self._wire is not None:
+            reduction.bucket.clear_padding()
         is_last = reduction.bucket is self.layout.buckets[-1]
         self._reduce(reduction, in_background=self.overlap and (not is_last or bool(self._in_flight)))
 
@@ -428,8 +430,9 @@ class Backward:
         """Shows in all gradients what a hook may have hidden on its way, that one was not finite; forgets it."""
         assert self._compression is not None
         self._compression.take_back()
-        for bucket in self.layout.buckets:
-            bucket.gradients.fill_(torch.nan)
+        for slot in self.layout.slots:
+            if slot.view is not None:
+                slot.view.fill_(torch.nan)
 
     def _settle(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> None:
         """Restores the old gradients of parameters that no rank has used; records an error if any went unused."""
@@ -455,3 +458,5 @@ class Backward:
         for slot in slots:
             had = self._kept[slot]
             slot.parameter.grad = had if had is None or slot.view is None else slot.view.copy_(had)
+            if self._compression is not None:
+                self._compression.take_back(slot.name)  # what came of it is thrown away
