@@ -167,7 +167,7 @@ class TimeHooks:
                 link_bytes=method.link_bytes() if self.place.bed is not None else None,
                 encoding_s=method.encoding_s(),
                 foretold_bytes=foretold[name].link_bytes if name in foretold else None,
-                foretold_s=foretold[name].step_s(compute_s) if name in foretold else None,
+                foretold_s=slowest([foretold[name].step_s(compute_s)])[0] if name in foretold else None,
             )
             for name, method in methods.items()
         ]
