@@ -13,6 +13,7 @@ import faulthandler
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -65,9 +66,11 @@ def start_ranks(
 def collect(started: list[tuple[Any, Connection]], *, timeout_s: float = 60.0) -> list[Any]:
     """The ranks' results; a rank's exception or death is its result as a RankFailed."""
     results: list[Any] = []
+    deadline_s = time.monotonic() + timeout_s
     for rank, (process, receiver) in enumerate(started):
-        if not wait([receiver], timeout_s):
+        if not wait([receiver], max(1.0, deadline_s - time.monotonic())):
             results.append(RankFailed(f"rank {rank} did not end within {timeout_s} s"))
+            process.kill()
         else:
             try:
                 ok, value = cloudpickle.loads(receiver.recv_bytes())
