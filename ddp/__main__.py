@@ -250,7 +250,9 @@ def explain_question(questions: Questions) -> None:
     def answer(options: argparse.Namespace) -> str:
         from ddp.launcher import launch, started_by_torchrun
 
-        nbytes, compute_s = parse_size(options.bytes), parse_delay(options.compute)
+        nbytes, compute_s = parse_size(options.bytes), parse_delay(options.compute or "0s")
+        if options.compute and not options.hooks:
+            raise ValueError(f"--compute {options.compute}: goes with --hooks, which says what they make of a step")
         if compute_s is None:
             raise ValueError(f"--compute {options.compute}: want a time, e.g. 250ms")
         if options.workers < 2:
@@ -275,7 +277,7 @@ def explain_question(questions: Questions) -> None:
     parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
     parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
     parser.add_argument("--hooks", action="store_true", help="what every wire format and hook would make of a step")
-    parser.add_argument("--compute", default="0s", metavar="TIME", help="of its forward and backward, e.g. 250ms")
+    parser.add_argument("--compute", metavar="TIME", help="of its forward and backward, e.g. 250ms")
     parser.set_defaults(answer=answer)
 
 

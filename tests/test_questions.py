@@ -85,3 +85,6 @@ def test_explain_hooks_refuses_what_is_no_time(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["explain", "25MB", "--hooks", "--compute", "soon"])
     assert "--compute soon: want a time, e.g. 250ms" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["explain", "25MB", "--compute", "3s"])
+    assert "--compute 3s: goes with --hooks" in capsys.readouterr().err

@@ -29,7 +29,7 @@ OFFERS: Mapping[str, Mapping[str, Any]] = {
 }
 """settings on the command line → keywords of `fit`."""
 
-SIDE = 1024  # rows and columns of the matrices that stand for a model's
+SIDE = 1024  # rows, about, and columns of the matrices that stand for a model's
 BUCKET_MATRICES = 6  # about 25 MB
 
 
@@ -42,8 +42,8 @@ class Gradients(NamedTuple):
     @classmethod
     def of(cls, nbytes: int) -> Gradients:
         """Returns as many matrices as hold about so many bytes of float32."""
-        side = min(SIDE, max(1, math.isqrt(nbytes // 4)))
-        return cls(side, max(1, round(nbytes / (4 * side**2))))
+        num_matrices = max(1, round(nbytes / (4 * SIDE**2)))
+        return cls(max(1, math.isqrt(nbytes // (4 * num_matrices))), num_matrices)
 
     def buckets(self, device: torch.device) -> list[list[nn.Parameter]]:
         """Returns the parameters of each bucket; of memory they take one matrix."""

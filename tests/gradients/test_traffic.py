@@ -75,7 +75,7 @@ def test_a_step_is_as_long_as_its_last_bucket_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "side", "num"), [(4, 1, 1), (100, 5, 1), (4 << 20, 1024, 1), (100 << 20, 1024, 25), (25 << 20, 1024, 6)]
+    ("nbytes", "side", "num"), [(4, 1, 1), (100, 5, 1), (4 << 20, 1024, 1), (100 << 20, 1024, 25), (25 << 20, 1045, 6)]
 )
 def test_gradients_of_a_size_are_matrices(nbytes: int, side: int, num: int) -> None:
     gradients = Gradients.of(nbytes)
