@@ -58,6 +58,11 @@ SAME = {  # what a line may become without being wrong, and why
     "poll(1)": "a millisecond more",
     "is not None or 'schedule' in parts": "a run with a schedule has saved it",
     "is not None or hasattr": "a process always has a number here",
+    "(-1, signs": "a tensor of one dimension",
+    "(-1, where": "a tensor of one dimension",
+    "(-1, positions": "a tensor of one dimension",
+    "parcels[-1].gradient": "gradients of one bucket have one type and one device",
+    "part.stop + part.start": "of one rank a host, the part is everything",
     "everything.kind": "a name that does not exist, in a case that does not occur: all messages have one shape",
 }
 ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
@@ -77,6 +82,9 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "envelope.direction == 'from'": "tensors that are not laid out in one piece",
     "must agree in dtype": "an exercise",
     "consumed == 0": "saves at the end of an epoch",
+    "parcel.is_dense": "tensors that are sent as they are",
+    "super().enter": "hooks inside of others",
+    "_velocity": "momentum",
     "tail = ": "how much of the log is shown",
     "has_ratio = ": "tensors of zeros",
     "weight_decay * weight_norms": "weight decay in the ratio",
@@ -114,11 +122,10 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/groups.py: parameter_groups",
     ],
     "13_less_traffic": [
-        "gradients/error_feedback.py: enter, leave",
+        "gradients/error_feedback.py: enter",
         "gradients/sign.py: encode, add",
-        "gradients/memory.py: commit, room",
+        "gradients/memory.py: commit",
         "gradients/top_k.py: reduce",
-        "gradients/random_k.py: reduce",
     ],
 }
 
