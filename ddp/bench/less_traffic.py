@@ -55,7 +55,7 @@ def ways(num_steps: int) -> dict[str, dict[str, Any]]:
         "sign": {"hook": ErrorFeedback(Sign())},
         "sign, dense start": {"hook": DenseStart(ErrorFeedback(Sign()), fifth)},
         "top-k, 1 %": {"hook": ErrorFeedback(TopK(0.01))},
-        "top-k, 5 %, warm-up": {"hook": ErrorFeedback(TopK(0.05, warmup_steps=half))},
+        "top-k, 10 %, warm-up": {"hook": ErrorFeedback(TopK(0.1, warmup_steps=half))},
         "random-k, 10 %": {"hook": ErrorFeedback(RandomK(0.1))},
         "PowerSGD, rank 4": {"hook": ErrorFeedback(PowerSGD(4))},
         "PowerSGD, rank 8": {"hook": ErrorFeedback(PowerSGD(8))},
@@ -69,7 +69,7 @@ DRAWN = (
     "wire int8",
     "sign, dense start",
     "top-k, 1 %",
-    "top-k, 5 %, warm-up",
+    "top-k, 10 %, warm-up",
     "random-k, 10 %",
     "PowerSGD, rank 8",
 )
