@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -52,11 +53,12 @@ def points(results: Sequence[Result]) -> dict[tuple[str, str], Point]:
 
 def show(found: Mapping[tuple[str, str], Point], ways: Sequence[str]) -> None:
     """Prints the table."""
-    table = Table(title="mean over seeds, and the mean difference to plain of the same seed ± its standard error")
-    table.add_column("way")
+    title = "mean over seeds, and the mean difference to plain of the same seed ± its standard error"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("way", no_wrap=True)
     for job in JOBS:
         table.add_column(TITLES[job], justify="right")
-        table.add_column("÷ plain, %" if job == "gpt" else "− plain, points", justify="right")
+        table.add_column("÷ plain, %" if job == "gpt" else "− plain, points", justify="right", no_wrap=True)
     for way in ways:
         table.add_row(way, *(cell for job in JOBS for cell in _cells(found, job, way)))
     Console().print(table)
@@ -88,7 +90,11 @@ def draw(found: Mapping[tuple[str, str], Point], ways: Sequence[str], picture: P
                 heights = [100 * (1 - score) for score in scores] if job == "digits" else scores
                 how = {"color": "black", "lw": 2.5} if way == PLAIN else {"color": f"C{number - 1}"}
                 axes.plot(steps, heights, label=way, **how)
-        axes.set(title="digits: errors, %" if job == "digits" else TITLES[job], xlabel="steps", yscale="log")
+        axes.set(title=TITLES[job], xlabel="steps")
+        if job == "digits":
+            axes.set(title="digits: errors, %", yscale="log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(alpha=0.3, which="both")
         if axes.lines:
             axes.legend(fontsize=8)
