@@ -15,7 +15,7 @@ All methods train a copy of one model on the same batch, and take turns. Besides
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
     foretold        bytes that this package says leave a host, and what it says of a step (`gradients/traffic.py`),
-                    given the time that a step takes which sends nothing
+                    given the times of a forward and backward that send nothing, and of an update
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 
 Read before: `offers.py`, `step.py`. Read next: `optimizers.py`.
@@ -42,6 +42,7 @@ from ddp.bench.place import HERE, Place
 from ddp.bench.step import Training, make
 from ddp.bench.turns import PROGRESS, Cell, num_repetitions, slowest, take_turns
 from ddp.bench.units import three_digits, written
+from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
 from ddp.drop_in.data_parallel import DistributedDataParallel
@@ -156,7 +157,8 @@ class TimeHooks:
         turns_s = take_turns(turns, self.num_turns)
         plain_s = turns_s.get("plain")
         foretold = {name: method.foretold(comm, **OURS[name]) for name, method in methods.items() if name in OURS}
-        compute_s = next((method.compute_s() for name, method in methods.items() if name in OURS), 0.0)
+        compute_s, update_s = next((method.alone_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
+        steps_s = {name: slowest([traffic.step_s(compute_s) + update_s])[0] for name, traffic in foretold.items()}
         return [
             HookCell(
                 place=self.place.title(comm.world_size, len(comm.hosts)),
@@ -167,7 +169,7 @@ class TimeHooks:
                 link_bytes=method.link_bytes() if self.place.bed is not None else None,
                 encoding_s=method.encoding_s(),
                 foretold_bytes=foretold[name].link_bytes if name in foretold else None,
-                foretold_s=slowest([foretold[name].step_s(compute_s)])[0] if name in foretold else None,
+                foretold_s=steps_s.get(name),
             )
             for name, method in methods.items()
         ]
@@ -199,11 +201,19 @@ class Method(Training):
         """Returns what has left the busiest host in a step."""
         return slowest([self._bytes / self._num_steps])[0]
 
-    def compute_s(self) -> float:
-        """Returns the time of a step that sends nothing. Its gradients are of no use, so it is the last one."""
+    def alone_s(self) -> tuple[float, float]:
+        """Returns the times of a forward and backward that send nothing, and of an update; these are the last ones."""
         assert isinstance(self.replica, DistributedDataParallel)
         with self.replica.no_sync():
-            return slowest([statistics.median(self.steps_s(3))])[0]
+            step_s = statistics.median(self.steps_s(3))
+        updates_s = []
+        for _ in range(3):
+            start_s = now_s()
+            self._optimizer.step()
+            updates_s.append(now_s() - start_s)
+        update_s = statistics.median(updates_s)
+        compute_s, update_s = slowest([step_s - update_s, update_s])
+        return compute_s, update_s
 
     def foretold(self, comm: Communicator, **how: Any) -> Traffic:
         """Returns what such a step sends and costs. Collective."""

@@ -71,7 +71,11 @@ class Traffic:
         return sum(cost.network_s for cost in self.buckets)
 
     def step_s(self, compute_s: float) -> float:
-        """Returns the seconds of a step that computes for so long, on cores that have to encode, too."""
+        """Returns the seconds until all gradients have arrived, on cores that have to encode, too.
+
+        Args:
+            compute_s: of a forward and backward.
+        """
         backward_s, all_bytes = (1 - FORWARD) * compute_s, sum(cost.nbytes for cost in self.buckets)
         made = encoded_s = end_s = 0.0
         for cost in self.buckets:
@@ -115,7 +119,7 @@ def _cost(comm: Communicator, parameters: Sequence[nn.Parameter], hook: Hook | N
     else:
         compression = Compression(hook, comm, [(slot.name, slot.parameter) for slot in slots])
         compression.num_steps = LATE
-        for _ in range(2):  # the first one warms up
+        for _ in range(3):  # the first ones make room for what the hook keeps, and for that of the step before
             encoding_s = rehearsal.encoding_s(compression, bucket)
     num_hosts, link_bytes, network_s = comm.carriers.num_hosts, 0.0, 0.0
     for note in rehearsal.notes:
