@@ -15,7 +15,7 @@ All methods train a copy of one model on the same batch, and take turns. Besides
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
     foretold        bytes that this package says leave a host, and what it says of a step (`gradients/traffic.py`),
-                    given the times of a forward and backward that send nothing, and of an update
+                    given what forward, backward and update take without the waiting
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 
 Read before: `offers.py`, `step.py`. Read next: `optimizers.py`.
@@ -157,7 +157,7 @@ class TimeHooks:
         turns_s = take_turns(turns, self.num_turns)
         plain_s = turns_s.get("plain")
         foretold = {name: method.foretold(comm, **OURS[name]) for name, method in methods.items() if name in OURS}
-        compute_s, update_s = next((method.alone_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
+        compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
         steps_s = {name: slowest([traffic.step_s(compute_s) + update_s])[0] for name, traffic in foretold.items()}
         return [
             HookCell(
@@ -182,6 +182,7 @@ class Method(Training):
         self._set_up(replica, batch)
         self._clocked = Clocked(replica) if isinstance(replica, Replica) and replica.compression else None
         self._bytes, self._num_steps = 0, 0
+        self._busy_s: list[float] = []  # of a step, by turn: without waiting for gradients
 
     def find_pace(self) -> None:
         self.steps_s(WARM_UP_STEPS - 1)
@@ -192,7 +193,9 @@ class Method(Training):
     def turn_s(self, comm: Communicator) -> float:
         comm.barrier()
         before = bytes_sent()
-        took_s = slowest([statistics.median(self.steps_s(self.num_steps))])[0]
+        waited_s, steps_s = self.waited_s(), self.steps_s(self.num_steps)
+        self._busy_s.append((sum(steps_s) - self.waited_s() + waited_s) / self.num_steps)
+        took_s = slowest([statistics.median(steps_s)])[0]
         comm.barrier()
         self._bytes, self._num_steps = self._bytes + bytes_sent() - before, self._num_steps + self.num_steps
         return took_s
@@ -201,18 +204,12 @@ class Method(Training):
         """Returns what has left the busiest host in a step."""
         return slowest([self._bytes / self._num_steps])[0]
 
-    def alone_s(self) -> tuple[float, float]:
-        """Returns the times of a forward and backward that send nothing, and of an update; these are the last ones."""
-        assert isinstance(self.replica, DistributedDataParallel)
-        with self.replica.no_sync():
-            step_s = statistics.median(self.steps_s(3))
-        updates_s = []
-        for _ in range(3):
-            start_s = now_s()
-            self._optimizer.step()
-            updates_s.append(now_s() - start_s)
-        update_s = statistics.median(updates_s)
-        compute_s, update_s = slowest([step_s - update_s, update_s])
+    def parts_s(self) -> tuple[float, float]:
+        """Returns the times of a forward and backward without the waiting, and of an update, which is the last one."""
+        start_s = now_s()
+        self._optimizer.step()
+        update_s = now_s() - start_s
+        compute_s, update_s = slowest([statistics.median(self._busy_s) - update_s, update_s])
         return compute_s, update_s
 
     def foretold(self, comm: Communicator, **how: Any) -> Traffic:

@@ -68,7 +68,7 @@ LEGEND = {
     "method": "how gradients travel (ddp/bench/hooks.py lists the methods)",
     "step": _STEP,
     "plain ÷ step": "median over turns; how many times as fast a step is",
-    "foretold": "a step as the cost model predicts it, from a step that sends nothing and the measured links",
+    "foretold": "a step as the cost model predicts it, from the measured links and what a step takes without waiting",
     "on the link": "MB that leave the busiest host in a step, counted by its network interface",
     "foretold MB": "MB that were to leave it, headers not included",
     "encoding": "ms of processor time of a rank in a step, for encoding and decoding outside of collectives",

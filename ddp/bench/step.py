@@ -236,9 +236,8 @@ class Training:
         return slowest([statistics.median(self.steps_s(self.num_steps))])[0]
 
     def waited_s(self) -> float:
-        """Returns how long all backwards of ours have waited for reductions so far."""
-        assert isinstance(self.replica, DistributedDataParallel)
-        return self.replica.waited.total_s
+        """Returns how long all backwards have waited for reductions so far; 0 if the class is torch's."""
+        return self.replica.waited.total_s if isinstance(self.replica, DistributedDataParallel) else 0.0
 
 
 class Updating(Training):
