@@ -56,11 +56,12 @@ def show(found: Mapping[tuple[str, str], Point], ways: Sequence[str]) -> None:
     title = "mean over seeds, and the mean difference to plain of the same seed ± its standard error"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("way", no_wrap=True)
-    for job in JOBS:
+    jobs = [job for job in JOBS if any(job == of_point for of_point, _ in found)]
+    for job in jobs:
         table.add_column(TITLES[job], justify="right")
         table.add_column("÷ plain, %" if job == "gpt" else "− plain, points", justify="right", no_wrap=True)
     for way in ways:
-        table.add_row(way, *(cell for job in JOBS for cell in _cells(found, job, way)))
+        table.add_row(way, *(cell for job in jobs for cell in _cells(found, job, way)))
     Console().print(table)
 
 
@@ -76,8 +77,8 @@ def _cells(found: Mapping[tuple[str, str], Point], job: str, way: str) -> tuple[
         return shown, ""
     scale = 100 if percent else 100 / statistics.fmean(plain.scores)
     differences = [scale * difference for difference in point.differences]
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    return shown, f"{statistics.fmean(differences):+.2f} ± {error:.2f}"
+    error = f" ± {statistics.stdev(differences) / len(differences) ** 0.5:.2f}" if len(differences) > 1 else ""
+    return shown, f"{statistics.fmean(differences):+.2f}{error}"
 
 
 def draw(found: Mapping[tuple[str, str], Point], ways: Sequence[str], picture: Path) -> None:
