@@ -60,7 +60,8 @@ class BucketedDataParallel(Replica):
         first_bucket_mb: the size for bucket 0, which is launched first; 1 by default.
         overlap: reduce in the background of backward; by default, only where that is faster (`backward.py`, note
             "foreground").
-        wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`comm/wire_format.py`).
+        wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
+            (`comm/wire_format.py`). "fp32": those of a narrower type are added up as float32.
         hook: sends less than all of the gradients between hosts (`gradients/hook.py`); the replica takes a copy.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's.
         comm: the ranks that take part; all by default.

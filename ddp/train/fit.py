@@ -158,7 +158,8 @@ def fit(
             "bf16_pure" for bfloat16 parameters with float32 master weights (`ddp/precision/master.py`).
         sharded: each rank updates a slice of the parameters, and holds the optimizer's state of that alone
             (`ddp/replica/sharded.py`).
-        wire: "bf16", "fp16" or "int8": the format in which gradients travel between hosts (`ddp/comm/wire_format.py`).
+        wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
+            (`ddp/comm/wire_format.py`). "fp32", for precision="bf16_pure": they are added up as float32.
         hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
         num_shards, micro_size: number of parts of a batch, and largest number of samples per forward; larger shares are
             accumulated (`TrainSampler`).
