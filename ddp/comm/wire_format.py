@@ -3,7 +3,7 @@
     bf16    float32's range, 8 bits of precision                         2 bytes a number
     fp16    11 bits of precision, from 6e-8 to 65504                     2 bytes a number
     int8    whole numbers up to 127, and a scale for every block         1 byte a number, and 4 a block
-    int8_stochastic    the same, rounded up or down by chance, so that the mean over many steps is right
+    int8_stochastic    the same, rounded up or down by chance, so that the mean over many different blocks is right
     fp32    no narrower than float32: tensors of a narrower type are made float32, and added up so
 
 Sums stay wide: what arrives is widened, and then added. So a number is rounded once for each hop that it makes.
