@@ -56,7 +56,7 @@ def show(found: Mapping[tuple[str, str], Point], ways: Sequence[str]) -> None:
     title = "mean over seeds, and the mean difference to plain of the same seed ± its standard error"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("way", no_wrap=True)
-    jobs = [job for job in JOBS if any(job == of_point for of_point, _ in found)]
+    jobs = [job for job in JOBS if any((job, way) in found for way in ways)]
     for job in jobs:
         table.add_column(TITLES[job], justify="right")
         table.add_column("÷ plain, %" if job == "gpt" else "− plain, points", justify="right", no_wrap=True)

@@ -29,7 +29,7 @@ OFFERS: Mapping[str, Mapping[str, Any]] = {
 }
 """settings on the command line → keywords of `fit`."""
 
-SIDE = 1024  # rows, about, and columns of the matrices that stand for a model's
+SIDE = 1024  # about so many rows and columns have the matrices that stand for a model's
 BUCKET_MATRICES = 6  # about 25 MB
 
 
