@@ -70,11 +70,11 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
     from ddp.comm.setup import init as init
     from ddp.comm.setup import shutdown as shutdown
-    from ddp.data.batch_sizes import BatchWarmup as BatchWarmup
     from ddp.data.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.sampler import TrainSampler as TrainSampler
     from ddp.data.splits import Splits as Splits
+    from ddp.data.steps import BatchWarmup as BatchWarmup
     from ddp.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.errors import PeerLost as PeerLost
     from ddp.gradients.totals import Totals as Totals
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from ddp.trained import load as load
 
 _HOMES = {
-    "BatchWarmup": "ddp.data.batch_sizes",
+    "BatchWarmup": "ddp.data.steps",
     "BucketedDataParallel": "ddp.replica.bucketed",
     "Callback": "ddp.train.callbacks",
     "Classification": "ddp.tasks.classification",

@@ -2,7 +2,7 @@
 
 What one setting makes of another, as a batch does of the rate, is said here once.
 
-Read before: `components.py`, `optim/schedules.py`, `data/batch_sizes.py`. Read next: `trained.py`.
+Read before: `components.py`, `optim/schedules.py`, `data/steps.py`. Read next: `trained.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddp import config as settings
 from ddp.config import Config
-from ddp.data.batch_sizes import BatchSizes, BatchWarmup
+from ddp.data.steps import BatchSizes, BatchWarmup
 from ddp.errors import ConfigError
 from ddp.optim import schedules
 from ddp.optim.groups import parameter_groups

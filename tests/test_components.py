@@ -12,7 +12,7 @@ from ddp.components import load_data, make_model, make_model_without_memory, mak
 from ddp.config import CHOICES
 from ddp.config_checks import resolve
 from ddp.config_reader import from_plain
-from ddp.data.batch_sizes import BatchWarmup
+from ddp.data.steps import BatchWarmup
 from ddp.errors import ConfigError
 from ddp.optim.lamb import PRESETS
 from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS

@@ -91,7 +91,9 @@ class TrainLoader:
         # One sequence of plans has two readers: the loader, which runs ahead, and the caller's steps.
         plans, ahead = tee(self.sampler.plans())
         seed = self.sampler.state.seed
-        self._requests.source = (_Request(seed, plan.epoch, micro.indices) for plan in ahead for micro in plan.micros)
+        self._requests.source = (
+            _Request(seed, plan.epoch, tuple(micro.indices)) for plan in ahead for micro in plan.micros
+        )
         batches = iter(self._loader)
         for plan in plans:
             micros = islice(batches, len(plan.micros))
@@ -133,9 +135,7 @@ def evaluation_loader(
     share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     requests = [_Request(0, 0, tuple(run)) for run in runs]
-    return _data_loader(
-        dataset, requests, collate=collate, num_workers=num_workers, pin_memory=False, persistent=False
-    )
+    return _data_loader(dataset, requests, collate=collate, num_workers=num_workers, pin_memory=False, persistent=False)
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side

@@ -2,7 +2,7 @@
 
     stream           keyed by                      draws
     "init"           (seed)                        the model's first weights, equal on every rank
-    "order"          (seed, epoch)                 the epoch's permutation (`TrainSampler`)
+    "order"          (seed, epoch)                 the epoch's order (`orders.py`)
     "augmentation"   (seed, epoch, sample index)   a sample's random transforms, in whichever process fetches it
     "dropout"        (seed, step, shard, part)     the noise of one micro-batch's forward and backward
 
@@ -13,7 +13,7 @@ A key becomes a seed through BLAKE2b (RFC 7693) of its unambiguous text, cut to 
 process and version, and unrelated for neighbouring keys (seed + epoch + index would collide). That takes about 3 us,
 seeding the generators another 8 us. `torch.manual_seed` would take 160 us, because it also visits every other backend.
 
-Read before: `drop_in/data_parallel.py`. Read next: `batch_sizes.py`.
+Read before: `drop_in/data_parallel.py`. Read next: `permutation.py`.
 """
 
 from __future__ import annotations
@@ -83,11 +83,6 @@ def preserved() -> Iterator[None]:
 def init_stream(seed: int, *, device: torch.device | str) -> None:
     """Seeds the generators for building a model, so that every rank draws the same weights."""
     seed_generators(stream_seed(seed, "init"), device=device)
-
-
-def order_generator(seed: int, epoch: int) -> torch.Generator:
-    """Returns a generator of its own for the permutation of one epoch."""
-    return torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
 
 
 def augmentation_stream(seed: int, epoch: int, index: int) -> None:

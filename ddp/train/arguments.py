@@ -257,7 +257,7 @@ def settings_of(
             {"class": kind, **{key: repr(value) for key, value in group.items() if key not in hidden}}
             for group in groups
         ],
-        "global_batch": list(batch) if (batch := sampler.sizes.batch).num_samples else batch.last,
+        "global_batch": sampler.sizes.setting,
         "num_shards": sampler.num_shards,
         "micro_size": sampler.micro_size,
         "seed": sampler.state.seed,

@@ -32,10 +32,10 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
 from ddp.comm.wire_format import WireName
-from ddp.data.batch_sizes import BatchWarmup
 from ddp.data.loader import Collate
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, source_of
+from ddp.data.steps import BatchWarmup
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.files import json_object
 from ddp.gradients.hook import Hook
@@ -387,12 +387,10 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     way = f", all-reduce: {comm.auto.describe()}" if comm.world_size > 1 else ""
     if state.model.compression is not None:
         way += f", hook: {state.model.compression.hook!r}"
-    first, last, num_samples = sampler.sizes.batch
-    size = f"{last}" if first == last else f"{first}, growing to {last} over {num_samples:,} samples,"
     return [
         f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
         f"{type(state.model).__name__}{way}",
-        f"global batch {size} in {counted(sampler.num_shards, 'shard')}; worker 0: "
+        f"global batch {sampler.sizes.in_words()} in {counted(sampler.num_shards, 'shard')}; worker 0: "
         f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
         f"{base_rates(state.optimizer)[0]:g}",
         f"{counted(sampler.length, 'training sample')}, {counted(sampler.num_steps_per_epoch, 'step')} per epoch, "

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import product, zip_longest
+from itertools import product
 from types import ModuleType
 from typing import NamedTuple
 
-from ddp.data.sampler import Micro, StepPlan, TrainSampler
+from ddp.data.orders import Fixed
+from ddp.data.sampler import Micro, StepPlan
 from ddp.tutorial.mistake import Mistake, raised
 from ddp.wording import counted
 
@@ -44,22 +45,6 @@ def sampler(module: ModuleType, sizes: Sequence[int] = range(1, 9)) -> Iterator[
         if world_size <= num_shards:
             _try(module, Cut(world_size, num_shards, 2))
     yield "8 and 12 shards: the parts of a step are the same with any number of ranks"
-    for world_size in sizes:
-        _compare(module, Cut(world_size, 8, 2))
-    yield "a shuffled epoch: the samples of every part, and their order, are the library's"
-
-
-def _compare(module: ModuleType, cut: Cut) -> None:
-    """Raises Mistake unless the parts of a shuffled epoch are those of the library, whatever they are made of."""
-    for rank in range(cut.world_size):
-        numbers = {"global_batch": GLOBAL_BATCH, "rank": rank, "seed": 3, **cut._asdict()}
-        found, expected = (list(kind(LENGTH, **numbers).plans()) for kind in (module.TrainSampler, TrainSampler))
-        for mine, theirs in zip(found, expected, strict=True):
-            for part, wanted in zip_longest(mine.micros, theirs.micros):
-                if repr(part) != repr(wanted):
-                    where = f"{cut}, shuffled, rank {rank}, a step from {mine.position} on"
-                    hint = "a part is Micro(shard, part, a tuple of the samples), in the order in which `step` has them"
-                    raise Mistake(where, f"it has {part}, expected {wanted}", hint)
 
 
 def _try(module: ModuleType, cut: Cut) -> None:
@@ -67,13 +52,12 @@ def _try(module: ModuleType, cut: Cut) -> None:
     plans = []
     for rank in range(cut.world_size):
         written = module.TrainSampler(
-            LENGTH,
+            Fixed(LENGTH),
             global_batch=GLOBAL_BATCH,
             rank=rank,
             world_size=cut.world_size,
             num_shards=cut.num_shards,
             micro_size=cut.micro_size,
-            shuffle=False,
         )
         try:
             plans.append(list(written.plans()))
@@ -84,7 +68,8 @@ def _try(module: ModuleType, cut: Cut) -> None:
         for step in zip(*plans, strict=True):
             _check(cut, step)
     except (TypeError, AttributeError) as error:  # what was yielded is no Micro of whole numbers
-        raise Mistake(str(cut), f"a part is not as it should be: {error}", "yield Micro(shard, part, tuple)") from None
+        hint = "yield Micro(shard, part, positions)"
+        raise Mistake(str(cut), f"a part is not as it should be: {error}", hint) from None
 
 
 def _check(cut: Cut, plans: Sequence[StepPlan]) -> None:
@@ -112,7 +97,7 @@ def _check_samples(step: str, plans: Sequence[StepPlan], samples: range) -> None
     ranks = {index: [str(rank) for rank, other in places if other == index] for index in count}
     for index in sorted(count):
         if index not in samples:
-            hint = "yield the samples, which are the values in `step`, not their positions in it"
+            hint = "yield the positions, which are the values in `step`, not their places in it"
             raise Mistake(step, f"sample {index} on rank {ranks[index][0]} does not belong to this step", hint)
         if count[index] > 1:
             last = plans[int(ranks[index][-1])]

@@ -96,13 +96,14 @@ def test_steps_broken_off_and_epochs_abandoned(num_workers):
         if number == 4:
             break
     assert loader.sampler.state == SamplerState(3, 0, 25)
-    loader.sampler.load_state_dict({"seed": 8, "epoch": 2, "consumed": 10})  # the seed travels with the request
+    there = {"seed": 8, "epoch": 2, "consumed": 10, "order": "permutation"}
+    loader.sampler.load_state_dict(there)  # the seed travels with the request
     rows = []
     for plan, micros in loader.epoch():
         assert plan.position == 10 + len(rows)
         rows += [row for batch in micros for row in batch["rows"].tolist()]
     other = sampler_of(length=40)
-    other.load_state_dict({"seed": 8, "epoch": 2, "consumed": 10})
+    other.load_state_dict(there)
     assert rows == [index for plan in other.plans() for micro in plan.micros for index in micro.indices]
     loader.close()
     loader.close()

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from ddp.data.distributed_sampler import DistributedSampler
+from ddp.data.orders import Fixed, Order, Permutation
 from ddp.data.sampler import EvaluationSampler, SamplerState, StepPlan, TrainSampler
 from ddp.errors import ConfigError
 
@@ -170,7 +171,7 @@ def test_impossible_ranks(make, world_size, rank):
 # -------------------------------------------------------------------------------------------------------- TrainSampler
 
 
-def team(length: int, world_size: int, **options) -> list[TrainSampler]:
+def team(length: int | Order, world_size: int, **options) -> list[TrainSampler]:
     return [TrainSampler(length, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
@@ -198,14 +199,15 @@ def train(samplers: list[TrainSampler], num_steps: int) -> list[list[int]]:
 @pytest.mark.parametrize("length", [1, 5, 8, 61])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_sample_once_per_epoch_and_the_same_steps_at_every_world_size(world_size, length, shuffle):
-    options = {"global_batch": 9, "num_shards": 8, "seed": 5, "shuffle": shuffle}
-    samplers = team(length, world_size, **options)
+    options = {"global_batch": 9, "num_shards": 8, "seed": 5}
+    order = Permutation(length) if shuffle else Fixed(length)
+    samplers = team(order, world_size, **options)
     per_epoch = samplers[0].num_steps_per_epoch
     steps = train(samplers, 3 * per_epoch)
     epochs = [list(chain.from_iterable(steps[i * per_epoch : (i + 1) * per_epoch])) for i in range(3)]
     assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
     assert samplers[0].state == SamplerState(5, 3, 0)
-    assert steps == train(team(length, 1, **options), 3 * per_epoch)
+    assert steps == train(team(order, 1, **options), 3 * per_epoch)
     if shuffle and length == 61:
         assert epochs[0] != epochs[1] != epochs[2]
 
@@ -242,7 +244,7 @@ def test_micro_batches_are_the_same_at_every_world_size(world_size, more_shards,
 
 
 def test_the_picture_of_the_module():
-    samplers = team(10, 2, global_batch=10, num_shards=4, micro_size=2, shuffle=False)
+    samplers = team(Fixed(10), 2, global_batch=10, num_shards=4, micro_size=2)
     parts = [[(micro.shard, micro.indices) for micro in next(sampler.plans()).micros] for sampler in samplers]
     assert parts[0] == [(0, (0, 1)), (1, (2,)), (1, (3, 4))]
     assert parts[1] == [(2, (5, 6)), (3, (7,)), (3, (8, 9))]
@@ -277,7 +279,7 @@ def test_resume_at_other_world_sizes_again_and_again(length, sizes, choice):
             sampler.load_state_dict(state or {"seed": 2, "epoch": 0, "consumed": 0})
         done += train(samplers, choice.draw(st.integers(0, 12 - len(done))))
         state = samplers[-1].state_dict()
-        assert set(state) == {"seed", "epoch", "consumed"}
+        assert state["order"] == "permutation" and set(state) == {"seed", "epoch", "consumed", "order"}
     assert done == expected[: len(done)]
 
 

@@ -14,7 +14,6 @@ from ddp.data.streams import (
     augmentation_stream,
     dropout_stream,
     init_stream,
-    order_generator,
     preserved,
     stream_seed,
 )
@@ -90,7 +89,7 @@ def test_blocks_leave_no_trace():
         with pytest.raises(KeyError), preserved():
             init_stream(5, device="cpu")
             raise KeyError
-        order_generator(1, 2)
+        stream_seed(1, "order", 2)
         assert draw() == expected[1]
 
 

@@ -22,7 +22,7 @@ from mutants import Mutant, mutants, mutated
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp.data.batch_sizes import BatchSizes, BatchWarmup
+from ddp.data.steps import BatchSizes, BatchWarmup
 from ddp.errors import CheckpointError
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.monitor import noise_scale

@@ -148,14 +148,14 @@ def state_of(sampler: TrainSampler, step: int, optimizer: torch.optim.Optimizer 
 @pytest.mark.parametrize(("epoch", "consumed"), [(0, 0), (0, 10), (1, 0), (2, 40), (3, 0), (4, 0)])
 def test_epochs_are_counted_in_samples_whatever_the_batch_was(global_batch: int, epoch: int, consumed: int) -> None:
     sampler = TrainSampler(47, global_batch=global_batch, rank=0, world_size=1)
-    sampler.load_state_dict({"seed": 0, "epoch": epoch, "consumed": consumed})
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "consumed": consumed})
     state = state_of(sampler, step=17)
     left = 0
     while sampler.state.epoch < 3:
         for plan in list(sampler.plans()):
             sampler.commit(plan)
             left += 1
-    sampler.load_state_dict({"seed": 0, "epoch": epoch, "consumed": consumed})
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "consumed": consumed})
     end = max(3 * 47, sampler.position)
     assert end_of_run(state, epochs=3, max_steps=None) == (17 + left, end)
     one_more = sampler.position + next(sampler.plans()).size if left else end
@@ -195,7 +195,7 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
         return state
 
     there = fresh(torch.optim.AdamW, lr=0.1)
-    there.sampler.load_state_dict({"seed": 0, "epoch": 0, "consumed": 10})
+    there.sampler.load_state_dict({**there.sampler.state_dict(), "consumed": 10})
     save_checkpoint(store, there, identity={})
     refusals: list[tuple[TrainState, type[Exception], str]] = [
         (apart(), CheckpointError, r"parameter groups of \[2\] parameters, this optimizer has groups of \[1, 1\]"),

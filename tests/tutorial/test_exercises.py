@@ -104,7 +104,7 @@ def hole_mutants(number: str, module: ModuleType) -> Iterator[tuple[FunctionType
 
 SAME = {  # a part of what a line becomes, and why that is right all the same
     "03": {"if rank <= peer": "never are they equal"},
-    "08": {"max(2, len(indices))": "a shard of one sample is one part, and one without any is none"},
+    "08": {"max(2, len(mine))": "a shard of one sample is one part, and one without any is none"},
 }
 
 
@@ -284,15 +284,12 @@ TYPICAL = {
     ),
     "sampler: samples twice": Typical(
         "08",
-        "num_shards].tolist()",
-        "num_shards + 1].tolist()",
+        "// num_shards]\n",
+        "// num_shards + 1]\n",
         "sample 5 is there twice, on ranks 0 and 1\nhint: neighbours share a border",
     ),
-    "sampler: the samples are put in order": Typical(
-        "08",
-        "num_shards].tolist()",
-        "num_shards].sort().values.tolist()",
-        "shuffled, rank 0, a step from 20 on: it has Micro(shard=7",
+    "sampler: the samples are turned round": Typical(
+        "08", SHARE, f"{SHARE}[::-1]", "shard 0 has samples [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], expected"
     ),
     "sampler: the tail is dropped": Typical(
         "08",
@@ -303,7 +300,7 @@ TYPICAL = {
     "sampler: the tail is padded": Typical(
         "08",
         SHARE,
-        "torch.cat([step, step])[shard * -(-size // num_shards) : (shard + 1) * -(-size // num_shards)]",
+        "[*step, *step][shard * -(-size // num_shards) : (shard + 1) * -(-size // num_shards)]",
         "hint: nothing is padded",
     ),
     "sampler: the last rank has the rest": Typical(
@@ -316,10 +313,10 @@ TYPICAL = {
         "08", SHARE, "step[shard::num_shards]", "shard 0 has samples [0, 2, 4, 6, 8], expected "
     ),
     "sampler: positions": Typical(
-        "08", "tuple(indices[begin:stop])", "tuple(range(begin, stop))", "hint: yield the samples, which are the values"
+        "08", "mine[begin:stop]", "tuple(range(begin, stop))", "hint: yield the positions, which are the values"
     ),
     "sampler: parts without samples": Typical(
-        "08", "math.ceil(len(indices) / (", "max(1, len(indices) // (", "has a part without samples"
+        "08", "math.ceil(len(mine) / (", "max(1, len(mine) // (", "has a part without samples"
     ),
     "sampler: parts too large": Typical(
         "08", "num_parts = math.ceil(", "num_parts = int(", "parts have at most micro_size="

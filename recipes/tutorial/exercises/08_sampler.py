@@ -11,11 +11,11 @@ Samplers say which samples a rank reads, in which order. Their state is three nu
     EvaluationSampler    each sample exactly once over all ranks, one contiguous run per rank
 
 The state is (seed, epoch, consumed), and `consumed` counts *global* samples of the epoch. No rank occurs in it, so it
-is O(1), equal on all ranks, and valid at any other world size.
+is O(1), equal on all ranks, and valid at any other world size. A saved state also names the order that it belongs to.
 
 TrainSampler cuts an epoch like this (B = 10 samples a step, V = 4 shards, W = 2 workers, micro-batches of at most 2):
 
-    permutation   |............ consumed ............|  0  1  2  3  4  5  6  7  8  9  |.......
+    order         |............ consumed ............|  0  1  2  3  4  5  6  7  8  9  |.......
     shards        boundary i at position i*B//V         0  1 |2  3  4 |5  6 |7  8  9 |
     workers       boundary r at shard r*V//W            rank 0        |rank 1        |
     micro-batches parts of one shard, evenly            01   |2  34   |56   |7  89   |
@@ -28,25 +28,27 @@ more than another, so that shares differ by at most one shard and one sample.
 Shards depend on V alone, and micro-batches on their shard alone. So a step's parts, and the random streams keyed by
 them, are the same at every world size.
 
-Cost: one permutation per epoch (8 bytes a sample); a step costs its own indices.
+Cost: a rank looks up its own samples only, some thousand at a time; no list of all samples exists.
 
-Read before: `batch_sizes.py`. Read next: `distributed_sampler.py`.
+Read before: `steps.py`, `sharding.py`. Read next: `distributed_sampler.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import Sampler
 
-from ddp.data.batch_sizes import BatchSizes, BatchWarmup
-from ddp.data.streams import order_generator
+from ddp.data.orders import Order, Permutation
+from ddp.data.permutation import indices
+from ddp.data.steps import BatchSizes, BatchWarmup, Steps
 from ddp.errors import ConfigError
+
+_LOOKED_UP = 4096  # samples that are looked up together
 
 
 class SamplerState(NamedTuple):
@@ -62,7 +64,7 @@ class Micro(NamedTuple):
 
     shard: int
     part: int
-    indices: tuple[int, ...]  # never empty
+    indices: Sequence[int]  # never empty
 
 
 class StepPlan(NamedTuple):
@@ -75,7 +77,7 @@ class StepPlan(NamedTuple):
 
 
 class TrainSampler:
-    """Plans steps of a global batch over an epoch's permutation, without padding or dropping samples.
+    """Plans steps of a global batch over an epoch's order, without padding or dropping samples.
 
     The last step of an epoch may be smaller, and a rank may then have no sample at all.
 
@@ -86,13 +88,13 @@ class TrainSampler:
             sampler.commit(plan)
 
     Args:
-        length: number of samples of the data set.
+        order: says which samples an epoch reads, in which order; or a number of samples, for a `Permutation` of them.
         global_batch: samples per step of all ranks together, at least `world_size`; or how they grow.
         rank, world_size: whose share to plan.
         num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
             is a multiple of the world size, shares differ by at most one sample.
         micro_size: most samples in one forward; None for whole shards.
-        seed, shuffle: of the order.
+        seed: of the order.
 
     Raises:
         ConfigError: an argument cannot work; the message says which one, and the remedy.
@@ -100,7 +102,7 @@ class TrainSampler:
 
     def __init__(
         self,
-        length: int,
+        order: Order | int,
         *,
         global_batch: int | BatchWarmup,
         rank: int,
@@ -108,13 +110,14 @@ class TrainSampler:
         num_shards: int | None = None,
         micro_size: int | None = None,
         seed: int = 0,
-        shuffle: bool = True,
     ) -> None:
         num_shards = world_size if num_shards is None else num_shards
+        order = order if isinstance(order, Order) else Permutation(order)
+        length = order.length
         if length < 1:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
         replicas(world_size, rank)
-        self.sizes = BatchSizes(length, global_batch)
+        self.sizes: Steps = BatchSizes(length, global_batch)
         smallest = self.sizes.batch.first
         if smallest < world_size:
             raise ConfigError(
@@ -133,11 +136,10 @@ class TrainSampler:
             )
         if micro_size is not None and micro_size < 1:
             raise ConfigError(f"micro_size must be at least 1, got {micro_size}; leave it out for whole shards")
-        self.length, self.global_batch = length, self.sizes.batch.last
+        self.order, self.length, self.global_batch = order, length, self.sizes.usual
         self.num_shards, self.micro_size = num_shards, micro_size
-        self.rank, self.world_size, self.shuffle = rank, world_size, shuffle
+        self.rank, self.world_size = rank, world_size
         self._state = SamplerState(seed, epoch=0, consumed=0)
-        self._ordered: tuple[tuple[int, int], Tensor] | None = None  # ((seed, epoch), permutation [length])
 
     @property
     def num_steps_per_epoch(self) -> int:
@@ -159,31 +161,32 @@ class TrainSampler:
         return self._plans_from(self._state)  # the state at this call, not at the first next()
 
     def _plans_from(self, state: SamplerState) -> Iterator[StepPlan]:
-        order = self._order(state.seed, state.epoch)
-        position = state.consumed
-        while position < self.length:
-            size = self.sizes.size_at(state.epoch * self.length + position)
-            step = order[position : position + size]
-            yield StepPlan(state.epoch, position, size, tuple(self._micros(step)))
-            position += size
+        steps = self._steps_from(state)
+        while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
+            micros = [list(self._micros(step)) for step in ahead]
+            positions = indices(position for those in micros for micro in those for position in micro.indices)
+            samples = iter(self.order.samples(positions, seed=state.seed, epoch=state.epoch).tolist())
+            for step, those in zip(ahead, micros, strict=True):
+                found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.indices)))) for micro in those)
+                yield StepPlan(state.epoch, step.start, len(step), found)
 
-    def _order(self, seed: int, epoch: int) -> Tensor:
-        """Returns the samples of an epoch in the order of training, [length]."""
-        if self._ordered is None or self._ordered[0] != (seed, epoch):
-            generator = order_generator(seed, epoch)
-            order = torch.randperm(self.length, generator=generator) if self.shuffle else torch.arange(self.length)
-            self._ordered = (seed, epoch), order
-        return self._ordered[1]
+    def _steps_from(self, state: SamplerState) -> Iterator[range]:
+        """Yields the positions of each step from a state to the end of its epoch."""
+        begin = state.consumed
+        while begin < self.length:
+            end = begin + self.sizes.size_at(state.epoch * self.length + begin)
+            yield range(begin, end)
+            begin = end
 
-    def _micros(self, step: Tensor) -> Iterator[Micro]:
-        """Yields this rank's parts of the samples of a step, [size]."""
+    def _micros(self, step: Sequence[int]) -> Iterator[Micro]:
+        """Yields this rank's parts of a step, with positions, which `step` has, in the place of samples."""
         # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
         raise NotImplementedError("_micros")
         yield  # keeps this a generator
 
     def num_micros(self, size: int) -> int:
         """Returns this rank's number of micro-batches in a step of so many samples."""
-        return sum(1 for _ in self._micros(torch.arange(size)))
+        return sum(1 for _ in self._micros(range(size)))
 
     def commit(self, plan: StepPlan) -> None:
         """Moves the state past a step that has happened, at the end of an epoch to the beginning of the next one.
@@ -202,17 +205,25 @@ class TrainSampler:
         if consumed >= self.length:
             self._state = SamplerState(seed, epoch + 1, 0)
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns {seed, epoch, consumed}: equal on all ranks, and valid at any world size, batch or num_shards."""
-        return self._state._asdict()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns {seed, epoch, consumed, order}: equal on all ranks, and valid at any world size."""
+        return {**self._state._asdict(), "order": self.order.in_words()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, with its seed.
 
         Raises:
-            ConfigError: a field is missing, or the position lies outside this data set.
+            ConfigError: a field is missing, the position lies outside this data set, or in an epoch of another order.
         """
-        self._state = read_state(state, length=self.length)
+        loaded, mine = read_state(state, length=self.length), self.order.in_words()
+        saved = state.get("order", "a torch.randperm of an earlier version")
+        if loaded.consumed and saved != mine:
+            raise ConfigError(
+                f"the state is one after {loaded.consumed} of {self.length} samples of an epoch whose order was "
+                f"{saved}, and this order is {mine}, so that samples would be read twice or never: give back that "
+                "order, its sharding, shards and batch, or go on from the end of an epoch"
+            )
+        self._state = loaded
 
 
 class EvaluationSampler(Sampler[int]):

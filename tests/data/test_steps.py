@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp.data.batch_sizes import BatchSizes, BatchWarmup
 from ddp.data.sampler import TrainSampler
+from ddp.data.steps import BatchSizes, BatchWarmup
 from ddp.errors import ConfigError
 
 warmups = st.builds(

@@ -1,17 +1,18 @@
-"""Sizes of steps: how many samples a step takes is a function of the run's position alone.
+"""Steps: where one begins and how many samples it takes is a function of the run's position alone.
 
 The position is the number of samples that all ranks together have trained on since the run began. An epoch ends with a
 smaller step if the batch does not divide it. A *batch warm-up* begins with smaller batches: early gradients differ so
 little from their mean that large batches would be wasted on them (arXiv 1812.06162). Since nothing but the
 position counts, a loader may plan ahead, and a resumed run goes on exactly.
 
-Read before: `streams.py`. Read next: `sampler.py`.
+Read before: `orders.py`. Read next: `lanes.py`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 from ddp.errors import ConfigError
 
@@ -35,11 +36,63 @@ class BatchWarmup(NamedTuple):
         return wanted // self.first * self.first
 
 
-class BatchSizes:
-    """The steps of a run over a data set.
+class Steps(ABC):
+    """The steps of a run.
+
+    Attributes:
+        length: positions of an epoch.
+    """
+
+    length: int
+
+    @abstractmethod
+    def size_at(self, position: int) -> int:
+        """Returns the size of the step that begins after `position` samples of the run."""
+
+    @abstractmethod
+    def num_steps(self, begin: int, end: int) -> int:
+        """Returns the number of steps that lead from one position to another, or just beyond it."""
+
+    @abstractmethod
+    def after(self, begin: int, num_steps: int) -> int:
+        """Returns the position after some steps."""
+
+    @abstractmethod
+    def all(self) -> set[int]:
+        """Returns the sizes that the steps of a run may have."""
+
+    @abstractmethod
+    def in_words(self) -> str:
+        """Returns how large a step is."""
+
+    @property
+    @abstractmethod
+    def usual(self) -> int:
+        """Returns the samples of a step, but for exceptions: the global batch."""
+
+    @property
+    @abstractmethod
+    def setting(self) -> Any:
+        """Returns what the sizes follow from, as JSON can hold it."""
+
+    def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
+        """Returns the steps that are left after `begin` samples, and the position after them.
+
+        Args:
+            epochs: of the whole run; None for no limit.
+            num_steps: most steps from now on; None for no limit.
+        """
+        limits = [] if num_steps is None else [num_steps]
+        if epochs is not None:
+            limits.append(self.num_steps(begin, epochs * self.length))
+        return min(limits), self.after(begin, max(0, min(limits)))
+
+
+class BatchSizes(Steps):
+    """Steps of a number of samples.
 
     Args:
-        length: number of samples of the data set.
+        length: positions of an epoch.
         batch: samples of a step, but for the last one of an epoch.
 
     Raises:
@@ -60,17 +113,20 @@ class BatchSizes:
         """Returns the size of the step that begins after `position` samples of the run."""
         return min(self.batch.size_at(position), self.length - position % self.length)
 
-    def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
-        """Returns the steps that are left after `begin` samples, and the position after them.
+    @property
+    def usual(self) -> int:
+        """Returns the global batch, once it has grown."""
+        return self.batch.last
 
-        Args:
-            epochs: of the whole run; None for no limit.
-            num_steps: most steps from now on; None for no limit.
-        """
-        limits = [] if num_steps is None else [num_steps]
-        if epochs is not None:
-            limits.append(self.num_steps(begin, epochs * self.length))
-        return min(limits), self.after(begin, max(0, min(limits)))
+    @property
+    def setting(self) -> int | list[int]:
+        """Returns the global batch, or how it grows."""
+        return list(self.batch) if self.batch.num_samples else self.batch.last
+
+    def in_words(self) -> str:
+        """Returns the global batch, and how it grows."""
+        first, last, num_samples = self.batch
+        return f"{last}" if first == last else f"{first}, growing to {last} over {num_samples:,} samples,"
 
     def num_steps(self, begin: int, end: int) -> int:
         """Returns the number of steps that lead from one position to another, or just beyond it."""
