@@ -121,7 +121,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("collectives", "gradients", "optim"):
+    if name in ("collectives", "data", "gradients", "optim"):
         return importlib.import_module(f"ddp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}")
@@ -129,4 +129,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "collectives", "gradients", "optim"])
+    return sorted([*_HOMES, "collectives", "data", "gradients", "optim"])

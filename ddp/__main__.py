@@ -53,6 +53,8 @@ examples:
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
   python -m ddp explain 25MB --workers 2
   python -m ddp explain 100MB --hooks --transport-only                 what every hook would save
+  python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
+  python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
 
@@ -84,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     questions.add_parser("train", help="trains a model on this host's workers; its --help lists all settings")
     for add_question in (
         *(draw_question, overlap_question, check_question, simulate_question, explain_question),
-        *(exercise_question, tutorial_question),
+        *(where_question, exercise_question, tutorial_question),
     ):
         add_question(questions)
     if argv[:2] == OVERLAP.split():
@@ -278,6 +280,22 @@ def explain_question(questions: Questions) -> None:
     parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
     parser.add_argument("--hooks", action="store_true", help="what every wire format and hook would make of a step")
     parser.add_argument("--compute", metavar="TIME", help="of its forward and backward, e.g. 250ms")
+    parser.set_defaults(answer=answer)
+
+
+def where_question(questions: Questions) -> None:
+    """Adds `where`: which samples were in a step of a run, or when and by whom was a sample read?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        from ddp.dealing import where
+
+        return where(options.run, step=options.step, sample=options.sample, epoch=options.epoch)
+
+    parser = questions.add_parser("where", help="says which samples a step has, or who reads a sample")
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--step", type=int, help="number of a step, from 1")
+    parser.add_argument("--sample", type=int, help="number of a training sample, from 0")
+    parser.add_argument("--epoch", type=int, help="the epoch in which to look for it, from 0")
     parser.set_defaults(answer=answer)
 
 

@@ -5,7 +5,7 @@
     run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
     finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
 
-Read before: `components.py`, `trained.py`. Read next: `under_torchrun.py`.
+Read before: `components.py`, `dealing.py`, `trained.py`. Read next: `under_torchrun.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ddp.config import Config
 from ddp.config_checks import available_cores
 from ddp.data import standard_library, streams
 from ddp.data.splits import Splits
+from ddp.dealing import check_dealing, dealing
 from ddp.errors import ConfigError
 from ddp.garbage import collect_from_now_on
 from ddp.models.gpt import GPT, generate
@@ -56,6 +57,7 @@ def check(config: Config) -> None:
     components.add_own_algorithm(config, check=True)
     splits = components.load_data(config, download=True)
     components.check_loss(config, splits)
+    check_dealing(config, splits)
     model = components.make_model_without_memory(config, splits)
     optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
@@ -116,7 +118,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = optimization.make_optimizer(config, module)
-    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, len(splits.train))]):
+    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, splits.train)]):
         print("\n".join(notes), flush=True)
     collect_from_now_on()  # the optimizer has imported the last of torch
     fit(
@@ -124,9 +126,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         splits.train,
         optimizer,
         loss=task,
-        global_batch=optimization.batch_of(config, len(splits.train)),
-        num_shards=config.batch.num_shards,
-        micro_size=config.batch.micro_size,
+        **dealing(config, splits),
         epochs=config.epochs,
         max_steps=config.max_steps,
         test_data=splits.test,
@@ -135,10 +135,9 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         evaluation_batch=config.loader.evaluation_batch,
         loader_workers=config.loader.num_workers,
         collate=splits.collate,
-        schedule=optimization.make_schedule(config, len(splits.train)),
+        schedule=optimization.make_schedule(config, splits.train),
         clip_norm=config.clip_norm,
         precision=config.precision,
-        seed=config.seed,
         checkpoint_dir=run_dir,
         checkpoint_every_steps=config.checkpoint.every_steps,
         keep_last=config.checkpoint.keep_last,

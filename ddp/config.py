@@ -37,6 +37,7 @@ Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
 Wire = Literal["none", "bf16", "fp16", "int8", "int8_stochastic", "fp32"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 LrScaling = Literal["none", "linear", "sqrt", "legw"]
 
 
@@ -61,6 +62,18 @@ class Data:
 
     name: str
     root: str = setting("data", "folder that MNIST and CIFAR-10 are downloaded into")
+    order: DataOrder = setting(
+        "auto",
+        "order of an epoch: a permutation; blocks of shuffled files; fixed; weighted, by the weights of the data; "
+        "stratified, by their classes; auto: blocks where files are dealt, else a permutation",
+    )
+    window: int = setting(4096, "samples that data.order=blocks mixes with each other")
+    sharding: str = setting(
+        "auto",
+        "what shards of a batch are cut from: file, sample, full_shuffle, off, or MODULE:NAME of a function (shard, "
+        "number of shards) → samples: docs/data.md; auto: file where there are as many files as shards, else sample",
+    )
+    skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -351,6 +364,9 @@ class Batch:
     )
     warmup_samples: int | None = setting(None, "samples of all workers in which it grows; set this or warmup_epochs")
     warmup_epochs: float | None = setting(None, "the same as epochs")
+    tokens: int | None = setting(
+        None, "most tokens of a step, over all workers, for samples of unequal lengths; null: global_size samples"
+    )
     num_shards: int | None = setting(
         None, "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed"
     )

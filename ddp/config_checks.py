@@ -31,6 +31,8 @@ from ddp.config import (
 )
 from ddp.errors import ConfigError
 
+SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
+
 
 def validate(config: Config) -> None:
     """Checks every value and every pair of values that can contradict. Call it again after changing one.
@@ -62,7 +64,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     schedule = config.schedule
     if all(_lookup(config, f"schedule.warmup_{unit}") is None for unit in WARMUPS):
         schedule.warmup_fraction = 0.05 if isinstance(schedule, Falling) else 0.0
-    names = (config.model.name, config.data.name, config.loss, config.comm.algorithm)
+    names = (config.model.name, config.data.name, config.data.sharding, config.loss, config.comm.algorithm)
     if not any(map(is_address, names)):
         config.run.code = ""
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
@@ -74,6 +76,7 @@ def _problems(config: Config) -> Iterator[str]:
     """Yields one sentence per problem: key=value, what is wrong with it, the remedy."""
     yield from _bound_problems(config)
     yield from _choice_problems(config)
+    yield from _order_problems(config)
     yield from _warmup_problems(config)
     yield from _algorithm_problems(config)
     yield from _cluster_problems(config)
@@ -108,7 +111,8 @@ _AT_LEAST = {
     1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
     "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
     "checkpoint.keep_last evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
-    "data.context data.num_samples model.hidden model.width model.depth model.heads optim.base_batch hook.rank",
+    "data.context data.num_samples data.window batch.tokens model.hidden model.width model.depth model.heads "
+    "optim.base_batch hook.rank",
     2: "data.num_classes",
     1024: "comm.segment_bytes",
 }
@@ -178,6 +182,23 @@ def _choice_problems(config: Config) -> Iterator[str]:
             yield f"schedule.decay_fraction={share:g}: is a share of the run, at most 1"
         case Step(milestones=milestones) if milestones != sorted(milestones) or not all(0 < m < 1 for m in milestones):
             yield f"schedule.milestones={milestones}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
+
+
+def _order_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with the order of samples."""
+    data, batch = config.data, config.batch
+    if data.sharding not in SHARDINGS and not is_address(data.sharding):
+        yield f"data.sharding={data.sharding}: unknown; choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
+    if data.skip_steps and not (len(data.skip_steps) == 2 and 1 <= data.skip_steps[0] <= data.skip_steps[1]):
+        yield f"data.skip_steps={data.skip_steps}: takes the first and the last step, counted from 1, as [4700,4710]"
+    if batch.tokens is None:
+        return
+    if data.order != "auto" or data.sharding not in ("auto", "sample"):
+        yield f"batch.tokens={batch.tokens}: orders samples by itself; leave data.order and data.sharding out"
+    if batch.warmup_size is not None:
+        yield f"batch.tokens={batch.tokens}: contradicts batch.warmup_size={batch.warmup_size}; leave one out"
+    if config.optim.lr_scaling != "none":
+        yield f"batch.tokens={batch.tokens}: says no number of samples for optim.lr_scaling={config.optim.lr_scaling}"
 
 
 def _hook_problems(config: Config) -> Iterator[str]:

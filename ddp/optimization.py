@@ -2,20 +2,23 @@
 
 What one setting makes of another, as a batch does of the rate, is said here once.
 
-Read before: `components.py`, `optim/schedules.py`, `data/steps.py`. Read next: `trained.py`.
+Read before: `components.py`, `optim/schedules.py`, `data/steps.py`. Read next: `dealing.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddp import config as settings
 from ddp.config import Config
-from ddp.data.steps import BatchSizes, BatchWarmup
+from ddp.data.splits import Samples
+from ddp.data.steps import BatchSizes, BatchWarmup, Steps
+from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from ddp.optim import schedules
 from ddp.optim.groups import parameter_groups
@@ -75,51 +78,70 @@ def _layerwise(optim: settings.LayerwiseOptim, module: nn.Module, rate: float, *
     return optimizer
 
 
-def batch_of(config: Config, num_train: int) -> int | BatchWarmup:
-    """Returns the global batch, or how it grows over a data set of so many samples."""
+def batch_of(config: Config, train: Samples) -> int | BatchWarmup | TokenBudget:
+    """Returns the global batch, or how it grows over a data set, or its budget of tokens.
+
+    Raises:
+        ConfigError: the data do not say how long samples are, or one is longer than the budget.
+    """
     first, last = config.batch.warmup_size, config.batch.global_size
+    if config.batch.tokens is not None:
+        return _budget(config, train)
     if first is None:
         return last
-    samples = config.batch.warmup_samples or math.ceil((config.batch.warmup_epochs or 0) * num_train)
+    samples = config.batch.warmup_samples or math.ceil((config.batch.warmup_epochs or 0) * len(train))
     return BatchWarmup(first, last, samples)
 
 
-def warmup_samples(config: Config, num_train: int) -> float:
+def _budget(config: Config, train: Samples) -> TokenBudget:
+    if (lengths := getattr(train, "lengths", None)) is None:
+        raise ConfigError(
+            f"batch.tokens={config.batch.tokens}: data={config.data.name} do not say how long samples are; give the "
+            "data set an attribute `lengths`, one number for each sample, or leave it out"
+        )
+    try:
+        return TokenBudget(cast(int, config.batch.tokens), lengths)
+    except ConfigError as error:
+        raise ConfigError(f"batch.{error}") from error
+
+
+def warmup_samples(config: Config, train: Samples) -> float:
     """Returns in how many samples of all workers the learning rate rises."""
-    schedule, optim, sizes = config.schedule, config.optim, _sizes(config, num_train)
+    schedule, optim, sizes = config.schedule, config.optim, _sizes(config, train)
     if schedule.warmup_steps is not None:
         return sizes.after(0, schedule.warmup_steps)
     times = config.batch.global_size / optim.base_batch if optim.lr_scaling == "legw" else 1
     if schedule.warmup_samples is not None:
         return times * schedule.warmup_samples
     if schedule.warmup_epochs is not None:
-        return times * schedule.warmup_epochs * num_train
+        return times * schedule.warmup_epochs * len(train)
     return times * (schedule.warmup_fraction or 0) * _samples_of_run(config, sizes)
 
 
-def _sizes(config: Config, num_train: int) -> BatchSizes:
-    return BatchSizes(num_train, batch_of(config, num_train))
+def _sizes(config: Config, train: Samples) -> Steps:
+    batch = batch_of(config, train)
+    return batch if isinstance(batch, TokenBudget) else BatchSizes(len(train), batch)
 
 
-def _samples_of_run(config: Config, sizes: BatchSizes) -> int:
+def _samples_of_run(config: Config, sizes: Steps) -> int:
     _, num_samples = sizes.end(0, epochs=config.epochs, num_steps=config.max_steps)
     return num_samples
 
 
-def derived(config: Config, num_train: int) -> list[str]:
+def derived(config: Config, train: Samples) -> list[str]:
     """Returns what follows from the rules for large batches, a line each."""
-    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, num_train)
+    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, train)
     notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
     if rise:
-        sizes = _sizes(config, num_train)
+        sizes = _sizes(config, train)
         steps = counted(sizes.num_steps(0, math.ceil(rise)), "step")
         is_too_long = ": longer than the run" if rise > _samples_of_run(config, sizes) else ""
         notes.append(f"the learning rate rises over {math.ceil(rise):,} samples ({steps}){is_too_long}")
     return notes
 
 
-def make_schedule(config: Config, num_train: int) -> schedules.RateSchedule:
-    """Returns the learning-rate schedule for a data set of so many samples."""
+def make_schedule(config: Config, train: Samples) -> schedules.RateSchedule:
+    """Returns the learning-rate schedule for a data set."""
     schedule = config.schedule
     match schedule:
         case settings.Cosine(final_factor=final_factor):
@@ -132,4 +154,4 @@ def make_schedule(config: Config, num_train: int) -> schedules.RateSchedule:
             factor = schedules.step(milestones=milestones, gamma=gamma)
         case _:
             factor = schedules.constant()
-    return schedules.with_warmup(factor, num_samples=warmup_samples(config, num_train))
+    return schedules.with_warmup(factor, num_samples=warmup_samples(config, train))

@@ -88,7 +88,7 @@ def test_optimizers_that_cannot_be_made(plain: dict[str, Any], says: str) -> Non
 def rises_over(**plain: Any) -> float:
     config = from_plain({"max_steps": None, "epochs": 4, **plain})
     resolve(config)
-    return warmup_samples(config, num_train=1000)
+    return warmup_samples(config, train=range(1000))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_legw_prolongs_the_warm_up_and_keeps_its_steps() -> None:
     in_steps = {"name": "cosine", "warmup_steps": 3}
     assert rises_over(schedule=in_steps) == 192 and rises_over(schedule=in_steps, **legw) == 768
     config = from_plain({**legw, "schedule": {"name": "cosine", "warmup_epochs": 0.192}, "epochs": 4})
-    assert derived(config, num_train=1000) == [
+    assert derived(config, train=range(1000)) == [
         "learning rate 0.008: 0.004 × 2 for this batch",
         "the learning rate rises over 768 samples (3 steps)",
     ]
@@ -128,4 +128,4 @@ def test_legw_prolongs_the_warm_up_and_keeps_its_steps() -> None:
 
 def test_a_growing_batch_is_said_in_samples() -> None:
     config = from_plain({"batch": {"warmup_size": 8, "warmup_epochs": 0.25}})
-    assert batch_of(config, num_train=1000) == BatchWarmup(8, 64, 250)
+    assert batch_of(config, train=range(1000)) == BatchWarmup(8, 64, 250)

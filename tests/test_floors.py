@@ -33,6 +33,7 @@ FLOORS = [
         "build",
         "trained",
         "components",
+        "dealing",
         "optimization",
         "address",
         "config",

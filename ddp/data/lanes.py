@@ -11,7 +11,7 @@ ranks. Shard v begins at position v·B // V of a whole step. The last step takes
 
 Since each step takes as many samples from a lane, the batch must not change inside an epoch.
 
-Read before: `steps.py`. Read next: `sharding.py`.
+Read before: `token_budget.py`. Read next: `sharding.py`.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class TrainLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        if len(dataset) != sampler.length:
+        if len(dataset) != sampler.order.num_samples:
             raise ConfigError(
-                f"the sampler was made for {sampler.length} samples, the data set has {len(dataset)}: "
+                f"the sampler was made for {sampler.order.num_samples} samples, the data set has {len(dataset)}: "
                 "make the sampler with len(dataset)"
             )
         self.sampler = sampler

@@ -23,7 +23,11 @@ from ddp.data.loader import Collate, WholeBatches
 
 
 class Samples(Protocol):
-    """A map-style data set, as `torch.utils.data.DataLoader` takes it."""
+    """A map-style data set, as `torch.utils.data.DataLoader` takes it.
+
+    It may also say more of its samples, by attributes that orders go by: `file_sizes` (samples of each file; those of a
+    file have consecutive indices), `lengths` (tokens of each sample), `weights`, and `targets` (classes).
+    """
 
     def __len__(self) -> int: ...
 

@@ -5,7 +5,7 @@ smaller step if the batch does not divide it. A *batch warm-up* begins with smal
 little from their mean that large batches would be wasted on them (arXiv 1812.06162). Since nothing but the
 position counts, a loader may plan ahead, and a resumed run goes on exactly.
 
-Read before: `orders.py`. Read next: `lanes.py`.
+Read before: `orders.py`. Read next: `token_budget.py`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class Steps(ABC):
     @abstractmethod
     def usual(self) -> int:
         """Returns the samples of a step, but for exceptions: the global batch."""
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        """Returns the number of steps of a whole epoch, once the batch has grown."""
+        return math.ceil(self.length / self.usual)
 
     @property
     @abstractmethod

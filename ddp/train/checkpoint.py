@@ -187,7 +187,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, 
 
 def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     """Returns a run's identity with the size of its data, because a data set may grow where its settings stay."""
-    return _plain({**identity, "training_samples": state.sampler.length})
+    return _plain({**identity, "training_samples": state.sampler.order.num_samples})
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Checkpointer(Callback):
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         if self._every_steps is None:
-            self._due = self._due or state.sampler.state.consumed == 0
+            self._due = self._due or state.sampler.at_epoch_end
         else:
             self._due = self._due or state.step % self._every_steps == 0
 

@@ -33,9 +33,12 @@ from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
 from ddp.comm.wire_format import WireName
 from ddp.data.loader import Collate
-from ddp.data.sampler import TrainSampler
+from ddp.data.orders import Order
+from ddp.data.sampler import TrainSampler, sampler_of
+from ddp.data.sharding import OwnSharding
 from ddp.data.source import Source, source_of
 from ddp.data.steps import BatchWarmup
+from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.files import json_object
 from ddp.gradients.hook import Hook
@@ -84,7 +87,7 @@ def fit(
     *,
     loss: Task | Callable[[Any, Any], Tensor] = NEEDED,
     reduction: Reduction | None = None,
-    global_batch: int | BatchWarmup = NEEDED,
+    global_batch: int | BatchWarmup | TokenBudget = NEEDED,
     epochs: int | None = None,
     max_steps: int | None = None,
     test_data: Any = None,
@@ -93,6 +96,9 @@ def fit(
     evaluation_batch: int = 256,
     collate: Collate | None = None,
     loader_workers: int | None = None,
+    order: Order | None = None,
+    sharding: str | OwnSharding = "auto",
+    skip_steps: tuple[int, int] | None = None,
     schedule: RateSchedule | LRScheduler | None = None,
     schedule_every: Moment | None = None,
     clip_norm: float | None = None,
@@ -142,14 +148,18 @@ def fit(
         loss: a function loss(outputs, targets) → scalar, for data of pairs (inputs, targets); or a `ddp.Task`, such as
             `ddp.Classification()`, for everything else.
         reduction: what a function returns for a batch: the "mean" over its samples (the default) or their "sum".
-        global_batch: samples per optimizer step of all ranks together, any number from the world size up; or a
-            `ddp.BatchWarmup`, which lets it grow.
+        global_batch: samples per optimizer step of all ranks together, any number from the world size up; a
+            `ddp.BatchWarmup`, which lets it grow; or a `ddp.data.TokenBudget`, for samples of unequal lengths.
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
         test_data: held-out samples, as `data`; without them nothing is evaluated and no checkpoint is the best.
         evaluate_every_epochs, evaluate_every_steps: when to evaluate, besides at the end.
         evaluation_batch: samples per rank in one forward of an evaluation.
         collate: makes a batch of a list of samples, in any nested form; None for the DataLoader's, or torch's default.
         loader_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
+        order: says which samples an epoch has where, such as `ddp.data.Weighted(weights)`; None: each once, at random.
+        sharding: "sample", "file", "full_shuffle", "off", or a function (shard, number of shards) → its samples:
+            `ddp/data/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
+        skip_steps: first and last of the steps whose samples are left out, counted from 1.
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's.
         schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
@@ -201,7 +211,7 @@ def fit(
         keep_last=keep_last,
         log_every=log_every,
     )
-    if not isinstance(global_batch, BatchWarmup):
+    if not isinstance(global_batch, (BatchWarmup, TokenBudget)):
         check_numbers(least=1, needed=True, global_batch=global_batch)
         global_batch = int(global_batch)
     check_numbers(least=0, needed=True, seed=seed, noise_scale_every=noise_scale_every)
@@ -239,14 +249,17 @@ def fit(
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
     # 2  the state
-    sampler = TrainSampler(
-        len(source.samples),
+    sampler, dealing = sampler_of(
+        source.samples,
+        order=order,
+        sharding=sharding,
         global_batch=global_batch,
         rank=comm.rank,
         world_size=comm.world_size,
         num_shards=num_shards,
         micro_size=micro_size,
         seed=seed,
+        skip_steps=skip_steps,
     )
     loss_scale = LossScale() if precision == "fp16" else None
     masters = master_weights(replica, precision)
@@ -275,6 +288,7 @@ def fit(
     num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
     begins_anew, num_left = resume is not None and start is None, num_steps - state.step
     notes = _headline(state, num_steps)
+    notes += [dealing] if dealing else []
     notes += idle_notes(replica)
     notes += _notes(sampler, source, run_dir, num_left=num_left, begins_anew=begins_anew)
     _say(comm, "\n".join(notes), progress=progress)

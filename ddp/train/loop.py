@@ -154,7 +154,7 @@ def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) 
     if epochs is None and max_steps is None:
         raise ConfigError("neither epochs nor max_steps is given: the run would never end")
     num_steps = None if max_steps is None else max_steps - state.step
-    left, num_samples = state.sampler.sizes.end(state.sampler.position, epochs=epochs, num_steps=num_steps)
+    left, num_samples = state.sampler.end(epochs=epochs, num_steps=num_steps)
     return state.step + left, num_samples
 
 
@@ -176,9 +176,7 @@ def _was_stopped_before_evaluating(state: TrainState, every_epochs: int | None, 
 
 def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
     """Returns True if the last step is one after which to evaluate."""
-    position = state.sampler.state
-    at_epoch_end = position.consumed == 0
-    if every_epochs is not None and at_epoch_end and position.epoch % every_epochs == 0:
+    if every_epochs is not None and state.sampler.at_epoch_end and state.epoch % every_epochs == 0:
         return True
     return every_steps is not None and state.step % every_steps == 0
 

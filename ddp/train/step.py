@@ -94,7 +94,7 @@ def train_step(
         state.loss_scale.grow()
     state.step, state.train_loss = state.step + 1, totals.mean_loss
     if isinstance(rules.schedule, TorchSchedule):
-        rules.schedule.stepped(is_epoch_end=state.sampler.state.consumed == 0)
+        rules.schedule.stepped(is_epoch_end=state.sampler.at_epoch_end)
 
     report = StepReport(
         step=state.step,

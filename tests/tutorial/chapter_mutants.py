@@ -106,10 +106,10 @@ SUBJECTS = {  # chapter → the functions that it is about
         "gradients/bucket.py: views_of, fill",
     ],
     "08_who_gets_which_sample": [
-        "data/sampler.py: _micros, _plans_from, EvaluationSampler.__init__",
+        "data/sampler.py: parts, _plans_from, EvaluationSampler.__init__",
         "data/distributed_sampler.py: num_samples, total_size, _order",
     ],
-    "09_accumulation": ["data/sampler.py: _micros", "replica/replica.py: no_sync, ride_along, _take_totals"],
+    "09_accumulation": ["data/sampler.py: parts", "replica/replica.py: no_sync, ride_along, _take_totals"],
     "10_a_worker_dies": [
         "train/checkpoint.py: save_checkpoint, restore, step_end",
         "train/state.py: load_position",

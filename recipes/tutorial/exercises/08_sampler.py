@@ -1,4 +1,4 @@
-"""Exercise 08: write `TrainSampler._micros`, where it says `NotImplementedError`.
+"""Exercise 08: write `TrainSampler.parts`, where it says `NotImplementedError`.
 
     cp recipes/tutorial/exercises/08_sampler.py .    makes a copy of your own, in any folder
     python -m ddp exercise 08                        finds it there, and says what is wrong with it
@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -45,7 +45,9 @@ from torch.utils.data import Sampler
 
 from ddp.data.orders import Order, Permutation
 from ddp.data.permutation import indices
+from ddp.data.sharding import OwnSharding, dealt
 from ddp.data.steps import BatchSizes, BatchWarmup, Steps
+from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError
 
 _LOOKED_UP = 4096  # samples that are looked up together
@@ -89,12 +91,14 @@ class TrainSampler:
 
     Args:
         order: says which samples an epoch reads, in which order; or a number of samples, for a `Permutation` of them.
-        global_batch: samples per step of all ranks together, at least `world_size`; or how they grow.
+        global_batch: samples per step of all ranks together, at least `world_size`; or how they grow; or a budget of
+            tokens, which has an order of its own.
         rank, world_size: whose share to plan.
         num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
             is a multiple of the world size, shares differ by at most one sample.
         micro_size: most samples in one forward; None for whole shards.
         seed: of the order.
+        skip_steps: first and last of the steps, counted from 1, whose samples are left out.
 
     Raises:
         ConfigError: an argument cannot work; the message says which one, and the remedy.
@@ -104,31 +108,25 @@ class TrainSampler:
         self,
         order: Order | int,
         *,
-        global_batch: int | BatchWarmup,
+        global_batch: int | BatchWarmup | TokenBudget,
         rank: int,
         world_size: int,
         num_shards: int | None = None,
         micro_size: int | None = None,
         seed: int = 0,
+        skip_steps: tuple[int, int] | None = None,
     ) -> None:
         num_shards = world_size if num_shards is None else num_shards
+        if isinstance(global_batch, TokenBudget):
+            order = _only_order(order, global_batch)
         order = order if isinstance(order, Order) else Permutation(order)
         length = order.length
         if length < 1:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
         replicas(world_size, rank)
-        self.sizes: Steps = BatchSizes(length, global_batch)
-        smallest = self.sizes.batch.first
-        if smallest < world_size:
-            raise ConfigError(
-                f"a global batch of {smallest} cannot be shared by {world_size} workers: "
-                f"raise it to {world_size} or more, or use {max(smallest, 1)} worker(s)"
-            )
-        if smallest < min(num_shards, self.sizes.batch.last):
-            raise ConfigError(
-                f"a batch that grows from {smallest} samples cannot be cut into {num_shards} shards: begin with "
-                f"{num_shards} samples or more, or set num_shards={smallest}"
-            )
+        self.sizes = global_batch if isinstance(global_batch, Steps) else BatchSizes(length, global_batch)
+        if isinstance(self.sizes, BatchSizes):
+            _check_batch(self.sizes.batch, world_size, num_shards)
         if num_shards < world_size:
             raise ConfigError(
                 f"num_shards={num_shards} is less than {world_size} workers, so some would compute nothing: "
@@ -139,12 +137,18 @@ class TrainSampler:
         self.order, self.length, self.global_batch = order, length, self.sizes.usual
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
-        self._state = SamplerState(seed, epoch=0, consumed=0)
+        self._skipped = range(0)  # positions of the run
+        if skip_steps is not None:
+            first, last = skip_steps
+            if not 1 <= first <= last:
+                raise ConfigError(f"skip_steps={list(skip_steps)}: takes the first and the last step, counted from 1")
+            self._skipped = range(self.sizes.after(0, first - 1), self.sizes.after(0, last))
+        self._state = self._settled(SamplerState(seed, epoch=0, consumed=0))
 
     @property
     def num_steps_per_epoch(self) -> int:
         """Returns the number of steps of a whole epoch, the smaller last one included, once the batch has grown."""
-        return math.ceil(self.length / self.global_batch)
+        return self.sizes.num_steps_per_epoch
 
     @property
     def state(self) -> SamplerState:
@@ -156,6 +160,13 @@ class TrainSampler:
         """Returns how many samples all ranks together have trained on in the whole run."""
         return self._state.epoch * self.length + self._state.consumed
 
+    @property
+    def at_epoch_end(self) -> bool:
+        """Returns True if no step of an epoch is left after the last committed one."""
+        starts_at, ends_at = (edge // self.length for edge in (self._skipped.start, self._skipped.stop))
+        skipped_an_end = self.position == self._skipped.stop and starts_at < ends_at
+        return self._state.consumed == 0 or skipped_an_end
+
     def plans(self) -> Iterator[StepPlan]:
         """Yields the steps from the present state to the end of its epoch. The state stays where it is."""
         return self._plans_from(self._state)  # the state at this call, not at the first next()
@@ -163,7 +174,7 @@ class TrainSampler:
     def _plans_from(self, state: SamplerState) -> Iterator[StepPlan]:
         steps = self._steps_from(state)
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
-            micros = [list(self._micros(step)) for step in ahead]
+            micros = [list(self.parts(step)) for step in ahead]
             positions = indices(position for those in micros for micro in those for position in micro.indices)
             samples = iter(self.order.samples(positions, seed=state.seed, epoch=state.epoch).tolist())
             for step, those in zip(ahead, micros, strict=True):
@@ -172,21 +183,67 @@ class TrainSampler:
 
     def _steps_from(self, state: SamplerState) -> Iterator[range]:
         """Yields the positions of each step from a state to the end of its epoch."""
-        begin = state.consumed
-        while begin < self.length:
-            end = begin + self.sizes.size_at(state.epoch * self.length + begin)
-            yield range(begin, end)
-            begin = end
+        while state.consumed < self.length:
+            size = self.sizes.size_at(state.epoch * self.length + state.consumed)
+            yield range(state.consumed, state.consumed + size)
+            following = self._settled(state._replace(consumed=state.consumed + size))
+            if following.epoch != state.epoch:
+                break
+            state = following
 
-    def _micros(self, step: Sequence[int]) -> Iterator[Micro]:
+    def _settled(self, state: SamplerState) -> SamplerState:
+        """Returns where the next step begins: past what is skipped, and not at the end of an epoch."""
+        position = state.epoch * self.length + state.consumed
+        if position in self._skipped:
+            position = self._skipped.stop
+        return SamplerState(state.seed, *divmod(position, self.length))
+
+    def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
+        """Returns the steps that are left of the run, and the position after them.
+
+        Args:
+            epochs: of the whole run; None for no limit.
+            num_steps: most steps from now on; None for no limit.
+        """
+        skipped = self._skipped
+        if not skipped or self.position >= skipped.stop:
+            return self.sizes.end(self.position, epochs=epochs, num_steps=num_steps)
+        before = self.sizes.num_steps(self.position, skipped.start)
+        left, end = self.sizes.end(self.position, epochs=epochs, num_steps=num_steps)
+        if left <= before:
+            return left, end
+        rest = None if num_steps is None else num_steps - before
+        left, end = self.sizes.end(skipped.stop, epochs=epochs, num_steps=rest)
+        return before + left, end
+
+    def step_at(self, position: int) -> int | None:
+        """Returns the number of the run's step that has the sample at a position of the run; None if it is skipped."""
+        if position in self._skipped:
+            return None
+        number = self.sizes.num_steps(0, position + 1)
+        left_out = self._skipped if position >= self._skipped.stop else range(0)
+        return number - self.sizes.num_steps(left_out.start, left_out.stop)
+
+    def steps_before(self, plan: StepPlan) -> list[range]:
+        """Returns the steps of an epoch that come before one of its steps, if it is run through without a break."""
+        begin = self._settled(SamplerState(self._state.seed, plan.epoch, 0))
+        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin)))
+
+    def seek(self, step: int) -> None:
+        """Moves the state to where the run's step with this number, counted from 1, begins."""
+        self._state = self._settled(SamplerState(self._state.seed, epoch=0, consumed=0))
+        _, position = self.end(epochs=None, num_steps=step - 1)
+        self._state = self._settled(SamplerState(self._state.seed, *divmod(position, self.length)))
+
+    def parts(self, step: Sequence[int]) -> Iterator[Micro]:
         """Yields this rank's parts of a step, with positions, which `step` has, in the place of samples."""
         # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
-        raise NotImplementedError("_micros")
+        raise NotImplementedError("parts")
         yield  # keeps this a generator
 
     def num_micros(self, size: int) -> int:
         """Returns this rank's number of micro-batches in a step of so many samples."""
-        return sum(1 for _ in self._micros(range(size)))
+        return sum(1 for _ in self.parts(range(size)))
 
     def commit(self, plan: StepPlan) -> None:
         """Moves the state past a step that has happened, at the end of an epoch to the beginning of the next one.
@@ -200,10 +257,7 @@ class TrainSampler:
                 f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler is at "
                 f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
             )
-        consumed += plan.size
-        self._state = SamplerState(seed, epoch, consumed)
-        if consumed >= self.length:
-            self._state = SamplerState(seed, epoch + 1, 0)
+        self._state = self._settled(SamplerState(seed, epoch, consumed + plan.size))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns {seed, epoch, consumed, order}: equal on all ranks, and valid at any world size."""
@@ -223,7 +277,7 @@ class TrainSampler:
                 f"{saved}, and this order is {mine}, so that samples would be read twice or never: give back that "
                 "order, its sharding, shards and batch, or go on from the end of an epoch"
             )
-        self._state = loaded
+        self._state = self._settled(loaded)
 
 
 class EvaluationSampler(Sampler[int]):
@@ -253,7 +307,67 @@ class EvaluationSampler(Sampler[int]):
         return iter(self.share)
 
 
+def sampler_of(
+    samples: Any,
+    *,
+    order: Order | None,
+    sharding: str | OwnSharding,
+    global_batch: int | BatchWarmup | TokenBudget,
+    rank: int,
+    world_size: int,
+    num_shards: int | None,
+    **choices: Any,
+) -> tuple[TrainSampler, str]:
+    """Returns the sampler of a data set, and in words how its samples are dealt, if that is not as usual.
+
+    Args:
+        samples: the data set.
+        order, sharding: as in `sharding.dealt`.
+        choices: the other arguments of `TrainSampler`.
+
+    Raises:
+        ConfigError: the arguments contradict each other or the data.
+    """
+    num_shards = world_size if num_shards is None else num_shards
+    if isinstance(global_batch, TokenBudget):
+        order = _only_order(len(samples) if order is None else order, global_batch)
+    batch = global_batch if isinstance(global_batch, int) else None
+    chosen, note = dealt(samples, order, sharding, num_shards=num_shards, batch=batch)
+    sampler = TrainSampler(
+        chosen, global_batch=global_batch, rank=rank, world_size=world_size, num_shards=num_shards, **choices
+    )
+    return sampler, note
+
+
 # -------------------------------------------------------------------------------------------------- arguments and state
+
+
+def _only_order(order: Order | int, budget: TokenBudget) -> Order:
+    """Returns the order of a budget.
+
+    Raises:
+        ConfigError: there is another one, or the lengths are those of other samples.
+    """
+    if isinstance(order, Order) and order is not budget:
+        raise ConfigError(f"a budget of tokens orders samples by itself; leave the order ({order.in_words()}) out")
+    if isinstance(order, int) and order != budget.num_samples:
+        raise ConfigError(f"the budget has lengths of {budget.num_samples} samples, and the data have {order}")
+    return budget
+
+
+def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:
+    """Raises ConfigError if some step has too few samples for the ranks or the shards."""
+    smallest = batch.first
+    if smallest < world_size:
+        raise ConfigError(
+            f"a global batch of {smallest} cannot be shared by {world_size} workers: "
+            f"raise it to {world_size} or more, or use {max(smallest, 1)} worker(s)"
+        )
+    if smallest < min(num_shards, batch.last):
+        raise ConfigError(
+            f"a batch that grows from {smallest} samples cannot be cut into {num_shards} shards: begin with "
+            f"{num_shards} samples or more, or set num_shards={smallest}"
+        )
 
 
 def replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
