@@ -127,6 +127,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         optimizer,
         loss=task,
         **dealing(config, splits),
+        debug_data=config.data.debug,
         epochs=config.epochs,
         max_steps=config.max_steps,
         test_data=splits.test,

@@ -74,6 +74,7 @@ class Data:
         "number of shards) → samples: docs/data.md; auto: file where there are as many files as shards, else sample",
     )
     skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
+    debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 
 
 @dataclass(kw_only=True, slots=True)

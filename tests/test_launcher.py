@@ -335,7 +335,7 @@ def test_root_cause(
         ("cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers? Valid in cluster: "),
         ("+cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers?"),
         ("nothing=3", "unknown key nothing. Valid: "),
-        ("data.context=3", "unknown key data.context: it belongs to data=standard_library. Valid in data: name, order, root, sharding"),
+        ("data.context=3", "unknown key data.context: it belongs to data=standard_library. Valid in data: debug, name"),
         ("data=xyz", "unknown choice data=xyz. Valid: cifar10, digits, image_folder"),
         ("batch.global_size=abc", "batch.global_size=abc: expected a whole number"),
         ("batch.global_size=null", "batch.global_size=null: expected a whole number"),

@@ -88,6 +88,10 @@ class Checksum(NamedTuple):
         """Returns that of both together."""
         return Checksum(self.num + other.num, (self.total + other.total) % 2**64, self.xor ^ other.xor)
 
+    def without(self, other: Checksum) -> Checksum:
+        """Returns that of the samples that are not among the other ones."""
+        return Checksum(self.num - other.num, (self.total - other.total) % 2**64, self.xor ^ other.xor)
+
     def times(self, number: int) -> Checksum:
         """Returns that of so many copies."""
         return Checksum(self.num * number, self.total * number % 2**64, self.xor * (number % 2))

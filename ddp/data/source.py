@@ -90,19 +90,26 @@ def fingerprint(source: Source) -> str | None:
 
     Their random transforms draw from the same streams in every process, so equal samples have equal hashes.
     """
-    samples, digest = source.samples, hashlib.sha256()
+    samples, found = source.samples, []
     try:
         with preserved():
             for index in sorted({0, len(samples) // 2, len(samples) - 1}):
                 augmentation_stream(0, 0, index)
-                for leaf in tree_leaves(samples[index]):
-                    values = leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
-                    if isinstance(values, (np.ndarray, np.generic)):
-                        digest.update(np.ascontiguousarray(values).tobytes())
-                    elif isinstance(values, (int, float, str, bytes)):
-                        digest.update(repr(values).encode())
+                found.append(samples[index])
+        return digest_of(found)
     except Exception:  # the loader says what is wrong with a sample
         return None
+
+
+def digest_of(values: Any) -> str:
+    """Returns a hash of tensors, arrays, numbers and texts in any nested form."""
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(values):
+        plain = leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
+        if isinstance(plain, (np.ndarray, np.generic)):
+            digest.update(np.ascontiguousarray(plain).tobytes())
+        elif isinstance(plain, (int, float, str, bytes)):
+            digest.update(repr(plain).encode())
     return digest.hexdigest()
 
 

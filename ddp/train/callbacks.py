@@ -4,7 +4,7 @@
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks.
 
-Read before: `state.py`, `monitor/noise_scale.py`. Read next: `step.py`.
+Read before: `state.py`, `monitor/noise_scale.py`. Read next: `data_checks.py`.
 """
 
 from __future__ import annotations

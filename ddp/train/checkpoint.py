@@ -27,6 +27,7 @@ import platform
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.data.orders import Checksum
 from ddp.errors import CheckpointError
 from ddp.files import Hold
 from ddp.gradients.hook_state import gathered, give_out
@@ -61,7 +63,8 @@ def save_checkpoint(
     optimizer = state.update.state_dict()
     compression = state.model.compression
     hook = None if compression is None else gathered(compression, state.comm)
-    random_states = all_gather_object(state.comm, _random_states(state.comm))
+    theirs = all_gather_object(state.comm, (_random_states(state.comm), state.sampler.seen))
+    random_states, seen = [states for states, _ in theirs], _together([part for _, part in theirs])
     meta = {
         "identity": _with_data(identity, state),
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
@@ -76,7 +79,7 @@ def save_checkpoint(
         parts = {
             "model": state.weights(),
             "optimizer": _plain(optimizer),
-            "position": state.position(),
+            "position": {**state.position(), "seen": seen},
             "slots": {"random": random_states},
         }
         if state.schedule is not None:
@@ -86,6 +89,13 @@ def save_checkpoint(
         store.save(state.step, parts, meta=meta, score=score)
 
     on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
+
+
+def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
+    """Returns what the samples of all ranks add up to since the epoch began; None if a rank does not know."""
+    known = [part for part in parts if part is not None]
+    together: Checksum = reduce(Checksum.with_, known, Checksum())
+    return tuple(together) if len(known) == len(parts) else None
 
 
 def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
@@ -144,6 +154,8 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     if (order := checkpoint.meta.get("gradient_order")) is not None:
         state.model.adopt_gradient_order(order)  # the same buckets as then, because a ring's bits depend on them
     _restore_hook(checkpoint, state)
+    seen = parts["position"].get("seen")
+    state.sampler.seen = None if seen is None else Checksum(*seen) if state.comm.rank == 0 else Checksum()
     random_states = parts["slots"]["random"]
     if len(random_states) == state.comm.world_size:
         _load_random_states(random_states[state.comm.rank], state.comm)

@@ -66,6 +66,7 @@ from ddp.train.arguments import (
 from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMeter
 from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.data_checks import EpochCheck
 from ddp.train.evaluate import evaluate
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar
@@ -99,6 +100,7 @@ def fit(
     order: Order | None = None,
     sharding: str | OwnSharding = "auto",
     skip_steps: tuple[int, int] | None = None,
+    debug_data: bool = False,
     schedule: RateSchedule | LRScheduler | None = None,
     schedule_every: Moment | None = None,
     clip_norm: float | None = None,
@@ -160,6 +162,7 @@ def fit(
         sharding: "sample", "file", "full_shuffle", "off", or a function (shard, number of shards) → its samples:
             `ddp/data/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
         skip_steps: first and last of the steps whose samples are left out, counted from 1.
+        debug_data: refuses ranks or loader processes that begin with equal batches.
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's.
         schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
@@ -263,9 +266,7 @@ def fit(
     )
     loss_scale = LossScale() if precision == "fp16" else None
     masters = master_weights(replica, precision)
-    state = TrainState(
-        comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler
-    )
+    state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
     rates_are_new = not any("initial_lr" in group for group in optimizer.param_groups)
     arguments = {
         **settings_of(task, optimizer, sampler, schedule),
@@ -294,8 +295,8 @@ def fit(
     _say(comm, "\n".join(notes), progress=progress)
 
     # 3  the loop
-    meter, noise, score = ThroughputMeter(), NoiseMeter(), f"test_{task.main_metric}"
-    watching: list[Callback] = [meter, noise]
+    meter, noise, epochs_seen, score = ThroughputMeter(), NoiseMeter(), EpochCheck(), f"test_{task.main_metric}"
+    watching: list[Callback] = [meter, noise, epochs_seen]
     store = None
     if run_dir is not None:
         best: Literal["max", "min"] = "max" if task.higher_is_better else "min"
@@ -329,6 +330,7 @@ def fit(
                 clip_norm=clip_norm,
                 precision=precision,
                 noise_scale_every=noise_scale_every,
+                debug_data=debug_data,
                 evaluation=evaluation,
                 evaluate_every_epochs=evaluate_every_epochs,
                 evaluate_every_steps=evaluate_every_steps,
@@ -349,7 +351,9 @@ def fit(
             del group["initial_lr"]
     if known := noise.scale.estimate():
         _say(comm, known.in_words(), progress=progress)
-    summary = summary_of(state, task, meter, noise, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s)
+    summary = summary_of(
+        state, task, meter, noise, epochs_seen, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s
+    )
     if run_dir is not None:
         on_rank_zero(comm, partial(_finish, run_dir, summary, curves=curves), label="writing the results")
     return state

@@ -1,6 +1,6 @@
 """The training loop: its docstring is its pseudocode, and one step is in `step.py`.
 
-Read before: `step.py`, `callbacks.py`, `first_look.py`. Read next: `evaluate.py`.
+Read before: `step.py`, `data_checks.py`, `first_look.py`. Read next: `evaluate.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ddp.precision.autocast import Precision
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
+from ddp.train.data_checks import EqualBatches
 from ddp.train.first_look import FirstLook
 from ddp.train.state import TrainState
 from ddp.train.step import StepRules, train_step
@@ -39,6 +40,7 @@ def train_loop(
     clip_norm: float | None = None,
     precision: Precision = "fp32",
     noise_scale_every: int = 0,
+    debug_data: bool = False,
     evaluation: Evaluation | None = None,
     evaluate_every_epochs: int | None = 1,
     evaluate_every_steps: int | None = None,
@@ -65,6 +67,7 @@ def train_loop(
         schedule: a factor, by samples, on the optimizer's first rates; not used if `state` has torch's scheduler.
         clip_norm: largest norm of the global gradient.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
+        debug_data: refuses ranks or loader processes that begin with equal batches.
         evaluation: returns the held-out metrics; collective, called on all ranks after the same step. It returns None
             if the ranks gave it up because one of them wants to stop.
         callbacks: run at the six moments of `callbacks.py`, in this order.
@@ -79,6 +82,10 @@ def train_loop(
     num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=max_steps)
     seed = state.sampler.state.seed
     factor = schedule or constant()
+    looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=_all_have_several_samples(state))]
+    if debug_data:
+        equal_batches = EqualBatches(state.comm.rank, source.num_workers)
+        looks, callbacks = [equal_batches, *looks], [equal_batches, *callbacks]
     rules = StepRules(
         task=task,
         schedule=state.schedule or (lambda plan: factor(_middle(plan, state.sampler), num_samples)),
@@ -86,7 +93,7 @@ def train_loop(
         precision=precision,
         seed=seed,
         noise_scale_every=noise_scale_every,
-        first_look=FirstLook(task, wanted=_all_have_several_samples(state)),
+        looks=looks,
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
     on_gpu = state.comm.device.type == "cuda"

@@ -18,6 +18,7 @@ from ddp.files import json_object, write_whole
 from ddp.precision.autocast import Precision
 from ddp.tasks.task import Task
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
+from ddp.train.data_checks import EpochCheck
 from ddp.train.state import TrainState
 from ddp.wording import counted, shown
 
@@ -30,6 +31,7 @@ def summary_of(
     task: Task,
     meter: ThroughputMeter,
     noise: NoiseMeter,
+    epochs_seen: EpochCheck,
     *,
     precision: Precision,
     clip_norm: float | None,
@@ -55,6 +57,7 @@ def summary_of(
         "verified": [checks, checks] if checks else None,  # a check that fails ends the run
         "steps": state.step,
         "epochs": round(state.epochs_done, 2),
+        "epochs_as_promised": [epochs_seen.num_as_promised, epochs_seen.num_checked],
         "samples_per_s": round(whole.samples_per_s, 1),
         "compute_fraction": round(whole.compute_fraction, 4),
         "wait_fraction": round(whole.wait_fraction, 4),

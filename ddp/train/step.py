@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -53,7 +53,7 @@ class StepRules:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
         clip_norm: largest norm of the global mean gradient; None for no clipping.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
-        first_look: is given the bare model and each batch, with its number of samples, before the batch is used.
+        looks: each is given the bare model and each batch, with its number of samples, before the batch is used.
     """
 
     task: Task
@@ -62,7 +62,7 @@ class StepRules:
     precision: Precision
     seed: int
     noise_scale_every: int
-    first_look: Callable[[nn.Module, Any, int], None]
+    looks: Sequence[Callable[[nn.Module, Any, int], None]]
 
 
 def train_step(
@@ -226,7 +226,8 @@ def _backward(
     for micro in plan.micros:
         with fetching.running():
             batch = to_device(next(batches), device)
-        rules.first_look(model.module, batch, len(micro.indices))
+        for look in rules.looks:
+            look(model.module, batch, len(micro.indices))
         is_last = micro is plan.micros[-1]
         with nullcontext() if is_last else model.no_sync():
             dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)

@@ -40,10 +40,11 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ddp.data.orders import Order, Permutation
+from ddp.data.orders import Checksum, Order, Permutation
 from ddp.data.permutation import indices
 from ddp.data.sharding import OwnSharding, dealt
 from ddp.data.steps import BatchSizes, BatchWarmup, Steps
@@ -100,6 +101,10 @@ class TrainSampler:
         seed: of the order.
         skip_steps: first and last of the steps, counted from 1, whose samples are left out.
 
+    Attributes:
+        seen: what the samples of this rank add up to since the epoch began, to be compared with what was promised; None
+            if that is not known.
+
     Raises:
         ConfigError: an argument cannot work; the message says which one, and the remedy.
     """
@@ -137,6 +142,7 @@ class TrainSampler:
         self.order, self.length, self.global_batch = order, length, self.sizes.usual
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
+        self.seen: Checksum | None = Checksum()
         self._skipped = range(0)  # positions of the run
         if skip_steps is not None:
             first, last = skip_steps
@@ -258,6 +264,23 @@ class TrainSampler:
                 f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
             )
         self._state = self._settled(SamplerState(seed, epoch, consumed + plan.size))
+        if self.seen is not None:
+            samples = indices(index for micro in plan.micros for index in micro.indices)
+            self.seen = self.seen.with_(Checksum.of(samples))
+
+    def take_seen(self) -> Checksum | None:
+        """Returns `seen` at the end of an epoch, and begins anew."""
+        seen, self.seen = self.seen, Checksum()
+        return seen
+
+    def promised(self, epoch: int) -> Checksum | None:
+        """Returns what the samples of all ranks add up to in an epoch; None if the order does not say."""
+        whole, first = self.order.checksum(), epoch * self.length
+        left_out = range(max(first, self._skipped.start), min(first + self.length, self._skipped.stop))
+        if whole is None or not left_out:
+            return whole
+        positions = np.arange(left_out.start, left_out.stop) - first
+        return whole.without(Checksum.of(self.order.samples(positions, seed=self._state.seed, epoch=epoch)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns {seed, epoch, consumed, order}: equal on all ranks, and valid at any world size."""

@@ -1,0 +1,115 @@
+"""What the ranks are fed is checked: an epoch against its order's promise, first batches against each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import Dataset
+
+import ddp
+from ddp.data.orders import Order
+from ddp.errors import ConfigError
+
+INPUTS, TARGETS = torch.randn(47, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(47, dtype=torch.int64)
+
+
+class Careless(Order):
+    """Has a sample twice, and another one never."""
+
+    num_samples = length = 47
+
+    def samples(self, positions, *, seed, epoch):
+        return np.where(positions == 5, 6, positions)
+
+
+class Deaf(Dataset[Any]):
+    """Does not look at the index."""
+
+    def __len__(self) -> int:
+        return 47
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[0], TARGETS[0]
+
+
+def trained(**changes: Any) -> Any:
+    model = nn.Linear(3, 2)
+    return ddp.fit(
+        model,
+        **{
+            "data": (INPUTS, TARGETS),
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "loss": ddp.Classification(),
+            "global_batch": 10,
+            "epochs": 3,
+            "progress": False,
+            "curves": False,
+            "checkpoint_dir": None,
+            **changes,
+        },
+    )
+
+
+def summary(folder: Path) -> Any:
+    return json.loads((folder / "summary.json").read_text())["epochs_as_promised"]
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"order": ddp.data.Stratified(np.arange(47) % 3), "skip_steps": (4, 7)},
+    {"sharding": "off", "global_batch": 12},
+    {"sharding": lambda shard, num_shards: range(shard, 47, num_shards), "num_shards": 2},
+    {"global_batch": ddp.data.TokenBudget(30, np.arange(47) % 5)},
+]
+
+
+def in_three_parts(folder: str) -> list[Any]:
+    """Epochs that are broken off twice, inside: each is checked by the run that ends it."""
+    ddp.init(abort_s=20)
+    found: list[Any] = []
+    for number, choices in enumerate(CHOICES):
+        run = Path(folder) / str(number)
+        for max_steps in (2, 8, None):
+            trained(checkpoint_dir=run, resume="auto", max_steps=max_steps, **choices)
+            if ddp.init().rank == 0:
+                found.append(summary(run))
+    return found
+
+
+def test_epochs_are_as_promised_also_when_they_are_resumed(tmp_path: Path) -> None:
+    found = run_ranks(in_three_parts, 2, str(tmp_path))[0]
+    assert found[:3] == [[0, 0], [1, 1], [2, 2]]
+    for number in range(len(CHOICES)):
+        parts = found[3 * number : 3 * number + 3]
+        assert sum(checked for _, checked in parts) == 3 and all(good == checked for good, checked in parts)
+
+
+def test_an_order_that_breaks_its_promise_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        trained(order=Careless(), checkpoint_dir=tmp_path / "run")
+    assert summary(tmp_path / "run") == [0, 3]
+    assert "epoch 2 was not what its order (careless) promises" in caplog.text
+
+
+def test_equal_first_batches_are_refused() -> None:
+    assert run_ranks(refused_on_two_ranks, 2) == [True] * 2
+    with pytest.raises(ConfigError, match="rank 0, loader process 0 and rank 0, loader process 1 have"):
+        trained(data=Deaf(), loader_workers=2, debug_data=True)
+    trained(data=Deaf(), loader_workers=1, debug_data=True)  # nobody to compare with
+    trained(data=(INPUTS, TARGETS), loader_workers=2, debug_data=True)
+
+
+def refused_on_two_ranks() -> bool:
+    ddp.init(abort_s=20)
+    trained(debug_data=True)
+    with pytest.raises(ConfigError, match="rank 0 and rank 1 have begun with equal batches"):
+        trained(data=Deaf(), debug_data=True)
+    return True
