@@ -10,13 +10,14 @@ index has been handed out, because the sampler cannot see which of its indices w
 finishes a pass that has no more batches than a DataLoader reads for it: 1, or num_workers * prefetch_factor. Call
 `set_epoch` then, or after epochs whose last batch is never read.
 
-Note "resumed by StatefulDataLoader". torchdata's loader saves the states of the sampler and of the iterator over it
-when it takes the indices of a batch, and keeps them with that batch. So the iterator may count what it has handed out,
-which under a plain DataLoader would be wrong, because that reads ahead and tells nobody how far. The position is in
-the iterator's state alone. Pass the sampler as `sampler=`: torch's BatchSampler around it is not asked for a state.
+Note "resumed by StatefulDataLoader". When torchdata's loader takes the indices of a batch, it saves the states of the
+sampler and of the iterator over it, and keeps them with that batch. So the number of indices that the iterator had
+handed out by then is the position after the batch. Under a plain DataLoader the same number is wrong: that loader reads
+ahead, and keeps no state with a batch. Only the iterator's state holds the position. Pass the sampler as `sampler=`,
+because StatefulDataLoader saves no state of a sampler inside torch's BatchSampler.
 
-Cost: each pass makes one permutation (4 bytes a sample) and cuts this rank's part out of it. Only the part is kept, in
-4 / W bytes a sample. The indices become Python integers in blocks, so the first one does not wait for the others.
+Cost: each pass makes one permutation (4 bytes a sample), copies this rank's part of it (4 / W bytes a sample) and frees
+the rest. The part becomes Python integers in blocks, so the first index does not wait for a list of all.
 
 Read before: `sampler.py`. Read next: `loader.py`.
 """
@@ -122,9 +123,10 @@ class DistributedSampler(Sampler[int]):
         length, number = len(self.dataset), self._num_samples_from(position)
         order = self._order(epoch)
         share = order[position + self.rank :: self.num_replicas][:number]
-        missing = number - len(share)  # 0 or 1; padding is taken from the beginning of the order
-        padding = (position + self.rank + len(share) * self.num_replicas) % max(1, length)
-        return torch.cat((share, order[padding : padding + missing]))  # a copy, so that the order is freed
+        if len(share) < number:  # by 1, which is taken from the beginning of the order
+            padding = (position + self.rank + len(share) * self.num_replicas) % length
+            share = torch.cat((share, order[padding : padding + 1]))
+        return share.clone()  # so that the order is freed
 
     def _order(self, epoch: int) -> Tensor:
         """Returns the samples of an epoch in torch's order, [length]."""
@@ -146,15 +148,15 @@ class DistributedSampler(Sampler[int]):
 
         Args:
             consumed: samples of the running epoch that all ranks together have trained on; `total_size` (or more) when
-                it is over. It may be left out only while no pass has begun, and by torchdata's StatefulDataLoader,
-                which saves the state of the iterator as well.
+                it is over. It may be left out while no pass has begun. torchdata's StatefulDataLoader leaves it out
+                always, because it saves the state of the iterator, too.
 
         Raises:
             ConfigError: `consumed` is missing in the middle of a pass. The sampler cannot know it, because a loader
                 reads ahead.
         """
         if consumed is None:
-            # The stack alone tells this caller from one whose loader reads ahead and who needs the refusal below.
+            # Only the stack tells this caller from one whose loader reads ahead, and who must be refused below.
             if str(sys._getframe(1).f_globals.get("__name__")).startswith("torchdata."):
                 return _IN_THE_ITERATOR.copy()
             if self._pass.stage in (_Stage.BEGUN, _Stage.FINISHED):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from ddp.data.distributed_sampler import DistributedSampler
@@ -47,7 +47,8 @@ def test_same_indices_as_torch(length, world_size, shuffle, drop_last, seed, fir
 def test_a_large_data_set_costs_one_block_of_python_integers(shuffle, drop_last):
     """The first index does not wait for a list of all; every later one is torch's, and of torch's type."""
     options = {"num_replicas": 7, "rank": 6, "shuffle": shuffle, "drop_last": drop_last}
-    indices = iter(DistributedSampler(range(300_000), **options))
+    sampler = DistributedSampler(range(300_000), **options)
+    indices = iter(sampler)
     tracemalloc.start()
     first = next(indices)
     _, peak = tracemalloc.get_traced_memory()
@@ -55,6 +56,7 @@ def test_a_large_data_set_costs_one_block_of_python_integers(shuffle, drop_last)
     ours = [first, *indices]
     assert ours == list(TorchSampler(range(300_000), **options)) and {type(index) for index in ours} == {int}
     assert peak < 300_000  # bytes; this rank's list alone would take 42857 * 36
+    assert sampler._share(0, 0).untyped_storage().nbytes() <= 4 * len(sampler)  # not the whole order's
 
 
 def test_set_epoch_each_time_changes_nothing():
@@ -357,3 +359,23 @@ def test_only_the_stateful_loader_may_ask_in_the_middle_of_a_pass(options):
             sampler.state_dict()
         assert sampler.state_dict(consumed=16) == {"seed": 0, "epoch": 0, "consumed": 16}
     assert {len(loader) for loader in loaders} == {6}  # batches of the whole pass, as with torchdata's samplers
+
+
+class Wrapper(BatchSampler):
+    """Somebody's own batches, with a state that leaves the iterator's out."""
+
+    def state_dict(self):
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state):
+        self.sampler.load_state_dict(state)
+
+
+@TORCHDATA_CALLS_IT
+def test_who_saves_the_sampler_without_its_iterator_is_refused_under_the_stateful_loader_too():
+    loading = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install -e '.[test,strangers]'")
+    batches = Wrapper(DistributedSampler(range(LENGTH), num_replicas=2, rank=0), 4, False)
+    loader = loading.StatefulDataLoader(range(LENGTH), batch_sampler=batches)
+    next(iter(loader))
+    with pytest.raises(ConfigError, match=r"epoch 0 needs consumed="):
+        loader.state_dict()
