@@ -44,7 +44,7 @@ _IN_THE_ITERATOR = {"position": "in the iterator's state"}  # what StatefulDataL
 
 
 class _Stage(Enum):
-    """How far a pass is."""
+    """Says how far a pass is."""
 
     COMING = auto()
     ANNOUNCED = auto()  # coming, and set_epoch has named its epoch
