@@ -1,16 +1,14 @@
-"""Samplers: torch's class is the oracle of the drop-in, set algebra that of the exact ones."""
+"""Samplers: set algebra is the oracle of the exact ones. The drop-in has its own: test_distributed_sampler.py."""
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
-from torch.utils.data import DistributedSampler as TorchSampler
 
 from ddp.data.distributed_sampler import DistributedSampler
 from ddp.data.orders import Fixed, Order, Permutation
@@ -23,130 +21,6 @@ lengths, world_sizes = st.integers(0, 70), st.integers(1, 8)
 
 def data(length: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(torch.arange(length))
-
-
-# -------------------------------------------------------------------------------------------------- DistributedSampler
-
-
-@settings(deadline=None, max_examples=300)
-@given(lengths, world_sizes, st.booleans(), st.booleans(), st.integers(0, 2**40), st.integers(0, 50))
-def test_same_indices_as_torch(length, world_size, shuffle, drop_last, seed, first):
-    for rank in range(world_size):
-        options = {"num_replicas": world_size, "rank": rank, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        ours, theirs = DistributedSampler(data(length), **options), TorchSampler(data(length), **options)
-        ours.set_epoch(first)
-        assert (len(ours), ours.num_samples, ours.total_size) == (len(theirs), theirs.num_samples, theirs.total_size)
-        for epoch in (first, first + 1, first + 2):  # it moves by itself
-            theirs.set_epoch(epoch)
-            assert list(ours) == list(theirs)
-
-
-def test_set_epoch_each_time_changes_nothing():
-    ours, moved = (DistributedSampler(data(10), num_replicas=2, rank=1) for _ in range(2))
-    for epoch in range(3):
-        moved.set_epoch(epoch)
-        assert list(ours) == list(moved)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("batching", [{"batch_size": 3}, {"batch_size": None}])
-def test_passes_are_counted_under_a_dataloader(num_workers, batching):
-    """DataLoader asks for two iterators at its start, and with persistent workers for another one per pass."""
-    ours = DistributedSampler(range(10), num_replicas=2, rank=0)
-    theirs = TorchSampler(range(10), num_replicas=2, rank=0)
-    loader = DataLoader(
-        list(range(10)), sampler=ours, num_workers=num_workers, persistent_workers=num_workers > 0, **batching
-    )
-    for epoch in range(3):
-        theirs.set_epoch(epoch)
-        assert torch.cat([torch.as_tensor(batch).reshape(-1) for batch in loader]).tolist() == list(theirs)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.integers(1, 60), world_sizes, world_sizes, st.booleans(), st.data())
-def test_resumed_at_another_world_size_nothing_is_missed(length, before, after, drop_last, choice):
-    options = {"seed": 3, "drop_last": drop_last}
-    olds = [DistributedSampler(data(length), num_replicas=before, rank=rank, **options) for rank in range(before)]
-    passes = [list(old) for old in olds]
-    num_rounds = choice.draw(st.integers(0, len(passes[0])))  # each rank has used so many of its indices
-    seen = [index for one in passes for index in one[:num_rounds]]
-    states = {tuple(old.state_dict(consumed=num_rounds * before).items()) for old in olds}
-    assert len(states) == 1
-
-    news = [DistributedSampler(data(length), num_replicas=after, rank=rank, **options) for rank in range(after)]
-    rests = []
-    for new in news:
-        new.load_state_dict(dict(*states))
-        new.set_epoch(new.epoch)  # the habit of torch's users
-        announced = len(new)
-        rests.append(list(new))
-        assert len(rests[-1]) == announced
-    if news[0].epoch == 1 or passes[0] == []:  # the epoch was over: the next one is whole
-        assert {len(rest) for rest in rests} == {news[0].num_samples}
-        return
-    left = length - len(set(seen))
-    if drop_last:
-        both = seen + [index for rest in rests for index in rest]
-        assert len(both) == len(set(both)) and len(both) > length - before - after
-    else:
-        assert set(seen).union(*rests) == set(range(length))
-        assert left <= sum(map(len, rests)) < left + after
-    if before == after:  # the very same indices, in the same order
-        assert [one[num_rounds:] for one in passes] == rests
-    for new in news:  # the next pass is whole again, and torch's
-        theirs = TorchSampler(data(length), num_replicas=after, rank=new.rank, **options)
-        theirs.set_epoch(1)
-        assert list(new) == list(theirs)
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_look_at_a_batch_on_one_rank_does_not_shift_the_data(num_workers, resumed):
-    """Rank 0 looks, in several ways, before each pass. The oracle: torch's class, which is told the epoch."""
-    ours = [DistributedSampler(range(40), num_replicas=2, rank=rank) for rank in range(2)]
-    theirs = [TorchSampler(range(40), num_replicas=2, rank=rank) for rank in range(2)]
-    loader = DataLoader(range(40), sampler=ours[0], batch_size=1, num_workers=num_workers)
-    for sampler in ours:
-        sampler.load_state_dict({"seed": 0, "epoch": 0, "consumed": 24 * resumed})
-    for epoch in range(3):
-        left = slice(12 if resumed and epoch == 0 else 0, None)
-        next(iter(loader))
-        if not num_workers:
-            list(islice(ours[0], 3))
-            next(zip(loader, loader, strict=True))
-            if epoch != 1:
-                ours[0].set_epoch(epoch)  # torch's habit, after a look
-        for sampler, oracle in zip(ours, theirs, strict=True):
-            oracle.set_epoch(epoch)
-            assert list(sampler) == list(oracle)[left]
-
-
-def test_two_passes_at_once_are_one_and_an_old_iterator_moves_nothing():
-    ours, theirs = (kind(range(20), num_replicas=2, rank=1) for kind in (DistributedSampler, TorchSampler))
-    first = list(theirs)
-    assert list(zip(ours, ours, strict=True)) == list(zip(first, first, strict=True))
-    theirs.set_epoch(1)
-    old = iter(ours)
-    assert next(old) == next(iter(theirs))
-    assert list(ours) == list(theirs)
-    theirs.set_epoch(2)
-    assert next(iter(ours)) == next(iter(theirs))
-    list(old)  # of epoch 1
-    assert list(islice(ours, len(ours))) == list(theirs)  # to its last index, and no further
-    theirs.set_epoch(3)
-    assert list(ours) == list(theirs)
-
-
-def test_state_in_the_middle_of_a_pass_must_be_told():
-    sampler = DistributedSampler(data(10), num_replicas=2, rank=0, seed=4)
-    assert sampler.state_dict() == {"seed": 4, "epoch": 0, "consumed": 0}
-    next(iter(sampler))
-    with pytest.raises(ConfigError, match=r"epoch 0 needs consumed="):
-        sampler.state_dict()
-    assert sampler.state_dict(consumed=4) == {"seed": 4, "epoch": 0, "consumed": 4}
-    assert sampler.state_dict(consumed=10) == {"seed": 4, "epoch": 1, "consumed": 0}
-    with pytest.raises(ConfigError, match="-1"):
-        sampler.state_dict(consumed=-1)
 
 
 def test_defaults_come_from_torch_distributed(tmp_path):
