@@ -245,7 +245,7 @@ TENSORS = (torch.zeros(6, 2), torch.arange(6) % 2)
         (3, "return a pair"),
         (TENSORS, "train is a Tensor; give a pair of tensors (inputs, targets)"),
         ((TENSORS, (torch.zeros(3), torch.zeros(2))), "test has inputs [3] and targets [2]"),
-        ((TENSORS, Stream()), "test is Stream, an IterableDataset"),
+        ((TENSORS, Stream()), "test is Stream, an iterable"),
         ((TENSORS, []), "test has no samples"),
     ],
 )

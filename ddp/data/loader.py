@@ -101,6 +101,9 @@ class TrainLoader:
             for _ in micros:  # after a step that was broken off, plans and batches must stay in line
                 pass
 
+    def ended(self, num_ending: int) -> None:
+        """Does nothing: data with a length end where the sampler says."""
+
     def close(self) -> None:
         """Ends the loader processes now; otherwise they end with this object. The loader can be used again."""
         iterator: Any = self._loader._iterator  # DataLoader has no public way to end persistent workers
@@ -198,11 +201,11 @@ def _data_loader(
         num_workers=num_workers,
         pin_memory=pin_memory and torch.accelerator.is_available(),
         persistent_workers=persistent and num_workers > 0,
-        worker_init_fn=_leave_signals_to_the_trainer,
+        worker_init_fn=leave_signals_to_the_trainer,
         generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator
     )
 
 
-def _leave_signals_to_the_trainer(_worker: int) -> None:
+def leave_signals_to_the_trainer(_worker: int) -> None:
     """Leaves the trainer's process group, which a launcher signals as a whole; the trainer ends its loaders itself."""
     os.setpgid(0, 0)

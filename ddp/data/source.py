@@ -5,7 +5,7 @@
     DataLoader              its data set, its number of workers and its collate function are used; the order and the
                             size of batches are the sampler's
 
-Read before: `splits.py`. Read next: `digits.py`.
+Read before: `splits.py`. Read next: `iterable.py`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,23 @@ class Source(NamedTuple):
     collate: Collate | None = None  # None: torch's default
     num_workers: int = 0
     ignored: str = ""  # what of the user's DataLoader is not used, in words
+    is_stream: bool = False  # an iterable, without length and index
 
 
-def source_of(data: Any, *, what: str, collate: Collate | None = None, num_workers: int | None = None) -> Source:
+def source_of(
+    data: Any,
+    *,
+    what: str,
+    collate: Collate | None = None,
+    num_workers: int | None = None,
+    streams: bool = False,
+) -> Source:
     """Returns the samples of a user's data; of a `Source`, itself.
 
     Args:
         what: the name of the argument, for errors.
         collate, num_workers: in place of those of a DataLoader; None for its own, or torch's default and 0.
+        streams: an iterable will do.
 
     Raises:
         ConfigError: samples cannot be had by index; the message has the remedy.
@@ -71,18 +80,28 @@ def source_of(data: Any, *, what: str, collate: Collate | None = None, num_worke
             f"{what} is a tuple of {len(data)}: give a pair (inputs, targets), or torch.utils.data.TensorDataset(…)"
         )
     kind = type(data).__name__
-    if isinstance(data, IterableDataset):
-        raise ConfigError(
-            f"{what} is {kind}, an IterableDataset, whose samples cannot be shared by index: give a data set with "
-            f"__len__ and __getitem__ ({what}=list(dataset) is one, if it fits in memory)"
-        )
     is_table = isinstance(data, Mapping) or hasattr(data, "iloc")  # such as pandas', whose [] takes columns
+    if is_stream(data) and streams:
+        return Source(data, collate, num_workers or 0, ignored, is_stream=True)
+    if is_stream(data):
+        raise ConfigError(
+            f"{what} is {kind}, an iterable, whose samples cannot be shared by index: give a data set with __len__ and "
+            f"__getitem__ ({what}=list(dataset) is one, if it fits in memory); only what ddp.fit trains on may be a "
+            "stream"
+        )
     if is_table or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ConfigError(
             f"{what} is a {kind}: give a data set with __len__ and __getitem__, a pair of tensors (inputs, targets), "
             "or a DataLoader"
         )
     return Source(data, collate, num_workers or 0, ignored)
+
+
+def is_stream(data: Any) -> bool:
+    """Returns True for what can only be read from front to end."""
+    has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    is_table = isinstance(data, (Mapping, set, frozenset)) or hasattr(data, "iloc")
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not has_index and not is_table)
 
 
 def fingerprint(source: Source) -> str | None:
@@ -116,6 +135,8 @@ def digest_of(values: Any) -> str:
 def _selected(loader: DataLoader[Any], *, what: str) -> Any:
     """Returns a DataLoader's data set, or the part of it that its sampler selects."""
     dataset, sampler = loader.dataset, loader.sampler
+    if is_stream(dataset):
+        return dataset
     if isinstance(sampler, SubsetRandomSampler):
         return Subset(dataset, list(sampler.indices))
     sizes = [len(each) if isinstance(each, Sized) else None for each in (sampler, dataset)]
@@ -148,7 +169,8 @@ def _ignored(loader: DataLoader[Any], *, what: str) -> str:
         parts = [type(loader.batch_sampler).__name__]
     else:
         raise ConfigError(f"{what} is a DataLoader with batch_size=None: give its data set, with a sample per index")
-    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler, SubsetRandomSampler, DistributedSampler)):
+    usual = (RandomSampler, SequentialSampler, SubsetRandomSampler, DistributedSampler)
+    if not is_stream(loader.dataset) and not isinstance(loader.sampler, usual):
         kind = type(loader.sampler).__name__
         log.warning("the %s of %s is not used: every sample is taken once an epoch, in a shuffled order", kind, what)
         parts.append(kind)

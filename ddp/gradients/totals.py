@@ -1,6 +1,7 @@
 """Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and need no message.
 
-    totals     loss_sum   items ÷ 4096   items % 4096   votes to stop     in the tail of the first bucket
+    totals     loss_sum   items ÷ 4096   items % 4096   votes to stop
+               streams that end                                           in the tail of the first bucket
     verdicts   unused parameters   undefined gradients   values that are
                not finite   squared norms                                 in the tail of the last bucket
 
@@ -56,6 +57,7 @@ class Totals(NamedTuple):
             a GPU need not be waited for; the sum over ranks is a float.
         num_items: number of these samples (or tokens).
         num_stopping: number of ranks that want to stop after this step.
+        num_ending: number of ranks that have no batch for the next step.
         parts: what was measured; None for nothing.
         measure: asks the replica to measure, with this rank's whole share as a part.
         loss_scale: what losses were multiplied by before backward, though not in `loss_sum`; gradients are divided by
@@ -65,6 +67,7 @@ class Totals(NamedTuple):
     loss_sum: float | Tensor = 0.0
     num_items: int = 0
     num_stopping: int = 0
+    num_ending: int = 0
     parts: Parts | None = None
     measure: bool = False
     loss_scale: int = 1
@@ -76,14 +79,15 @@ class Totals(NamedTuple):
 
     def write(self, tail: Tensor) -> None:
         """Writes this rank's part into a tail, [NUM_TOTALS]."""
-        tail[1:].copy_(tail.new_tensor([self.num_items // BASE, self.num_items % BASE, self.num_stopping]))
+        numbers = [self.num_items // BASE, self.num_items % BASE, self.num_stopping, self.num_ending]
+        tail[1:].copy_(tail.new_tensor(numbers))
         tail[0] = self.loss_sum
 
     @classmethod
     def read(cls, tail: Tensor) -> Totals:
         """Reads the sums over ranks from a tail, [NUM_TOTALS]."""
-        loss_sum, high, low, num_stopping = tail.tolist()
-        return cls(loss_sum, round(high) * BASE + round(low), round(num_stopping))
+        loss_sum, high, low, num_stopping, num_ending = tail.tolist()
+        return cls(loss_sum, round(high) * BASE + round(low), round(num_stopping), round(num_ending))
 
 
 class Verdicts(NamedTuple):
@@ -122,7 +126,7 @@ class Verdicts(NamedTuple):
         return cls(unused > 0, undefined > 0, non_finite > 0, parts)
 
 
-NUM_TOTALS, NUM_VERDICTS = 4, 6
+NUM_TOTALS, NUM_VERDICTS = 5, 6
 
 
 class GlobalCount:

@@ -69,12 +69,12 @@ class NaiveDataParallel(Replica):
         """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
         mine = self._take_totals()
         named = list(self.module.named_parameters())
-        sums = torch.tensor((mine or Totals())[:3], dtype=torch.float64, device=self.comm.device)
+        sums = torch.tensor((mine or Totals())[:4], dtype=torch.float64, device=self.comm.device)
         has_gradient = torch.tensor([p.requires_grad and p.grad is not None for _, p in named], device=self.comm.device)
         with self.waited.running():
             self.comm.all_reduce(sums, label="totals")
             self.comm.all_reduce(has_gradient, "max", label="who has a gradient")
-        totals = Totals(sums[0].item(), int(sums[1]), int(sums[2]))
+        totals = Totals(sums[0].item(), int(sums[1]), int(sums[2]), int(sums[3]))
         divisor = self.comm.world_size if mine is None else max(1, totals.num_items) * mine.loss_scale
         for (name, parameter), anyone in zip(named, has_gradient.tolist(), strict=True):
             # exercise 06: if any rank has this gradient, every rank gets the sum over all ranks, divided

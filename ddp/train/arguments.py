@@ -282,7 +282,8 @@ def _named(schedule: RateSchedule | LRScheduler | None) -> str:
 
 def refuse_disagreement(comm: Communicator, arguments: Mapping[str, Any], source: Source, test: Source | None) -> None:
     """Raises ConfigError, on every rank, if ranks were given different arguments; warns of different samples."""
-    lengths = {"len(data)": len(source.samples), "len(test_data)": None if test is None else len(test.samples)}
+    length = None if source.is_stream else len(source.samples)
+    lengths = {"len(data)": length, "len(test_data)": None if test is None else len(test.samples)}
     everyone = all_gather_object(comm, flat({**arguments, **lengths, "own schedules": sorted(own_schedules())}))
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name) for theirs in everyone]
@@ -291,7 +292,8 @@ def refuse_disagreement(comm: Communicator, arguments: Mapping[str, Any], source
                 f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}: give all ranks the same"
             )
     if comm.world_size > 1:
-        _warn_of_other_samples(comm, source, what="data")
+        if not source.is_stream:
+            _warn_of_other_samples(comm, source, what="data")
         if test is not None:
             _warn_of_other_samples(comm, test, what="test_data")
 

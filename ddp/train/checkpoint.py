@@ -63,8 +63,8 @@ def save_checkpoint(
     optimizer = state.update.state_dict()
     compression = state.model.compression
     hook = None if compression is None else gathered(compression, state.comm)
-    theirs = all_gather_object(state.comm, (_random_states(state.comm), state.sampler.seen))
-    random_states, seen = [states for states, _ in theirs], _together([part for _, part in theirs])
+    theirs = all_gather_object(state.comm, (_random_states(state.comm), state.sampler.places(), state.sampler.seen))
+    random_states, places, seen = map(list, zip(*theirs, strict=True))
     meta = {
         "identity": _with_data(identity, state),
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
@@ -79,7 +79,7 @@ def save_checkpoint(
         parts = {
             "model": state.weights(),
             "optimizer": _plain(optimizer),
-            "position": {**state.position(), "seen": seen},
+            "position": {**state.position(), "seen": _together(seen), "places": places},
             "slots": {"random": random_states},
         }
         if state.schedule is not None:
@@ -156,6 +156,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     _restore_hook(checkpoint, state)
     seen = parts["position"].get("seen")
     state.sampler.seen = None if seen is None else Checksum(*seen) if state.comm.rank == 0 else Checksum()
+    state.sampler.load_places(parts["position"].get("places", [None]))
     random_states = parts["slots"]["random"]
     if len(random_states) == state.comm.world_size:
         _load_random_states(random_states[state.comm.rank], state.comm)
@@ -199,7 +200,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, 
 
 def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     """Returns a run's identity with the size of its data, because a data set may grow where its settings stay."""
-    return _plain({**identity, "training_samples": state.sampler.order.num_samples})
+    return _plain({**identity, "training_samples": state.sampler.num_samples})
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
 from ddp.comm.wire_format import WireName
+from ddp.data.iterable import IterableSampler, Uneven, sampler_of_stream
 from ddp.data.loader import Collate
 from ddp.data.orders import Order
 from ddp.data.sampler import TrainSampler, sampler_of
@@ -101,6 +102,7 @@ def fit(
     sharding: str | OwnSharding = "auto",
     skip_steps: tuple[int, int] | None = None,
     debug_data: bool = False,
+    uneven: Uneven = "join",
     schedule: RateSchedule | LRScheduler | None = None,
     schedule_every: Moment | None = None,
     clip_norm: float | None = None,
@@ -145,7 +147,7 @@ def fit(
         model: a module, which is moved to the rank's device and wrapped in a `BucketedDataParallel`; or a replica.
         data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, whose data set,
             number of workers and collate function are used, while order and batches are made here. The same on every
-            rank: a random split needs a seed.
+            rank: a random split needs a seed. Or an iterable without a length (`ddp/data/iterable.py`).
         optimizer: over the model's parameters.
         loss: a function loss(outputs, targets) → scalar, for data of pairs (inputs, targets); or a `ddp.Task`, such as
             `ddp.Classification()`, for everything else.
@@ -162,6 +164,7 @@ def fit(
         sharding: "sample", "file", "full_shuffle", "off", or a function (shard, number of shards) → its samples:
             `ddp/data/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
         skip_steps: first and last of the steps whose samples are left out, counted from 1.
+        uneven: what happens where an iterable ends on one rank before another: "join", "stop_all" or "raise".
         debug_data: refuses ranks or loader processes that begin with equal batches.
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's.
@@ -232,6 +235,8 @@ def fit(
     check_callbacks(callbacks)
     if not isinstance(sharded, bool):
         raise ConfigError(f"sharded={sharded!r}: must be True or False")
+    if uneven not in get_args(Uneven):
+        raise ConfigError(f"uneven={uneven!r}: take one of {', '.join(get_args(Uneven))}")
     if precision not in get_args(Precision):
         raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
@@ -246,24 +251,19 @@ def fit(
 
     # 1  what is given
     task = as_task(loss, reduction)
-    source = source_of(data, what="data", collate=collate, num_workers=loader_workers)
+    source = source_of(data, what="data", collate=collate, num_workers=loader_workers, streams=True)
     test = held_out_source(source, test_data, collate)
     replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire, hook=hook)
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
     # 2  the state
-    sampler, dealing = sampler_of(
-        source.samples,
-        order=order,
-        sharding=sharding,
-        global_batch=global_batch,
-        rank=comm.rank,
-        world_size=comm.world_size,
-        num_shards=num_shards,
-        micro_size=micro_size,
-        seed=seed,
-        skip_steps=skip_steps,
-    )
+    shares: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size, "num_shards": num_shards}
+    shares |= {"global_batch": global_batch, "micro_size": micro_size, "seed": seed, "skip_steps": skip_steps}
+    if source.is_stream:
+        sampler: TrainSampler = sampler_of_stream(sharding, order=order, max_steps=max_steps, **shares)
+        dealing = ""
+    else:
+        sampler, dealing = sampler_of(source.samples, order=order, sharding=sharding, **shares)
     loss_scale = LossScale() if precision == "fp16" else None
     masters = master_weights(replica, precision)
     state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
@@ -331,6 +331,7 @@ def fit(
                 precision=precision,
                 noise_scale_every=noise_scale_every,
                 debug_data=debug_data,
+                uneven=uneven,
                 evaluation=evaluation,
                 evaluate_every_epochs=evaluate_every_epochs,
                 evaluate_every_steps=evaluate_every_steps,
@@ -405,14 +406,16 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     way = f", all-reduce: {comm.auto.describe()}" if comm.world_size > 1 else ""
     if state.model.compression is not None:
         way += f", hook: {state.model.compression.hook!r}"
+    samples = f"{counted(sampler.length, 'training sample')}, {counted(sampler.num_steps_per_epoch, 'step')} per epoch"
+    if isinstance(sampler, IterableSampler):
+        samples = "a stream of training samples"
     return [
         f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
         f"{type(state.model).__name__}{way}",
         f"global batch {sampler.sizes.in_words()} in {counted(sampler.num_shards, 'shard')}; worker 0: "
         f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
         f"{base_rates(state.optimizer)[0]:g}",
-        f"{counted(sampler.length, 'training sample')}, {counted(sampler.num_steps_per_epoch, 'step')} per epoch, "
-        f"{counted(num_steps, 'step')}{start}",
+        f"{samples}, {counted(num_steps, 'step')}{start}",
     ]
 
 

@@ -6,8 +6,10 @@ Read before: `step.py`, `data_checks.py`, `first_look.py`. Read next: `evaluate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ddp.comm.objects import all_gather_object
+from ddp.data.iterable import IterableLoader, IterableSampler, Uneven
 from ddp.data.loader import TrainLoader
 from ddp.data.sampler import StepPlan, TrainSampler
 from ddp.data.source import Source
@@ -25,6 +27,7 @@ from ddp.train.first_look import FirstLook
 from ddp.train.state import TrainState
 from ddp.train.step import StepRules, train_step
 from ddp.train.stopping import StopFlag
+from ddp.train.stream_feed import StreamFeed
 
 Evaluation = Callable[[TrainState], dict[str, float] | None]
 
@@ -41,6 +44,7 @@ def train_loop(
     precision: Precision = "fp32",
     noise_scale_every: int = 0,
     debug_data: bool = False,
+    uneven: Uneven = "join",
     evaluation: Evaluation | None = None,
     evaluate_every_epochs: int | None = 1,
     evaluate_every_steps: int | None = None,
@@ -67,6 +71,7 @@ def train_loop(
         schedule: a factor, by samples, on the optimizer's first rates; not used if `state` has torch's scheduler.
         clip_norm: largest norm of the global gradient.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
+        uneven: what happens where the stream of one rank ends before that of another.
         debug_data: refuses ranks or loader processes that begin with equal batches.
         evaluation: returns the held-out metrics; collective, called on all ranks after the same step. It returns None
             if the ranks gave it up because one of them wants to stop.
@@ -96,14 +101,7 @@ def train_loop(
         looks=looks,
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
-    on_gpu = state.comm.device.type == "cuda"
-    loader = TrainLoader(
-        source.samples,
-        state.sampler,
-        collate=source.collate,
-        num_workers=source.num_workers,
-        pin_memory=on_gpu,
-    )
+    feed = _feed(state, source, uneven)
     _check_replica(state)
     state.stopped_by = ""
     state.model.train()
@@ -113,12 +111,14 @@ def train_loop(
             callback.fit_start(state)
         if evaluation and _was_stopped_before_evaluating(state, evaluate_every_epochs, evaluate_every_steps):
             _evaluate(state, task, evaluation, callbacks, stop)
-        while state.step < num_steps and not state.stopped_by:
-            for plan, batches in loader.epoch():
+        while state.step < num_steps and not state.stopped_by and (epochs is None or state.epoch < epochs):
+            for plan, batches in feed.epoch():
                 running_step = state.step + 1
                 for callback in callbacks:
                     callback.step_start(state)
                 report, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(stop))
+                if report.num_ending:
+                    feed.ended(report.num_ending)
                 for callback in callbacks:
                     callback.step_end(state, report)
                 if someone_stops:
@@ -137,8 +137,21 @@ def train_loop(
             callback.exception(state, error)
         raise
     finally:
-        loader.close()
+        feed.close()
     return state
+
+
+def _feed(state: TrainState, source: Source, uneven: Uneven) -> TrainLoader | StreamFeed:
+    """Returns what yields steps with their batches, epoch by epoch."""
+    choices: dict[str, Any] = {
+        "collate": source.collate,
+        "num_workers": source.num_workers,
+        "pin_memory": state.comm.device.type == "cuda",
+    }
+    if isinstance(state.sampler, IterableSampler):
+        loader = IterableLoader(source.samples, state.sampler, **choices)
+        return StreamFeed(state.comm, loader, uneven=uneven)
+    return TrainLoader(source.samples, state.sampler, **choices)
 
 
 def _check_replica(state: TrainState) -> None:
@@ -167,7 +180,7 @@ def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) 
 
 def _middle(plan: StepPlan, sampler: TrainSampler) -> float:
     """Returns how many samples the run has trained on when half of a step's are done, which schedules go by."""
-    return plan.epoch * sampler.length + plan.position + plan.size / 2
+    return sampler.position_of(plan) + plan.size / 2
 
 
 def _all_have_several_samples(state: TrainState) -> bool:

@@ -115,6 +115,7 @@ class StepReport:
         parts: squared norms of gradients of parts of the batch, if they were measured.
         gradient_norm: of the global mean gradient, before clipping.
         rate: learning rate of the first parameter group.
+        num_ending: number of ranks whose stream ends with this step.
         step_s: whole step; data_s: waiting for data during it; wait_s: waiting for other ranks during it.
     """
 
@@ -129,3 +130,4 @@ class StepReport:
     step_s: float
     data_s: float
     wait_s: float
+    num_ending: int = 0

@@ -31,7 +31,7 @@ def test_tensors_and_arrays_become_samples() -> None:
 def test_what_has_length_and_index_is_taken_as_it_is() -> None:
     for data in (TensorDataset(ROWS), [(1, 2)] * 3, ROWS, range(4), [ROWS, ROWS]):
         source = source_of(data, what="data")
-        assert source.samples is data and source[1:] == (None, 0, "")
+        assert source.samples is data and source[1:] == (None, 0, "", False)
 
 
 def test_a_data_loader_is_taken_apart() -> None:
@@ -54,10 +54,10 @@ def test_a_data_loader_is_taken_apart() -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (Stream(), r"^data is Stream, an IterableDataset, .*\(data=list\(dataset\) is one"),
-        (DataLoader(Stream()), "^data is Stream, an IterableDataset"),
+        (Stream(), r"^data is Stream, an iterable, .*\(data=list\(dataset\) is one"),
+        (DataLoader(Stream()), "^data is Stream, an iterable"),
         (DataLoader(TensorDataset(ROWS), batch_size=None), "^data is a DataLoader with batch_size=None"),
-        ((x for x in range(3)), "^data is a generator: give a data set with __len__ and __getitem__"),
+        ((x for x in range(3)), "^data is generator, an iterable, .* give a data set with __len__"),
         ({"x": ROWS}, "^data is a dict: give"),
         ((ROWS, torch.arange(5)), r"^data has inputs \[6, 2\] and targets \[5\]: the first dimension"),
     ],

@@ -71,12 +71,17 @@ class Micro(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step: `size` samples from global `position` of `epoch`; `micros` are this rank's (none if it has none)."""
+    """One step: `size` samples from global `position` of `epoch`; `micros` are this rank's (none if it has none).
+
+    Attributes:
+        is_last: this rank's stream ends with it. Data with a length do not say so.
+    """
 
     epoch: int
     position: int
     size: int
     micros: tuple[Micro, ...]
+    is_last: bool = False
 
 
 class TrainSampler:
@@ -152,6 +157,11 @@ class TrainSampler:
         self._state = self._settled(SamplerState(seed, epoch=0, consumed=0))
 
     @property
+    def num_samples(self) -> int | None:
+        """Returns the length of the data set; None if nobody knows it."""
+        return self.order.num_samples
+
+    @property
     def num_steps_per_epoch(self) -> int:
         """Returns the number of steps of a whole epoch, the smaller last one included, once the batch has grown."""
         return self.sizes.num_steps_per_epoch
@@ -172,6 +182,10 @@ class TrainSampler:
         starts_at, ends_at = (edge // self.length for edge in (self._skipped.start, self._skipped.stop))
         skipped_an_end = self.position == self._skipped.stop and starts_at < ends_at
         return self._state.consumed == 0 or skipped_an_end
+
+    def position_of(self, plan: StepPlan) -> int:
+        """Returns how many samples the run has trained on before a step."""
+        return plan.epoch * self.length + plan.position
 
     def plans(self) -> Iterator[StepPlan]:
         """Yields the steps from the present state to the end of its epoch. The state stays where it is."""
@@ -285,6 +299,13 @@ class TrainSampler:
     def state_dict(self) -> dict[str, Any]:
         """Returns {seed, epoch, consumed, order}: equal on all ranks, and valid at any world size."""
         return {**self._state._asdict(), "order": self.order.in_words()}
+
+    def places(self) -> Any:
+        """Returns what a state needs beside the state of all ranks: nothing, but for data that are a stream."""
+        return None
+
+    def load_places(self, places: Sequence[Any]) -> None:
+        """Takes what `places` returned on each rank."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, with its seed.
