@@ -134,7 +134,8 @@ class _Lines(Format):
         starts[0], starts[1:] = first, ends[:-1] + 1
         ends = ends - after_return
         spans: Spans = np.stack([starts, ends], axis=1)
-        return spans[ends > starts]
+        lines: Spans = spans[ends > starts]
+        return lines
 
 
 def _line_ends(

@@ -78,8 +78,8 @@ class LocalReader(Reader):
                 more = os.pread(self._descriptor, length - len(data), offset + len(data))
                 if not more:
                     raise ConfigError(
-                        f"{self.address} ends after {offset + len(data)} bytes, before byte {offset + length}: it was "
-                        "cut off since it was opened; restore it, then index it again"
+                        f"{self.address} ends after {os.fstat(self._descriptor).st_size} bytes, before byte "
+                        f"{offset + length}: it was cut off since it was opened; restore it, then index it again"
                     )
                 data += more
         except OSError as error:

@@ -61,14 +61,12 @@ class TokenFiles(Format):
     def index(self, reader: Reader) -> Layout:
         """Computes the number of windows of a file from its size."""
         is_npy = reader.read(0, min(6, reader.facts.size)) == _NPY
-        first, dtype = (
-            _npy_header(reader) if is_npy else (self.header_bytes, np.dtype(f"<{np.dtype(self.dtype).str[1:]}"))
-        )
+        first, dtype = _npy_header(reader) if is_npy else (self.header_bytes, np.dtype(self.dtype).newbyteorder("<"))
         num_bytes = reader.facts.size - first
         if num_bytes < 0 or num_bytes % dtype.itemsize:
             raise ConfigError(
-                f"{reader.address} has {num_bytes} bytes of tokens, no multiple of the {dtype.itemsize} of {dtype.name}: it "
-                "is cut off, or of another dtype"
+                f"{reader.address} has {num_bytes} bytes of tokens, and {dtype.name} has {dtype.itemsize}: it is cut "
+                "off, or of another dtype"
             )
         num_tokens = num_bytes // dtype.itemsize
         if num_tokens <= self.context:
