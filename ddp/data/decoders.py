@@ -1,4 +1,4 @@
-"""What becomes of the bytes of a tar sample: `decode` functions for `TarSamples`.
+"""`decode` functions for `TarSamples`: the bytes of each member become an object.
 
     extension          objects(sample)                 ImageAndClass()(sample)
     jpg jpeg png webp  Pillow image, RGB               float32 [3, height, width] in 0 … 1, or what `transform` returns

@@ -10,7 +10,7 @@ two processes that write the same one do no harm.
 
 Making an index reads every file once. If there is one, only files of another size or version are read again; that
 costs one stat(2) for each file, or one request for a remote one. Opening it in a worker reads the line of JSON and
-nothing else, since the parent has just compared all files. `FileSet` compares a file once more when it opens it.
+nothing else, because the parent has just compared all files. `FileSet` compares a file once more when it opens it.
 
 A format (`Format`) says where samples are and what their bytes become. Samples of one length at equal distances, such
 as windows of tokens, are three numbers instead of a table (`Regular`).
@@ -62,7 +62,7 @@ class Regular(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the samples of one file are, and what else its format has to know to decode them."""
+    """Locates the samples of one file, with notes that its format needs to decode them."""
 
     spans: Spans | Regular
     notes: dict[str, Any]  # for JSON
@@ -100,7 +100,7 @@ class Format(ABC):
 
 
 class IndexedFile(NamedTuple):
-    """What the index has about one file."""
+    """The index's entry of one file."""
 
     address: str
     facts: Facts

@@ -1,4 +1,4 @@
-"""Which files an address means.
+"""Turns addresses into a list of files: patterns, brace lists, folders.
 
     /data/shard-{000..099}.tar     braces: a range, with as many digits as its first number has; 100 files
     /data/{train,extra}.jsonl      braces: alternatives

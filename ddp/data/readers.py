@@ -24,7 +24,7 @@ from ddp.errors import ConfigError
 
 
 class Facts(NamedTuple):
-    """What tells one version of a file from the next."""
+    """Tells one version of a file from the next."""
 
     size: int  # in bytes
     version: str  # local: time of the last change in ns; remote: its etag, checksum or time; "" if it has none

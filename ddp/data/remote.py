@@ -4,7 +4,9 @@
                                  block  ->  try 0, pause 0.25 s, try 1, pause 0.5 s, try 2 … , at most 5 tries
                                               try  ->  a helper thread calls fsspec; after 60 s it is given up
 
-Samples are read in runs from a few files. So a block serves many of them, and a file of up to 64 MiB is fetched once.
+Samples are read in runs from a few files. So a block serves many of them, and a file of up to 64 MiB is fetched once;
+the blocks take up to 64 MiB of memory for each file that a process keeps open. Samples in random order of larger files
+would fetch a block each: copy those to a disk of the host (`local_copies.py`).
 
 Python cannot interrupt a call that hangs. A helper thread makes it, so that the reader can stop waiting: the thread is
 left alone, ends when its call does, and the next try has a new thread, with a file system object and a connection of
@@ -43,7 +45,7 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"
 
 
 class Retries(NamedTuple):
-    """How long, and how often, a remote call is tried."""
+    """Limits how long, and how often, a remote call is tried."""
 
     deadline_s: float = 60.0  # of one try
     num_retries: int = 4  # after the first try

@@ -23,7 +23,7 @@ _NUM_THREADS = 16  # they wait for answers
 
 
 class Storage(NamedTuple):
-    """How files are read."""
+    """Reads local and remote files."""
 
     retries: Retries = Retries()  # of remote calls
     cache_dir: str | Path | None = None  # where remote files are copied to; None streams them

@@ -11,7 +11,7 @@ hidden files and members such as __meta__ are left out. The members of a sample 
 
 Python's `tarfile` reads the headers, so long names (GNU's and pax) are no special case. Indexing seeks over contents:
 about 20 us a member, whatever its size. A tar file ends with blocks of zeros. If they are missing, the file was cut
-off, if anything comes after them, `tarfile` would not have seen it; both are refused.
+off. If anything but zeros comes after the last member, `tarfile` has stopped at a damaged header. Both are refused.
 
 Read before: `files.py`. Read next: `decoders.py`.
 """
