@@ -12,8 +12,8 @@ A field of CSV may have line breaks and separators within double quotes, and "" 
 break ends a sample if an even number of quotes stands before it. A quote in a field that is not quoted breaks this
 count, and most often ends in a row with a wrong number of fields: write such a field in quotes.
 
-NumPy looks for line ends in blocks of 4 MiB, at 300 MB/s to 3 GB/s. Each file's first line is decoded at once, so that a
-file of another format is noticed before training.
+NumPy looks for line ends in blocks of 4 MiB, at 300 MB/s to 3 GB/s. Each file's first line is decoded at once, so that
+a file of another format is noticed before training.
 
 Read before: `decoders.py`. Read next: `tokens.py`.
 """

@@ -46,7 +46,7 @@ class Storage(NamedTuple):
             ConfigError: it is missing, or another version than `facts` say.
         """
         if is_remote(address) and self.cache_dir is not None:
-            return self._copy(address, facts)
+            return self._copy(address, facts, Path(self.cache_dir))
         reader: Reader
         reader = RemoteReader(address, retries=self.retries) if is_remote(address) else LocalReader(address)
         check_unchanged(address, facts, reader.facts)
@@ -55,8 +55,7 @@ class Storage(NamedTuple):
     def _facts(self, address: str) -> Facts:
         return remote_facts(address, retries=self.retries) if is_remote(address) else local_facts(address)
 
-    def _copy(self, address: str, facts: Facts) -> Reader:
-        cache_dir = Path(self.cache_dir or ".")
+    def _copy(self, address: str, facts: Facts, cache_dir: Path) -> Reader:
         copy = local_copy(address, facts, cache_dir=cache_dir, retries=self.retries)
         size = copy.stat().st_size
         if size != facts.size:

@@ -69,9 +69,23 @@ def test_blocks_are_fetched_once_while_they_are_kept(memory: Any, small_blocks: 
     memory.pipe_file("/a.bin", bytes(192))
     reader = RemoteReader("fifth://a.bin", retries=AT_ONCE)
     EveryFifthFails.num_reads = 0
+    reader.read(0, 64)
+    assert EveryFifthFails.num_reads == 1
     for start in (0, 64, 128, 1, 65, 129, 30):
         reader.read(start, 20)
     assert EveryFifthFails.num_reads == 3
+
+
+def test_blocks_that_were_not_used_for_longest_make_room(
+    memory: Any, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.pipe_file("/a.bin", bytes(400))
+    starts: list[int] = []
+    monkeypatch.setattr(remote, "remote_range", lambda _, start, end, **__: starts.append(start) or bytes(end - start))
+    reader = RemoteReader("memory://a.bin", retries=AT_ONCE)
+    for block in (0, 1, 2, 0, 3, 0, 2, 1):
+        reader.read(64 * block, 1)
+    assert [start // 64 for start in starts] == [0, 1, 2, 3, 1]
 
 
 def test_a_read_that_hangs_ends_with_the_file_the_offset_the_tries_and_the_deadline(
