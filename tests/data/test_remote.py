@@ -19,7 +19,7 @@ from file_systems import EveryFifthFails, Hangs
 
 from ddp.data import remote
 from ddp.data.listing import listed
-from ddp.data.local_copies import local_copy
+from ddp.data.local_copies import _locked, local_copy
 from ddp.data.readers import Facts
 from ddp.data.remote import RemoteReader, Retries, remote_facts
 from ddp.data.storage import DIRECT, Storage
@@ -259,6 +259,23 @@ def test_a_copy_is_of_the_version_that_was_indexed(tmp_path: Path, memory: Any) 
     copy.write_bytes(b"x")
     with pytest.raises(ConfigError, match="delete the copy"):
         storage.reader("memory://a.bin", new)
+
+
+def test_versions_of_one_size_have_a_copy_each(tmp_path: Path, memory: Any) -> None:
+    storage = Storage(AT_ONCE, cache_dir=tmp_path)
+    for content in (b"old", b"new"):
+        memory.pipe_file("/a.bin", content)
+        (facts,) = storage.facts(["memory://a.bin"])
+        assert storage.reader("memory://a.bin", facts).read(0, 3) == content
+
+
+def test_a_part_that_is_made_after_the_copy_is_removed(tmp_path: Path) -> None:
+    """As by a process that has looked for the copy just before another one has renamed its own part."""
+    copy, part = tmp_path / "a.bin", tmp_path / ".part-a.bin"
+    copy.write_bytes(b"whole")
+    with _locked(part, until=copy) as descriptor:
+        assert descriptor is None
+    assert list(tmp_path.iterdir()) == [copy]
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, memory: Any) -> None:
