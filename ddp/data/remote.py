@@ -208,7 +208,8 @@ class RemoteReader(Reader):
             raise ConfigError(f"{self.address} has {self.facts.size} bytes, none at {end}: index it again")
         first = offset // BLOCK_BYTES
         joined = b"".join(self._block(number) for number in range(first, -(-end // BLOCK_BYTES)))
-        return joined[offset - first * BLOCK_BYTES :][:length]
+        begin = offset - first * BLOCK_BYTES
+        return joined[begin : begin + length]
 
     def _block(self, number: int) -> bytes:
         block = self._blocks.pop(number, None)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ddp.data.loader import WholeBatches
+from ddp.data.loader import TrainLoader, WholeBatches
+from ddp.data.sampler import TrainSampler
+from ddp.data.standard_library import ByteWindows
 from ddp.data.tokens import TokenSet
 from ddp.errors import ConfigError
 
@@ -63,6 +65,24 @@ def test_loader_processes_read_the_same_windows(tmp_path: Path) -> None:
     tokens[0]
     loader: Any = DataLoader(tokens, batch_size=None, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
     for (x, y), (inputs, targets) in zip(loader, tokens, strict=True):  # type: ignore[call-overload]
+        assert torch.equal(x, inputs)
+        assert torch.equal(y, targets)
+
+
+def test_the_training_loader_reads_batches_as_from_memory(tmp_path: Path) -> None:
+    (array,) = write_tokens(tmp_path, dtype="uint8", suffix=".bin", sizes=(500,))
+    sets = [
+        TokenSet(tmp_path, context=7, dtype="uint8", index_dir=tmp_path / "index"),
+        ByteWindows(array.tobytes(), context=7),
+    ]
+    batches = []
+    for each in sets:
+        sampler = TrainSampler(len(each), global_batch=8, rank=0, world_size=1, seed=3)
+        loader = TrainLoader(each, sampler, num_workers=2)
+        batches.append([batch for _, micros in loader.epoch() for batch in micros])
+        loader.close()
+    assert len(batches[0]) == len(batches[1]) == 9
+    for (x, y), (inputs, targets) in zip(*batches, strict=True):
         assert torch.equal(x, inputs)
         assert torch.equal(y, targets)
 
