@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -272,6 +273,17 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^index_dir \S+/file/index cannot be written \(.+\): give"):
         index_files(tmp_path, Words(), index_dir=tmp_path / "file" / "index")
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_words(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ConfigError, match=r"^index_dir \S+/index cannot be written \(No space left on device\)"):
+        index_files(tmp_path, Words(), index_dir=tmp_path / "index")
+    assert not list((tmp_path / "index").iterdir())
 
 
 # Which files an address means
