@@ -133,7 +133,9 @@ def evaluation_loader(
     share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     requests = [_Request(0, 0, tuple(run)) for run in runs]
-    return _data_loader(dataset, requests, collate=collate, num_workers=num_workers, pin_memory=False, persistent=False)
+    return _data_loader(
+        dataset, requests, collate=collate, num_workers=num_workers, pin_memory=False, persistent=False
+    )
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
