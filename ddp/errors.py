@@ -2,9 +2,9 @@
 
     ValueError                          RuntimeError
     ├── ConfigError*      bad setting   ├── PeerLost            a rank died, stopped, or was cut off
-    ├── ReplicaMismatch*  models differ ├── CommunicatorBroken  a call after such an error
-    └── CheckpointError   cannot load   ├── Diverged            the loss is not a number
-                                        ├── UnusedParameters    a gradient never became ready
+    │   └── UnreadableSample  bad bytes ├── CommunicatorBroken  a call after such an error
+    ├── ReplicaMismatch*  models differ ├── Diverged            the loss is not a number
+    └── CheckpointError   cannot load   ├── UnusedParameters    a gradient never became ready
                                         ├── CollectiveMismatch  ranks called different collectives
                                         ├── HookFailed          a communication hook failed
                                         └── WorkersFailed       the workers of `ddp.launch` failed
@@ -22,6 +22,10 @@ from dataclasses import dataclass
 
 class ConfigError(ValueError, RuntimeError):
     """A setting that cannot work: unknown, of the wrong type, or impossible beside another one."""
+
+
+class UnreadableSample(ConfigError):
+    """A sample's bytes cannot be decoded; the message names the file, the sample's place in it, and the cause."""
 
 
 class ReplicaMismatch(ValueError, RuntimeError):

@@ -1,0 +1,299 @@
+"""The index of a set of files: where each sample begins and ends. The parent makes it once; every process maps it.
+
+    INDEX_DIR/tar-4f1d….index      one line of JSON, filled with spaces to a multiple of 64 bytes, then a table
+        {"format": {"kind": "tar"}, "files": [{"address": …, "facts": [size, version], "num_samples": 3, …}, …]}
+        int64 [num_samples of all files, 2]: first byte and end of each sample in its file
+
+The file's name has a hash of the given addresses and of the format's settings, so that two sets, or two formats of one
+set, have an index each. It is written under another name and renamed: a reader finds the old index or the new one, and
+two processes that write the same one do no harm.
+
+Making an index reads every file once. If there is one, only files of another size or version are read again; that
+costs one stat(2) for each file, or one request for a remote one. Opening it in a worker reads the line of JSON and
+nothing else, because the parent has just compared all files. `FileSet` compares a file once more when it opens it.
+
+A format (`Format`) says where samples are and what their bytes become. Samples of one length at equal distances, such
+as windows of tokens, are three numbers instead of a table (`Regular`).
+
+Read before: `listing.py`. Read next: `files.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddp.data.listing import Addresses, as_given, listed
+from ddp.data.readers import Facts, Reader
+from ddp.data.remote import is_remote
+from ddp.data.storage import DIRECT, Storage
+from ddp.errors import ConfigError
+from ddp.log import log
+
+_ALIGNMENT = 64
+_NUM_THREADS = 8  # that read remote files
+
+Spans = NDArray[np.int64]
+"""First byte and end of each sample in its file, [num_samples, 2]."""
+
+
+class Regular(NamedTuple):
+    """Samples of one length at equal distances, in place of `Spans`."""
+
+    first: int  # byte at which the first sample begins
+    stride: int  # bytes from the beginning of one sample to that of the next
+    length: int  # bytes in a sample
+    num_samples: int
+
+    def spans(self) -> Spans:
+        """Returns the table."""
+        starts = self.first + self.stride * np.arange(self.num_samples, dtype=np.int64)
+        return np.stack([starts, starts + self.length], axis=1)
+
+
+class Layout(NamedTuple):
+    """Locates the samples of one file, with notes that its format needs to decode them."""
+
+    spans: Spans | Regular
+    notes: dict[str, Any]  # for JSON
+
+
+class Format(ABC):
+    """A kind of file. Its objects are pickled with the data set."""
+
+    kind: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]  # of the files to take from a folder
+
+    def settings(self) -> dict[str, Any]:
+        """Returns whatever the index depends on, for JSON."""
+        return {}
+
+    @abstractmethod
+    def index(self, reader: Reader) -> Layout:
+        """Finds the samples of a file that is not empty.
+
+        Raises:
+            ConfigError: the file is cut off, or of another format.
+        """
+
+    @abstractmethod
+    def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
+        """Returns a sample. Whatever it raises becomes an `UnreadableSample`."""
+
+    def place(self, reader: Reader, number: int, start: int) -> str:
+        """Returns which sample of its file this is, in words for an error."""
+        return f"sample {number}, at byte {start}"
+
+    def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Returns the length of each sample in bytes or tokens, as far as the index tells."""
+        return num_bytes
+
+
+class IndexedFile(NamedTuple):
+    """The index's entry of one file."""
+
+    address: str
+    facts: Facts
+    num_samples: int
+    regular: Regular | None  # None: the file's part of the table has its samples
+    notes: dict[str, Any]
+
+
+class FileIndex(NamedTuple):
+    """An index that is open."""
+
+    path: Path
+    header: bytes  # its line of JSON
+    files: list[IndexedFile]
+    table: Spans  # of all files that are not regular, mapped into memory
+
+    def first_rows(self) -> list[int]:
+        """Returns where each file's part of the table begins; one number more than files."""
+        sizes = [0 if file.regular else file.num_samples for file in self.files]
+        return [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+
+    def spans(self) -> Spans:
+        """Returns first byte and end of every sample of every file."""
+        rows = self.first_rows()
+        parts = [
+            file.regular.spans() if file.regular else self.table[rows[number] : rows[number + 1]]
+            for number, file in enumerate(self.files)
+        ]
+        return np.concatenate(parts)
+
+
+# ------------------------------------------------------------------------------------------------------- the parent
+
+
+def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, storage: Storage = DIRECT) -> FileIndex:
+    """Reads every new or changed file once, and returns the index of all of them.
+
+    Args:
+        addresses: files, patterns, folders, or a list of them (`listing.py`).
+        format: of all files.
+        index_dir: folder of indexes; it is made if it is missing.
+        storage: how files are read.
+
+    Raises:
+        ConfigError: no file matches; a file is missing, empty, cut off or of another format; or the folder cannot be
+            written.
+    """
+    found = listed(addresses, suffixes=format.suffixes, storage=storage)
+    facts = storage.facts(found)
+    path = index_path(addresses, format, index_dir=index_dir)
+    old = _open_if_whole(path, format)
+    if old is not None and [(file.address, file.facts) for file in old.files] == list(zip(found, facts, strict=True)):
+        return old
+    known = {} if old is None else _layouts(old)
+    wanted = [each for each in zip(found, facts, strict=True) if each not in known]
+    log.info("indexing %d of %d files into %s", len(wanted), len(found), path)
+    known.update(zip(wanted, _read_all(wanted, format, storage), strict=True))
+    _write(path, format, {each: known[each] for each in zip(found, facts, strict=True)})
+    return open_index(addresses, format, index_dir=index_dir)
+
+
+def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -> Path:
+    """Returns where the index of these addresses is, or would be."""
+    named = json.dumps([as_given(addresses), format.kind, format.settings()], sort_keys=True)
+    return Path(index_dir).absolute() / f"{format.kind}-{hashlib.sha256(named.encode()).hexdigest()[:16]}.index"
+
+
+def _layouts(index: FileIndex) -> dict[tuple[str, Facts], Layout]:
+    rows = index.first_rows()
+    return {
+        (file.address, file.facts): Layout(file.regular or index.table[rows[number] : rows[number + 1]], file.notes)
+        for number, file in enumerate(index.files)
+    }
+
+
+def _read_all(wanted: Sequence[tuple[str, Facts]], format: Format, storage: Storage) -> list[Layout]:
+    if not any(is_remote(address) for address, _ in wanted):
+        return [_layout_of(each, format, storage) for each in wanted]
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return list(threads.map(lambda each: _layout_of(each, format, storage), wanted))
+
+
+def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage) -> Layout:
+    address, facts = file
+    if not facts.size:
+        raise ConfigError(f"{address} is empty: write it again, or leave it out of the list")
+    layout = format.index(storage.reader(address, facts))
+    if not _num_samples(layout):
+        raise ConfigError(f"{address} holds no sample: check that it is a file of format {format.kind}")
+    return layout
+
+
+def _num_samples(layout: Layout) -> int:
+    return layout.spans.num_samples if isinstance(layout.spans, Regular) else len(layout.spans)
+
+
+def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout]) -> None:
+    """Writes an index so that it is found whole, or not at all."""
+    files = [
+        IndexedFile(
+            address, facts, _num_samples(each), each.spans if isinstance(each.spans, Regular) else None, each.notes
+        )
+        for (address, facts), each in layouts.items()
+    ]
+    line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
+    line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            file.write(line)
+            for each in layouts.values():
+                if not isinstance(each.spans, Regular):
+                    file.write(np.ascontiguousarray(each.spans, dtype="<i8").data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"index_dir {path.parent} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
+    finally:
+        if temporary.exists():
+            temporary.unlink()
+
+
+def _name(format: Format) -> dict[str, Any]:
+    return {"kind": format.kind, **format.settings()}
+
+
+# ------------------------------------------------------------------------------------------------------- a worker
+
+
+def open_index(addresses: Addresses, format: Format, *, index_dir: str | Path) -> FileIndex:
+    """Opens the index that the parent has made.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or of another format.
+    """
+    path = index_path(addresses, format, index_dir=index_dir)
+    index = _open_if_whole(path, format)
+    if index is None:
+        raise ConfigError(
+            f"{path} is missing or damaged, so the samples of {as_given(addresses)[0]} are not known: call index_files "
+            "in the parent, with the same addresses, format and index_dir, before workers start"
+        )
+    return index
+
+
+def mapped_again(index: FileIndex) -> FileIndex:
+    """Returns an index that was pickled without its table, with it.
+
+    Raises:
+        ConfigError: another index has taken its place.
+    """
+    try:
+        with index.path.open("rb") as file:
+            is_same = file.read(len(index.header)) == index.header
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        raise ConfigError(f"{index.path} was removed or written again since the data set was opened: open it again")
+    return index._replace(table=_mapped(index.path, len(index.header), index.first_rows()[-1]))
+
+
+def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
+    """Returns an index; None if there is none, or only part of one.
+
+    Raises:
+        ConfigError: it was made for another format.
+    """
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+        content = json.loads(line)
+        files = [_indexed_file(entry) for entry in content["files"]]
+        found = content["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if found != _name(format):
+        raise ConfigError(f"{path} is an index of format {found}, not of {_name(format)}: delete it, or take another")
+    num_rows = sum(0 if file.regular else file.num_samples for file in files)
+    if path.stat().st_size != len(line) + 16 * num_rows:
+        return None
+    return FileIndex(path, line, files, _mapped(path, len(line), num_rows))
+
+
+def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
+    regular = None if entry["regular"] is None else Regular(*entry["regular"])
+    return IndexedFile(entry["address"], Facts(*entry["facts"]), entry["num_samples"], regular, entry["notes"])
+
+
+def _mapped(path: Path, offset: int, num_rows: int) -> Spans:
+    if not num_rows:
+        return np.empty((0, 2), dtype=np.int64)  # a map cannot be empty
+    return np.asarray(np.memmap(path, dtype="<i8", mode="r", offset=offset, shape=(num_rows, 2)))

@@ -1,0 +1,91 @@
+"""Local copies of remote files: each file is downloaded once per host, whole or not at all.
+
+    cache/3f9c…-shard-000.tar          the copy; 3f9c… is a hash of address, size and version
+    cache/.part-3f9c…-shard-000.tar    a download in progress, locked by the process that makes it
+
+The first of several processes locks the part, downloads, and renames it. The others wait for the lock and then find
+the copy. The kernel releases the lock of a process that is killed; the next one begins the same part again. A remote
+file that has changed has another name here. Nothing is ever deleted: the folder needs room for all files.
+
+The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
+
+Read before: `remote.py`. Read next: `storage.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddp.data.readers import Facts, check_unchanged
+from ddp.data.remote import BLOCK_BYTES, Retries, remote_facts, remote_range
+from ddp.errors import ConfigError
+
+
+def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries) -> Path:
+    """Returns the path of a whole copy of a remote file, after downloading it if no process of this host has.
+
+    Raises:
+        ConfigError: the file cannot be read, or the folder cannot be written.
+    """
+    digest = hashlib.sha256(f"{address} {facts.size} {facts.version}".encode()).hexdigest()[:16]
+    copy = cache_dir / f"{digest}-{_base_name(address)}"
+    if copy.exists():
+        return copy
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(copy.with_name(f".part-{copy.name}"), until=copy) as descriptor:
+            if descriptor is not None:
+                _download(address, facts.size, descriptor, retries)
+                check_unchanged(address, facts, remote_facts(address, retries=retries))
+                copy.with_name(f".part-{copy.name}").rename(copy)
+    except OSError as error:
+        raise ConfigError(
+            f"{address} cannot be copied to {cache_dir} ({error.strerror}): take a cache_dir that can be written and "
+            f"has room for {facts.size} bytes"
+        ) from error
+    return copy
+
+
+def _base_name(address: str) -> str:
+    name = address.rstrip("/").rpartition("/")[2].partition("?")[0]
+    return name[-100:]  # the suffix matters, and file systems limit the length
+
+
+def _download(address: str, size: int, descriptor: int, retries: Retries) -> None:
+    os.truncate(descriptor, 0)  # of a process that was killed
+    for start in range(0, size, BLOCK_BYTES):
+        block = memoryview(remote_range(address, start, min(start + BLOCK_BYTES, size), retries=retries))
+        while block:
+            block = block[os.write(descriptor, block) :]
+    os.fsync(descriptor)
+
+
+@contextmanager
+def _locked(part: Path, *, until: Path) -> Iterator[int | None]:
+    """Yields the descriptor of a locked part, which is this process's to write; None once `until` exists."""
+    while True:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for another process's download
+            if until.exists():
+                if _is_same(part, descriptor):  # made here, after the other one was renamed
+                    part.unlink()
+                yield None
+                return
+            if _is_same(part, descriptor):
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)  # releases the lock
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,155 @@
+"""Bytes of a file by position: `read(offset, length)`, without a position of its own that processes could share.
+
+    LocalReader     os.pread on a descriptor       about 1 us for a few KB that the kernel has cached
+    RemoteReader    ranges through fsspec          `remote.py`, with a deadline and retries
+
+pread(2) is used instead of a memory map, because a file that is cut off while it is mapped ends the process with a
+SIGBUS. Here it is an error that names the file.
+
+`Facts` tell a file's versions apart: the size, and the time of the last change or what the remote side has in its
+place.
+
+Read before: `standard_library.py`. Read next: `remote.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import NamedTuple
+
+from ddp.errors import ConfigError
+
+
+class Facts(NamedTuple):
+    """Tells one version of a file from the next."""
+
+    size: int  # in bytes
+    version: str  # local: time of the last change in ns; remote: its etag, checksum or time; "" if it has none
+
+
+class Reader(ABC):
+    """An open file.
+
+    Attributes:
+        address: its name in errors.
+        facts: of the version that is open.
+    """
+
+    address: str
+    facts: Facts
+
+    @abstractmethod
+    def read(self, offset: int, length: int) -> bytes:
+        """Returns exactly `length` bytes from `offset`.
+
+        Raises:
+            ConfigError: the file ends before, or cannot be read.
+        """
+
+
+class LocalReader(Reader):
+    """A file of this host. Its descriptor is closed with this object.
+
+    Args:
+        path: the file.
+        address, facts: in place of the path and the file's own, for a local copy of a remote file.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be opened.
+    """
+
+    def __init__(self, path: str, *, address: str | None = None, facts: Facts | None = None) -> None:
+        self._descriptor = -1  # for __del__
+        self.address = address or path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise unopened(path, error) from error
+        self.facts = facts or _facts(path, os.fstat(self._descriptor))
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Returns exactly `length` bytes from `offset`."""
+        try:
+            data = os.pread(self._descriptor, length, offset)
+            while len(data) < length:  # the kernel returns at most 2 GiB at once
+                more = os.pread(self._descriptor, length - len(data), offset + len(data))
+                if not more:
+                    raise ConfigError(
+                        f"{self.address} ends after {os.fstat(self._descriptor).st_size} bytes, before byte "
+                        f"{offset + length}: it was cut off since it was opened; restore it, then index it again"
+                    )
+                data += more
+        except OSError as error:
+            raise ConfigError(
+                f"{self.address}: {length} bytes at offset {offset} could not be read ({error.strerror}): "
+                "check the disk, or copy the file again"
+            ) from error
+        return data
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+class ReaderFile:
+    """A reader as a file object, as far as `tarfile` needs one."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self._position = reader, 0
+
+    def read(self, length: int) -> bytes:
+        """Returns the next `length` bytes, fewer at the end of the file."""
+        length = max(0, min(length, self._reader.facts.size - self._position))
+        data = self._reader.read(self._position, length) if length else b""
+        self._position += length
+        return data
+
+    def seek(self, position: int) -> None:
+        """Sets the position, from the beginning of the file."""
+        self._position = position
+
+    def tell(self) -> int:
+        """Returns the position."""
+        return self._position
+
+
+def local_facts(path: str) -> Facts:
+    """Returns the facts of a file of this host.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    try:
+        return _facts(path, Path(path).stat())
+    except OSError as error:
+        raise unopened(path, error) from error
+
+
+def check_unchanged(address: str, before: Facts, now: Facts) -> None:
+    """Checks that a file is the version that was indexed.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if now != before:
+        how = f"from {before.size} to {now.size} bytes" if now.size != before.size else "in time, with the same size"
+        raise ConfigError(
+            f"{address} has changed {how} since it was indexed: restore the file, or start again, so that the parent "
+            "indexes it (ddp.data.file_index.index_files)"
+        )
+
+
+def unopened(address: str, error: OSError) -> ConfigError:
+    """Returns the error of a file that cannot be opened, in one sentence."""
+    if isinstance(error, FileNotFoundError):
+        return ConfigError(f"{address} does not exist: check its name, or leave it out of the list")
+    return ConfigError(f"{address} cannot be opened ({error.strerror or error}): check its permissions")
+
+
+def _facts(path: str, status: os.stat_result) -> Facts:
+    if stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{path} is a folder where a file is expected: give its files, or a pattern such as {path}/*")
+    return Facts(status.st_size, str(status.st_mtime_ns))
