@@ -44,7 +44,7 @@ ENDLESS = 1 << 62  # positions of an epoch whose end is not known
 
 
 class Place(NamedTuple):
-    """How far a process has read in its stream.
+    """Says how far a process has read in its stream.
 
     Attributes:
         number: samples read.

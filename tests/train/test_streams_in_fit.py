@@ -247,7 +247,7 @@ def test_what_a_stream_cannot_do(changes: dict[str, Any], words: str) -> None:
 def test_a_stream_of_other_data_is_not_resumed(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     resumed(Stream(50), folder, max_steps=2)
-    with pytest.raises(ConfigError, match="an epoch whose order was a stream|no position in a data set"):
+    with pytest.raises(ConfigError, match=r"an epoch whose order was a stream|no position in a data set"):
         resumed([sample(index) for index in range(40)], folder, max_steps=3)
     folder = str(tmp_path / "other")
     resumed([sample(index) for index in range(40)], folder, max_steps=2)
