@@ -128,6 +128,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         loss=task,
         **dealing(config, splits),
         debug_data=config.data.debug,
+        max_unreadable=config.data.max_unreadable,
         epochs=config.epochs,
         max_steps=config.max_steps,
         test_data=splits.test,

@@ -21,6 +21,7 @@ from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.config import Config
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
+from ddp.data.file_splits import Files, load_lines, load_tar, load_tokens
 from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
 from ddp.errors import ConfigError
@@ -34,7 +35,7 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import LanguageModel
+from ddp.tasks.language_model import LanguageModel, TokenModel
 from ddp.tasks.loss_function import LossFunction, as_task
 from ddp.tasks.task import Task
 
@@ -52,6 +53,8 @@ def load_data(config: Config, *, download: bool = False) -> Splits:
             return image_sets.load_cifar10(root, download=download)
         case settings.ImageFolder(path=path, image_size=image_size):
             return image_sets.load_folder(cast(str, path), image_size=image_size)
+        case settings.DataFiles():
+            return _data_files(config.data, build=download)
         case settings.StandardLibrary(context=context):
             return standard_library.load(context=context)
         case settings.Synthetic(num_samples=num, image_size=image_size, num_classes=num_classes):
@@ -60,6 +63,27 @@ def load_data(config: Config, *, download: bool = False) -> Splits:
             )
         case _:
             return digits.load()
+
+
+def _data_files(data: settings.DataFiles, *, build: bool) -> Splits:
+    """Returns samples in files, after making their indexes if `build`."""
+    files = Files(
+        path=cast(str, data.path),
+        test_path=cast(str, data.test_path),
+        index_dir=data.index_dir,
+        cache_dir=data.cache_dir,
+        build=build,
+    )
+    match data:
+        case settings.TarImages(image_size=image_size, num_classes=num_classes):
+            return load_tar(files, image_size=image_size, num_classes=num_classes)
+        case settings.Tokens(context=context, dtype=dtype, vocab_size=vocab_size):
+            return load_tokens(files, context=context, dtype=dtype, vocab_size=vocab_size)
+        case settings.Lines(name=kind, inputs=inputs, target=target, num_classes=num_classes):
+            return load_lines(
+                files, kind=cast(Any, kind), inputs=inputs, target=cast(str, target), num_classes=num_classes
+            )
+    raise AssertionError(data)
 
 
 def _own_data(config: Config) -> Splits:
@@ -80,7 +104,8 @@ def _own_data(config: Config) -> Splits:
 def make_task(config: Config) -> Task:
     """Returns the task that the model learns."""
     if config.loss == "auto":
-        return LanguageModel() if isinstance(config.data, settings.StandardLibrary) else Classification()
+        tasks = {settings.StandardLibrary: LanguageModel, settings.Tokens: TokenModel}
+        return tasks.get(type(config.data), Classification)()
     found = from_address(config.loss, key="loss", folder=config.run.code)
     try:
         return as_task(called(found, {}, address=config.loss, key="loss") if isinstance(found, type) else found)

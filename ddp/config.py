@@ -38,6 +38,7 @@ ReplicaKind = Literal["bucketed", "naive"]
 Wire = Literal["none", "bf16", "fp16", "int8", "int8_stochastic", "fp32"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
+TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 LrScaling = Literal["none", "linear", "sqrt", "legw"]
 
 
@@ -74,6 +75,9 @@ class Data:
         "number of shards) → samples: docs/data.md; auto: file where there are as many files as shards, else sample",
     )
     skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
+    max_unreadable: int = setting(
+        0, "most samples that a worker leaves out because they cannot be read; 0: the first one ends the run"
+    )
     debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 
 
@@ -96,6 +100,42 @@ class Synthetic(Data):
     num_samples: int = setting(4096, "training images; there are an eighth as many test images")
     image_size: int = setting(32, "height and width of the images, in pixels")
     num_classes: int = setting(10, "number of classes")
+
+
+@dataclass(kw_only=True, slots=True)
+class DataFiles(Data):
+    """Samples in files: tar shards, lines or tokens."""
+
+    path: str | None = setting(
+        None, "training files: a file, a pattern such as s3://bucket/train-{000..099}.tar, or a folder; must be given"
+    )
+    test_path: str | None = setting(None, "the same for the held-out files; must be given")
+    index_dir: str = setting("data/index", "folder with the indexes of files: where each sample begins")
+    cache_dir: str | None = setting(
+        None, "folder of each host into which remote files are copied; null: they are streamed"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TarImages(DataFiles):
+    name: str = "tar"
+    image_size: int = setting(224, "height and width that images are brought to, in pixels")
+    num_classes: int = setting(1000, "number of classes")
+
+
+@dataclass(kw_only=True, slots=True)
+class Lines(DataFiles):
+    inputs: list[str] = setting([], "names of the columns that are a sample's inputs; must be given")
+    target: str | None = setting(None, "name of the column that is the target; must be given")
+    num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number")
+
+
+@dataclass(kw_only=True, slots=True)
+class Tokens(DataFiles):
+    name: str = "tokens"
+    context: int = setting(256, "length of a sample, in tokens")
+    dtype: TokenType = setting("uint16", "number format of raw files; .npy files say it themselves")
+    vocab_size: int = setting(50257, "number of different tokens")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -264,6 +304,10 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (Data(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
         (Data(name="cifar10"), "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)"),
         (ImageFolder(), "your own images, in ImageNet's layout"),
+        (TarImages(), "images and classes in tar files, in WebDataset's layout"),
+        (Lines(name="jsonl"), "numbers and a target in JSON lines"),
+        (Lines(name="csv"), "numbers and a target in CSV files with a header"),
+        (Tokens(), "text as tokens, in flat files, for model=gpt"),
         (StandardLibrary(), "source text of Python's standard library, byte by byte, for model=gpt"),
         (Synthetic(), "made-up colour images of classes that can be learnt: to measure speed"),
     ],

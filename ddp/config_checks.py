@@ -17,15 +17,18 @@ from ddp.clock import LONGEST_S
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
 from ddp.config import (
     Config,
+    DataFiles,
     Falling,
     Gpt,
     ImageFolder,
+    Lines,
     OwnData,
     OwnModel,
     RandomK,
     Sgd,
     StandardLibrary,
     Step,
+    Tokens,
     TopK,
     Wsd,
 )
@@ -105,14 +108,14 @@ def _bound_problems(config: Config) -> Iterator[str]:
 
 LARGEST = 3.4e38  # of float32
 _AT_LEAST = {
-    0: "seed loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
+    0: "seed data.max_unreadable loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
     "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every hook.dense_start_steps "
     "hook.warmup_steps",
     1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
     "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
     "checkpoint.keep_last evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
-    "data.context data.num_samples data.window batch.tokens model.hidden model.width model.depth model.heads "
-    "optim.base_batch hook.rank",
+    "data.context data.vocab_size data.num_samples data.window batch.tokens model.hidden model.width model.depth "
+    "model.heads optim.base_batch hook.rank",
     2: "data.num_classes",
     1024: "comm.segment_bytes",
 }
@@ -150,10 +153,10 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 def _choice_problems(config: Config) -> Iterator[str]:
     """Yields where a group's choice contradicts itself or another group's."""
-    is_text = isinstance(config.data, StandardLibrary)
+    is_text = isinstance(config.data, StandardLibrary | Tokens)
     is_own = isinstance(config.data, OwnData) or isinstance(config.model, OwnModel)
     if not is_own and is_text != isinstance(config.model, Gpt):
-        remedy = "model=gpt" if is_text else "data=standard_library, or a model for images such as model=cnn"
+        remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
         kind = "text" if is_text else "images"
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
     if config.loss != "auto" and not is_address(config.loss):
@@ -161,6 +164,14 @@ def _choice_problems(config: Config) -> Iterator[str]:
     match config.data:
         case ImageFolder(path=None):
             yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
+        case DataFiles(path=path, test_path=test_path) if path is None or test_path is None:
+            key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
+            yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
+        case Lines(inputs=inputs, target=target) if not inputs or target is None:
+            key = "target" if inputs else "inputs"
+            yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
+        case Lines(num_classes=None) if config.loss == "auto":
+            yield "loss=auto: is for classes; give data.num_classes, or take loss=torch.nn.functional:mse_loss"
     match config.optim:
         case Sgd(nesterov=True, momentum=0):
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"

@@ -206,11 +206,12 @@ def _free_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def _quoted_paths(overrides: Sequence[str]) -> list[str]:
-    """Puts a path that Hydra could not read into quotes, such as the folder `cluster.workers=2` of a sweep."""
+    """Quotes a path that Hydra could not read, such as the folder `cluster.workers=2` of a sweep, or {00..99}.tar."""
 
     def readable(override: str) -> str:
         key, _, value = override.partition("=")
-        return f'{key}="{value}"' if "=" in value and Path(value).exists() else override
+        is_pattern = key in ("data.path", "data.test_path") and not value.startswith(('"', "'"))
+        return f'{key}="{value}"' if is_pattern or ("=" in value and Path(value).exists()) else override
 
     return [readable(override) for override in overrides]
 

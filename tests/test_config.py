@@ -16,7 +16,12 @@ from ddp.errors import ConfigError
 from ddp.launcher import CONF, composed, translated
 
 EVERY_CHOICE = [(group, name) for group, choices in CHOICES.items() for name in choices]
-BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"], "image_folder": ["data.path=x"]}
+BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"]}
+FILES = {"path": "x", "test_path": "y"}
+COLUMNS = {**FILES, "inputs": ["a"], "target": "b", "num_classes": 2}
+GIVEN = {"image_folder": {"path": "x"}, "tar": FILES, "tokens": FILES, "csv": COLUMNS, "jsonl": COLUMNS}
+BESIDE |= {name: [f"data.{key}={value}" for key, value in given.items()] for name, given in GIVEN.items()}
+BESIDE["tokens"].append("model=gpt")
 
 
 def compose(tmp_path: Path, *overrides: str) -> Config:
@@ -27,7 +32,7 @@ def compose(tmp_path: Path, *overrides: str) -> Config:
 def test_every_choice_composes_to_its_dataclass(group: str, name: str, tmp_path: Path) -> None:
     config = compose(tmp_path, f"{group}={name}", *BESIDE.get(name, []))
     chosen = getattr(config, group)
-    expected = choose(group, name, path="x") if name == "image_folder" else choose(group, name)
+    expected = choose(group, name, **GIVEN.get(name, {}))
     assert type(chosen) is type(expected)
     assert chosen == expected
 
@@ -71,10 +76,10 @@ def test_an_unknown_key_is_looked_for_everywhere(override: str, words: str, tmp_
 
 @pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
 def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
-    plain: dict[str, Any] = {group: {"name": name}}
+    plain: dict[str, Any] = {group: {"name": name, **GIVEN.get(name, {})}}
     for override in BESIDE.get(name, []):
         key, value = override.split("=")
-        plain |= {key: {"name": value}} if "." not in key else {"data": {"name": name, "path": value}}
+        plain |= {key: {"name": value}} if "." not in key else {}
     config = from_plain(plain | {"init_from": {"rename": {"fc": "head"}, "skip": ["a"]}, "clip_norm": 1})
     resolve(config)
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config

@@ -7,3 +7,4 @@ from ddp.data.orders import Permutation as Permutation
 from ddp.data.orders import Stratified as Stratified
 from ddp.data.orders import Weighted as Weighted
 from ddp.data.token_budget import TokenBudget as TokenBudget
+from ddp.errors import UnreadableSample as UnreadableSample

@@ -94,11 +94,8 @@ def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
     Raises:
         ConfigError: a folder is missing or holds no images, or train and val have different classes.
     """
-    transforms = torchvision().transforms
-    cut_out = [transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip()]
-    middle = [transforms.Resize(round(image_size * 8 / 7)), transforms.CenterCrop(image_size)]
-    train = _folder(Path(root) / "train", transforms.Compose([*cut_out, *_to_normalised(_IMAGENET_STATISTICS)]))
-    test = _folder(Path(root) / "val", transforms.Compose([*middle, *_to_normalised(_IMAGENET_STATISTICS)]))
+    of_train, of_test = folder_transforms(image_size)
+    train, test = _folder(Path(root) / "train", of_train), _folder(Path(root) / "val", of_test)
     if train.classes != test.classes:
         differing = sorted(set(train.classes) ^ set(test.classes))
         raise ConfigError(
@@ -111,6 +108,15 @@ def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
         num_classes=len(train.classes),
         name=f"images under {root}",
     )
+
+
+def folder_transforms(image_size: int) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
+    """Returns what makes a normalised tensor of a Pillow image, to train on and to test on."""
+    transforms = torchvision().transforms
+    cut_out = [transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip()]
+    middle = [transforms.Resize(round(image_size * 8 / 7)), transforms.CenterCrop(image_size)]
+    to_normalised = _to_normalised(_IMAGENET_STATISTICS)
+    return transforms.Compose([*cut_out, *to_normalised]), transforms.Compose([*middle, *to_normalised])
 
 
 def _folder(path: Path, transform: Callable[[Any], Tensor]) -> Any:

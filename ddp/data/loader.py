@@ -11,6 +11,8 @@ The generators are restored after each batch: loading leaves no trace in the ran
 A data set in memory may derive from `WholeBatches`; its `batch` is then called once for each micro-batch, unless the
 samples are to be collated in another way.
 
+A sample that cannot be read ends the run, unless some may be left out: these are counted and warned of.
+
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
 
 Read before: `sampler.py`. Read next: `splits.py`.
@@ -21,15 +23,18 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
 from ddp.data.streams import augmentation_stream, preserved
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, UnreadableSample
+from ddp.log import log
+from ddp.wording import counted
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of samples, as the `collate_fn` of torch's DataLoader."""
@@ -57,6 +62,10 @@ class TrainLoader:
         collate: makes a batch of samples; None for torch's `default_collate`.
         num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
         pin_memory: batches in page-locked memory; ignored where there is no accelerator to copy to.
+        max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
+
+    Attributes:
+        num_unreadable: samples that this rank has left out.
 
     Raises:
         ConfigError: the sampler was made for another length.
@@ -70,16 +79,24 @@ class TrainLoader:
         collate: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        max_unreadable: int = 0,
     ) -> None:
         if len(dataset) != sampler.order.num_samples:
             raise ConfigError(
                 f"the sampler was made for {sampler.order.num_samples} samples, the data set has {len(dataset)}: "
                 "make the sampler with len(dataset)"
             )
-        self.sampler = sampler
+        self.sampler, self.num_unreadable = sampler, 0
+        self._max_unreadable = max_unreadable
         self._requests = _Requests()
         self._loader = _data_loader(
-            dataset, self._requests, collate=collate, num_workers=num_workers, pin_memory=pin_memory, persistent=True
+            dataset,
+            self._requests,
+            collate=collate,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent=True,
+            guarded=True,
         )
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
@@ -94,12 +111,30 @@ class TrainLoader:
         self._requests.source = (
             _Request(seed, plan.epoch, tuple(micro.indices)) for plan in ahead for micro in plan.micros
         )
-        batches = iter(self._loader)
+        batches = self._readable(iter(self._loader))
         for plan in plans:
             micros = islice(batches, len(plan.micros))
             yield plan, micros
             for _ in micros:  # after a step that was broken off, plans and batches must stay in line
                 pass
+
+    def _readable(self, fetched: Iterator[_Fetched]) -> Iterator[Any]:
+        """Yields batches, and counts what was left out of them.
+
+        Raises:
+            UnreadableSample: that was too much.
+        """
+        for batch, errors in fetched:
+            self.num_unreadable += len(errors)
+            if errors and (batch is None or self.num_unreadable > self._max_unreadable):
+                what = f"{counted(self.num_unreadable, 'sample')} cannot be read"
+                what += f", max_unreadable={self._max_unreadable}:"
+                if batch is None and len(errors) > 1:
+                    what = f"none of the {len(errors)} samples of a batch can be read; the last one is"
+                raise UnreadableSample(f"{what} {errors[-1]}")
+            for error in errors:
+                log.warning("left out, %d of at most %d: %s", self.num_unreadable, self._max_unreadable, error)
+            yield batch
 
     def ended(self, num_ending: int) -> None:
         """Does nothing: data with a length end where the sampler says."""
@@ -138,7 +173,15 @@ def evaluation_loader(
     share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     requests = [_Request(0, 0, tuple(run)) for run in runs]
-    return _data_loader(dataset, requests, collate=collate, num_workers=num_workers, pin_memory=False, persistent=False)
+    return _data_loader(
+        dataset,
+        requests,
+        collate=collate,
+        num_workers=num_workers,
+        pin_memory=False,
+        persistent=False,
+        guarded=False,
+    )
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
@@ -162,6 +205,17 @@ class _Requests:
         yield from self.source  # lazily, because DataLoader makes one iterator more than it uses
 
 
+UNREADABLE = (UnreadableSample, OSError)
+"""Errors of a data set that mean that one sample cannot be read."""
+
+
+class _Fetched(NamedTuple):
+    """A batch, without the samples that could not be read, and why, for each of those."""
+
+    batch: Any
+    errors: list[str]
+
+
 class _Keyed(Dataset[Any]):
     """The data set as DataLoader sees it: it takes requests instead of indices."""
 
@@ -180,6 +234,28 @@ class _Keyed(Dataset[Any]):
         return self.dataset[index]
 
 
+class _Guarded(_Keyed):
+    """Does the same, and reports which samples cannot be read instead of failing."""
+
+    def __init__(self, dataset: Any, *, at_once: bool, collate: Collate) -> None:
+        super().__init__(dataset, at_once=at_once)
+        self.collate = collate
+
+    def __getitems__(self, request: _Request) -> _Fetched:
+        """Returns a finished batch."""
+        if self.at_once:
+            with suppress(*UNREADABLE):  # else sample by sample, to find out which it is
+                return _Fetched(self.dataset.batch(request.indices), [])
+        samples, errors = [], []
+        with preserved():
+            for index in request.indices:
+                try:
+                    samples.append(self._fetch(request, index))
+                except UNREADABLE as error:
+                    errors.append(f"sample {index}: {' '.join(str(error).split())}")
+        return _Fetched(self.collate(samples) if samples else None, errors)
+
+
 def _finished(batch: Any) -> Any:
     return batch  # a named function, because worker processes may have to pickle it
 
@@ -192,12 +268,16 @@ def _data_loader(
     num_workers: int,
     pin_memory: bool,
     persistent: bool,
+    guarded: bool,
 ) -> DataLoader[Any]:
     at_once = isinstance(dataset, WholeBatches) and collate is None
+    keyed = _Keyed(dataset, at_once=at_once)
+    if guarded:
+        keyed = _Guarded(dataset, at_once=at_once, collate=collate or default_collate)
     return DataLoader(
-        _Keyed(dataset, at_once=at_once),
+        keyed,
         batch_sampler=requests,
-        collate_fn=_finished if at_once else collate,
+        collate_fn=_finished if at_once or guarded else collate,
         num_workers=num_workers,
         pin_memory=pin_memory and torch.accelerator.is_available(),
         persistent_workers=persistent and num_workers > 0,

@@ -54,5 +54,11 @@ class LanguageModel(Task):
         return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
 
     def finish(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Adds `bits_per_byte`."""
-        return {**means, "bits_per_byte": means["loss"] / math.log(2)}
+        """Adds bits per byte, or per token."""
+        return {**means, self.main_metric: means["loss"] / math.log(2)}
+
+
+class TokenModel(LanguageModel):
+    """A `LanguageModel` whose tokens are not bytes: reports bits per token."""
+
+    main_metric: ClassVar[str] = "bits_per_token"

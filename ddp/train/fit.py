@@ -103,6 +103,7 @@ def fit(
     skip_steps: tuple[int, int] | None = None,
     debug_data: bool = False,
     uneven: Uneven = "join",
+    max_unreadable: int = 0,
     schedule: RateSchedule | LRScheduler | None = None,
     schedule_every: Moment | None = None,
     clip_norm: float | None = None,
@@ -165,6 +166,8 @@ def fit(
             `ddp/data/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
         skip_steps: first and last of the steps whose samples are left out, counted from 1.
         uneven: what happens where an iterable ends on one rank before another: "join", "stop_all" or "raise".
+        max_unreadable: most samples that a rank leaves out, with a warning, because they cannot be read (OSError or
+            `ddp.data.UnreadableSample`); 0: the first one ends the run.
         debug_data: refuses ranks or loader processes that begin with equal batches.
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's.
@@ -220,7 +223,9 @@ def fit(
     if not isinstance(global_batch, (BatchWarmup, TokenBudget)):
         check_numbers(least=1, needed=True, global_batch=global_batch)
         global_batch = int(global_batch)
-    check_numbers(least=0, needed=True, seed=seed, noise_scale_every=noise_scale_every)
+    check_numbers(
+        least=0, needed=True, seed=seed, noise_scale_every=noise_scale_every, max_unreadable=max_unreadable
+    )
     check_numbers(least=0, loader_workers=loader_workers)
     check_numbers(
         least=1,
@@ -332,6 +337,7 @@ def fit(
                 noise_scale_every=noise_scale_every,
                 debug_data=debug_data,
                 uneven=uneven,
+                max_unreadable=max_unreadable,
                 evaluation=evaluation,
                 evaluate_every_epochs=evaluate_every_epochs,
                 evaluate_every_steps=evaluate_every_steps,

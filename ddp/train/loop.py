@@ -45,6 +45,7 @@ def train_loop(
     noise_scale_every: int = 0,
     debug_data: bool = False,
     uneven: Uneven = "join",
+    max_unreadable: int = 0,
     evaluation: Evaluation | None = None,
     evaluate_every_epochs: int | None = 1,
     evaluate_every_steps: int | None = None,
@@ -72,6 +73,7 @@ def train_loop(
         clip_norm: largest norm of the global gradient.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         uneven: what happens where the stream of one rank ends before that of another.
+        max_unreadable: most samples that a rank leaves out because they cannot be read.
         debug_data: refuses ranks or loader processes that begin with equal batches.
         evaluation: returns the held-out metrics; collective, called on all ranks after the same step. It returns None
             if the ranks gave it up because one of them wants to stop.
@@ -101,7 +103,7 @@ def train_loop(
         looks=looks,
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
-    feed = _feed(state, source, uneven)
+    feed = _feed(state, source, uneven, max_unreadable)
     _check_replica(state)
     state.stopped_by = ""
     state.model.train()
@@ -129,6 +131,8 @@ def train_loop(
                     break
         if evaluation and not state.stopped_by and state.evaluated_at != state.step:
             _evaluate(state, task, evaluation, callbacks, stop)
+        if max_unreadable:
+            state.num_unreadable += sum(all_gather_object(state.comm, feed.num_unreadable))
         for callback in callbacks:
             callback.fit_end(state)
     except BaseException as error:
@@ -141,7 +145,7 @@ def train_loop(
     return state
 
 
-def _feed(state: TrainState, source: Source, uneven: Uneven) -> TrainLoader | StreamFeed:
+def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int) -> TrainLoader | StreamFeed:
     """Returns what yields steps with their batches, epoch by epoch."""
     choices: dict[str, Any] = {
         "collate": source.collate,
@@ -151,7 +155,7 @@ def _feed(state: TrainState, source: Source, uneven: Uneven) -> TrainLoader | St
     if isinstance(state.sampler, IterableSampler):
         loader = IterableLoader(source.samples, state.sampler, **choices)
         return StreamFeed(state.comm, loader, uneven=uneven)
-    return TrainLoader(source.samples, state.sampler, **choices)
+    return TrainLoader(source.samples, state.sampler, max_unreadable=max_unreadable, **choices)
 
 
 def _check_replica(state: TrainState) -> None:

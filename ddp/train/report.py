@@ -57,6 +57,7 @@ def summary_of(
         "verified": [checks, checks] if checks else None,  # a check that fails ends the run
         "steps": state.step,
         "epochs": round(state.epochs_done, 2),
+        "unreadable_samples": state.num_unreadable,
         "epochs_as_promised": [epochs_seen.num_as_promised, epochs_seen.num_checked],
         "samples_per_s": round(whole.samples_per_s, 1),
         "compute_fraction": round(whole.compute_fraction, 4),
@@ -165,6 +166,8 @@ def words_of(key: str) -> str:
 
 def _was_on(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yields what was not as usual in this run."""
+    if unreadable := summary.get("unreadable_samples"):
+        yield f"{counted(unreadable, 'sample')} left out that could not be read"
     if (precision := summary.get("precision", "fp32")) != "fp32":
         yield precision
     if summary.get("clip_norm") is not None:

@@ -30,6 +30,7 @@ class StreamFeed:
     def __init__(self, comm: Communicator, loader: IterableLoader, *, uneven: Uneven) -> None:
         self._comm, self._loader, self._uneven = comm, loader, uneven
         self._is_over, self._is_last = False, False
+        self.num_unreadable = 0  # nothing can be left out of a stream from outside
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
         """Yields each plan with an iterator over this rank's batches. Collective.

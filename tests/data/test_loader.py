@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ddp.data.loader import TrainLoader, WholeBatches, evaluation_loader
 from ddp.data.sampler import EvaluationSampler, SamplerState, TrainSampler
 from ddp.data.streams import augmentation_stream, preserved
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, UnreadableSample
 
 
 class Augmented(Dataset):
@@ -222,3 +222,58 @@ def test_a_signal_to_the_trainer_s_process_group_does_not_reach_its_loaders() ->
     """Launchers signal whole groups; a loader that dies of it would take the agreed stop with it."""
     loader = evaluation_loader(ProcessGroups(), batch_size=2, rank=0, world_size=1, num_workers=1)
     assert all(group != os.getpgid(0) for batch in loader for group in batch.tolist())
+
+
+class Damaged(Augmented):
+    """Some samples cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 5 == 2:
+            raise UnreadableSample(f"file.tar, member {index}")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_cannot_be_read_is_left_out_and_counted_up_to_a_limit(num_workers, caplog):
+    whole = expected(3, 0, 13)
+    options = {"num_workers": num_workers, "max_unreadable": 3}
+    loader = TrainLoader(Damaged(13), sampler_of(micro_size=None, num_shards=1), **options)
+    rows = [row for _, micros in loader.epoch() for batch in micros for row in batch.tolist()]
+    assert sorted(rows) == [whole[index] for index in range(13) if index % 5 != 2] and loader.num_unreadable == 3
+    assert caplog.text.count("left out") == 3 and "sample 12: file.tar, member 12" in caplog.text
+    loader.close()
+    few = TrainLoader(Damaged(13), sampler_of(micro_size=None, num_shards=1), **{**options, "max_unreadable": 2})
+    with pytest.raises(
+        UnreadableSample, match=r"^3 samples cannot be read, max_unreadable=2: sample \d+: file.tar, mem"
+    ):
+        read_through(few)
+    none = TrainLoader(Damaged(13), sampler_of(), num_workers=num_workers)
+    with pytest.raises(
+        UnreadableSample, match=r"^1 sample cannot be read, max_unreadable=0: sample \d+: file.tar, member"
+    ):
+        read_through(none)
+    for each in (few, none):
+        each.close()
+
+
+def read_through(loader: TrainLoader) -> list:
+    return [batch for _, micros in loader.epoch() for batch in micros]
+
+
+class Gone(Damaged):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise FileNotFoundError(2, "No such file", f"{index}.png")
+
+
+class PartlyGone(WholeBatches, Damaged):
+    def batch(self, indices):
+        return torch.stack([self[index] for index in indices])
+
+
+def test_a_batch_of_which_nothing_can_be_read_is_an_error_and_whole_batches_are_looked_through(caplog):
+    with pytest.raises(
+        UnreadableSample, match=r"none of the 5 samples of a batch can be read; .* No such file: '\d+\.png'"
+    ):
+        read_through(TrainLoader(Gone(5), sampler_of(length=5, num_shards=1, micro_size=None), max_unreadable=9))
+    loader = TrainLoader(PartlyGone(13), sampler_of(micro_size=None, num_shards=1), max_unreadable=3)
+    assert sum(map(len, read_through(loader))) == 10 and caplog.text.count("left out") == 3
