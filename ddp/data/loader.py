@@ -15,7 +15,7 @@ A sample that cannot be read ends the run, unless some may be left out: these ar
 
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
 
-Read before: `sampler.py`. Read next: `splits.py`.
+Read before: `prefetch.py`. Read next: `splits.py`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ddp.data.prefetch import ReadAhead
 from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
-from ddp.data.streams import augmentation_stream, preserved
+from ddp.data.streams import augmentation_stream, generator_states, preserved
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.log import log
 from ddp.wording import counted
@@ -89,14 +90,14 @@ class TrainLoader:
         self.sampler, self.num_unreadable = sampler, 0
         self._max_unreadable = max_unreadable
         self._requests = _Requests()
+        self._guarded = _Guarded(dataset, collate)
+        self._ahead = ReadAhead(self._may_read_ahead)
         self._loader = _data_loader(
-            dataset,
+            self._guarded,
             self._requests,
-            collate=collate,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent=True,
-            guarded=True,
         )
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
@@ -111,12 +112,20 @@ class TrainLoader:
         self._requests.source = (
             _Request(seed, plan.epoch, tuple(micro.indices)) for plan in ahead for micro in plan.micros
         )
-        batches = self._readable(iter(self._loader))
+        fetched = iter(self._loader)
+        batches = self._readable(fetched if self._loader.num_workers else self._ahead.of(fetched))
         for plan in plans:
             micros = islice(batches, len(plan.micros))
             yield plan, micros
             for _ in micros:  # after a step that was broken off, plans and batches must stay in line
                 pass
+
+    def _may_read_ahead(self) -> bool:
+        """Returns True if batches may be fetched in a thread, because nothing is drawn at random for them."""
+        self._guarded.is_random = self._guarded.draws_for(self._requests.last)
+        if self._guarded.is_random:
+            log.info("samples are drawn at random, so no thread reads ahead; loader_workers=1 takes a process for it")
+        return not self._guarded.is_random
 
     def _readable(self, fetched: Iterator[_Fetched]) -> Iterator[Any]:
         """Yields batches, and counts what was left out of them.
@@ -174,13 +183,7 @@ def evaluation_loader(
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     requests = [_Request(0, 0, tuple(run)) for run in runs]
     return _data_loader(
-        dataset,
-        requests,
-        collate=collate,
-        num_workers=num_workers,
-        pin_memory=False,
-        persistent=False,
-        guarded=False,
+        _Keyed(dataset, collate), requests, num_workers=num_workers, pin_memory=False, persistent=False
     )
 
 
@@ -200,10 +203,15 @@ class _Requests:
 
     def __init__(self) -> None:
         self.source: Iterable[_Request] = ()
+        self.last = _Request(0, 0, ())
 
     def __iter__(self) -> Iterator[_Request]:
-        yield from self.source  # lazily, because DataLoader makes one iterator more than it uses
+        for request in self.source:  # lazily, because DataLoader makes one iterator more than it uses
+            self.last = request
+            yield request
 
+
+_NUM_TRIED = 4  # samples that show whether they are drawn at random
 
 UNREADABLE = (UnreadableSample, OSError)
 """Errors of a data set that mean that one sample cannot be read."""
@@ -219,8 +227,13 @@ class _Fetched(NamedTuple):
 class _Keyed(Dataset[Any]):
     """The data set as DataLoader sees it: it takes requests instead of indices."""
 
-    def __init__(self, dataset: Any, *, at_once: bool) -> None:
-        self.dataset, self.at_once = dataset, at_once
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self.dataset, self.collate = dataset, collate or default_collate
+        self.at_once = isinstance(dataset, WholeBatches) and collate is None
+
+    def finish(self, fetched: Any) -> Any:
+        """Makes a batch of what `__getitems__` has returned: DataLoader's `collate_fn`."""
+        return fetched if self.at_once else self.collate(fetched)
 
     def __getitems__(self, request: _Request) -> Any:
         """Returns a finished batch (`at_once`), or the list of samples to collate."""
@@ -235,11 +248,13 @@ class _Keyed(Dataset[Any]):
 
 
 class _Guarded(_Keyed):
-    """Does the same, and reports which samples cannot be read instead of failing."""
+    """Does the same, and reports which samples cannot be read instead of failing.
 
-    def __init__(self, dataset: Any, *, at_once: bool, collate: Collate) -> None:
-        super().__init__(dataset, at_once=at_once)
-        self.collate = collate
+    Attributes:
+        is_random: samples are drawn from the process's generators, which are seeded for each and restored.
+    """
+
+    is_random = True
 
     def __getitems__(self, request: _Request) -> _Fetched:
         """Returns a finished batch."""
@@ -247,37 +262,36 @@ class _Guarded(_Keyed):
             with suppress(*UNREADABLE):  # else sample by sample, to find out which it is
                 return _Fetched(self.dataset.batch(request.indices), [])
         samples, errors = [], []
-        with preserved():
+        with preserved() if self.is_random else nullcontext():
             for index in request.indices:
                 try:
-                    samples.append(self._fetch(request, index))
+                    samples.append(self._fetch(request, index) if self.is_random else self.dataset[index])
                 except UNREADABLE as error:
                     errors.append(f"sample {index}: {' '.join(str(error).split())}")
         return _Fetched(self.collate(samples) if samples else None, errors)
 
+    def finish(self, fetched: _Fetched) -> _Fetched:
+        """Returns it as it is."""
+        return fetched
 
-def _finished(batch: Any) -> Any:
-    return batch  # a named function, because worker processes may have to pickle it
+    def draws_for(self, request: _Request) -> bool:
+        """Returns True if fetching and collating the first samples of a batch draws from the process's generators."""
+        if self.at_once:  # must not be random
+            return False
+        with preserved():
+            before = generator_states()
+            with suppress(*UNREADABLE):
+                self.collate([self.dataset[index] for index in request.indices[:_NUM_TRIED]])
+            return generator_states() != before
 
 
 def _data_loader(
-    dataset: Any,
-    requests: Iterable[Any],
-    *,
-    collate: Collate | None,
-    num_workers: int,
-    pin_memory: bool,
-    persistent: bool,
-    guarded: bool,
+    keyed: _Keyed, requests: Iterable[Any], *, num_workers: int, pin_memory: bool, persistent: bool
 ) -> DataLoader[Any]:
-    at_once = isinstance(dataset, WholeBatches) and collate is None
-    keyed = _Keyed(dataset, at_once=at_once)
-    if guarded:
-        keyed = _Guarded(dataset, at_once=at_once, collate=collate or default_collate)
     return DataLoader(
         keyed,
         batch_sampler=requests,
-        collate_fn=_finished if at_once or guarded else collate,
+        collate_fn=keyed.finish,
         num_workers=num_workers,
         pin_memory=pin_memory and torch.accelerator.is_available(),
         persistent_workers=persistent and num_workers > 0,

@@ -19,6 +19,7 @@ Read before: `drop_in/data_parallel.py`. Read next: `permutation.py`.
 from __future__ import annotations
 
 import operator
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,12 @@ def preserved() -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def generator_states() -> tuple[bytes, ...]:
+    """Returns the states of the CPU generators of `seed_generators`, to be compared."""
+    states = torch.default_generator.get_state().numpy(), random.getstate(), np.random.get_state()
+    return tuple(map(pickle.dumps, states))
 
 
 # ------------------------------------------------------------------------------------------------------- the streams

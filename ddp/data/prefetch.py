@@ -1,0 +1,114 @@
+"""Reads ahead: a thread fetches the next batches while this one trains, if fetching waits for a disk or a network.
+
+    without     read ░░░░ compute ▓▓▓▓▓ read ░░░░ compute ▓▓▓▓▓ read ░░░░ …
+    with        read ░░░░ compute ▓▓▓▓▓ compute ▓▓▓▓▓ compute ▓▓▓▓▓ …
+                          read ░░░░     read ░░░░     read ░░░░            in the thread, two batches ahead at most
+
+The thread is for reading that *waits*, because a waiting thread leaves the interpreter lock to the training. What
+computes in Python would only take turns with it. So the first batches are fetched without a thread, and their waiting
+is measured: time that passed less time of the processor. Where it is short, no thread is started.
+
+A thread shares the random generators with the forward that runs beside it. So samples that draw from them, such as
+augmented images, are not read ahead; `loader_workers=1` gives them a process of their own.
+
+Batches, their order and their random numbers are the same with and without the thread.
+
+Read before: `distributed_sampler.py`. Read next: `loader.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+AHEAD = 2  # batches
+_NUM_MEASURED = 3  # batches, after the first, which opens files
+_WORTH_S = 0.5e-3  # of waiting for a batch; handing one over takes a tenth of that
+_LOOK_S = 0.1  # how often a thread that is ahead looks whether its batches are still wanted
+_END: Any = object()
+
+
+class ReadAhead:
+    """Yields batches, from a thread once it is known that it pays.
+
+    Args:
+        may_begin: is asked once, before the first thread is started.
+    """
+
+    def __init__(self, may_begin: Callable[[], bool]) -> None:
+        self._may_begin = may_begin
+        self.pays: bool | None = None  # None: not known yet
+
+    def of(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of an iterator, which fetches one at each step."""
+        if self.pays is None:
+            yield from self._measured(batches)
+        yield from _from_thread(batches) if self.pays else batches
+
+    def _measured(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the first batches, and finds out how long fetching them waits."""
+        waited_s = 0.0
+        for number in range(1 + _NUM_MEASURED):
+            idle_s, num_waits = _idle()
+            batch = next(batches, _END)
+            idle_now_s, num_waits_now = _idle()
+            if number and num_waits_now > num_waits:
+                waited_s += idle_now_s - idle_s
+            if batch is _END:
+                return
+            yield batch
+        self.pays = waited_s > _NUM_MEASURED * _WORTH_S and self._may_begin()
+
+
+def _idle() -> tuple[float, int]:
+    """Returns how long this thread has not been running, up to a constant, and how often it has waited.
+
+    A thread that a busy machine has put aside has not waited. Where waits are not counted for each thread (macOS), the
+    process's are taken.
+    """
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return time.perf_counter() - time.thread_time(), resource.getrusage(who).ru_nvcsw
+
+
+class _Failed(NamedTuple):
+    """An error on its way from the thread."""
+
+    error: BaseException
+
+
+def _from_thread(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yields the batches that a thread fetches. The thread ends with this generator, once it has ended its read."""
+    fetched: queue.Queue[Any] = queue.Queue(AHEAD)
+    is_wanted = threading.Event()
+    is_wanted.set()
+    arguments = (batches, fetched, is_wanted)
+    threading.Thread(target=_fetch, args=arguments, name="ddp-read-ahead", daemon=True).start()
+    try:
+        while (batch := fetched.get()) is not _END:
+            if isinstance(batch, _Failed):
+                raise batch.error
+            yield batch
+    finally:
+        is_wanted.clear()
+
+
+def _fetch(batches: Iterator[Any], fetched: queue.Queue[Any], is_wanted: threading.Event) -> None:
+    """Fetches batch after batch, in the thread, until the last one, an error, or until nobody wants them."""
+    batch = None
+    while batch is not _END and not isinstance(batch, _Failed):
+        try:
+            batch = next(batches, _END)
+        except BaseException as error:  # it is raised where the batch is wanted
+            batch = _Failed(error)
+        while is_wanted.is_set():
+            try:
+                fetched.put(batch, timeout=_LOOK_S)
+                break
+            except queue.Full:
+                continue
+        if not is_wanted.is_set():
+            return
