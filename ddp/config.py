@@ -68,7 +68,9 @@ class Data:
         "order of an epoch: a permutation; blocks of shuffled files; fixed; weighted, by the weights of the data; "
         "stratified, by their classes; auto: blocks where files are dealt, else a permutation",
     )
-    window: int = setting(4096, "samples that data.order=blocks mixes with each other")
+    window: int | None = setting(
+        None, "samples that data.order=blocks mixes with each other; null: 4096, or the samples of four files if fewer"
+    )
     sharding: str = setting(
         "auto",
         "what shards of a batch are cut from: file, sample, full_shuffle, off, or MODULE:NAME of a function (shard, "

@@ -10,7 +10,7 @@
 
 `scripts/ddp bench_optimizers` is the command.
 
-Read before: `turns.py`, `optim/lamb.py`. Read next: `memory.py`.
+Read before: `turns.py`, `optim/lamb.py`. Read next: `data.py`.
 """
 
 from __future__ import annotations

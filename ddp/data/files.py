@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from ddp.data.file_index import Format, IndexedFile, index_files, mapped_again, open_index
 from ddp.data.listing import Addresses
 from ddp.data.readers import Reader
+from ddp.data.remote import is_remote
 from ddp.data.storage import DIRECT, Storage
 from ddp.errors import ConfigError, UnreadableSample
 
@@ -45,7 +46,7 @@ class FileSet:
         index_dir: folder with the index.
         build: read new and changed files if the index lacks them. Workers take False, after the parent's `index_files`.
         storage: how files are read, and whether remote ones are copied to this host.
-        num_open: files that a process keeps open.
+        num_open: files that a process keeps open; None: 64 local ones, or four remote ones, which have buffers.
 
     Raises:
         ConfigError: as `index_files`; or, without `build`, there is no index.
@@ -63,17 +64,18 @@ class FileSet:
         index_dir: str | Path,
         build: bool = True,
         storage: Storage = DIRECT,
-        num_open: int = 4,
+        num_open: int | None = None,
     ) -> None:
-        if num_open < 1:
+        if num_open is not None and num_open < 1:
             raise ConfigError(f"num_open={num_open}: a process must keep at least one file open")
         self.format = format
         if build:
             self._index = index_files(addresses, format, index_dir=index_dir, storage=storage)
         else:
             self._index = open_index(addresses, format, index_dir=index_dir)
-        self._open = _OpenFiles(self._index.files, storage, num_open)
         self.addresses = [file.address for file in self._index.files]
+        usual = 4 if any(map(is_remote, self.addresses)) else 64
+        self._open = _OpenFiles(self._index.files, storage, usual if num_open is None else num_open)
         self.file_sizes: NDArray[np.int64] = np.array([file.num_samples for file in self._index.files], dtype=np.int64)
         self._first_samples: list[int] = [0, *np.cumsum(self.file_sizes).tolist()]
         self._first_rows = self._index.first_rows()

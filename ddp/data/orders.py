@@ -145,13 +145,16 @@ class Blocks(Order):
 
     Args:
         file_sizes: samples of each file; those of a file have consecutive numbers.
-        window: samples that are mixed with each other; the more, the better, and the more files are open.
+        window: samples that are mixed with each other; the more, the better, and the more files are open at once. None:
+            4096, or as many as four files have, if that is less.
         lanes: lengths of the runs that the sequence is cut into; no window reaches from one into the next.
     """
 
-    def __init__(self, file_sizes: ArrayLike, *, window: int = 4096, lanes: ArrayLike | None = None) -> None:
+    def __init__(self, file_sizes: ArrayLike, *, window: int | None = None, lanes: ArrayLike | None = None) -> None:
         self.file_sizes = np.asarray(file_sizes, dtype=np.int64)
         self.num_samples = self.length = int(self.file_sizes.sum())
+        if window is None:
+            window = max(1, min(4096, 4 * self.length // max(1, int(np.count_nonzero(self.file_sizes)))))
         if window < 1:
             raise ConfigError(f"window={window}: samples that are mixed; must be at least 1")
         self.window = window

@@ -46,7 +46,7 @@ class Permutations:
     """
 
     def __init__(self, key: int, *, largest: int) -> None:
-        num_rounds = 2 * largest.bit_length() + 16
+        num_rounds = 2 * int(largest).bit_length() + 16
         numbers = np.arange(2 * num_rounds, dtype=np.uint64)
         self._keys = _mixed(_STEP * numbers + np.uint64(key)).reshape(num_rounds, 2)
 

@@ -143,7 +143,7 @@ class TokenSet(FileSet, WholeBatches):
         index_dir: str | Path,
         build: bool = True,
         storage: Storage = DIRECT,
-        num_open: int = 4,
+        num_open: int | None = None,
     ) -> None:
         self._tokens = TokenFiles(context=context, dtype=dtype, header_bytes=header_bytes)
         super().__init__(addresses, self._tokens, index_dir=index_dir, build=build, storage=storage, num_open=num_open)

@@ -144,7 +144,7 @@ def test_it_is_never_more_than_a_few_batches_ahead():
 
     def batches() -> Iterator[int]:
         nonlocal fetched
-        for fetched in range(1, 50):  # noqa: B020
+        for fetched in range(1, 50):
             time.sleep(1e-3)
             yield fetched
 
