@@ -43,6 +43,17 @@ Uneven = Literal["join", "stop_all", "raise"]
 ENDLESS = 1 << 62  # positions of an epoch whose end is not known
 
 
+class _Endless(Fixed):
+    """The order of a stream."""
+
+    def __init__(self) -> None:
+        super().__init__(ENDLESS)
+
+    def in_words(self) -> str:
+        """Returns what a saved state says."""
+        return "a stream"
+
+
 class Place(NamedTuple):
     """Says how far a process has read in its stream.
 
@@ -64,7 +75,7 @@ class IterableSampler(TrainSampler):
     """
 
     def __init__(self, *, global_batch: int, seed: int, shares_itself: bool, **shares: Any) -> None:
-        super().__init__(Fixed(ENDLESS), global_batch=global_batch, seed=seed, **shares)
+        super().__init__(_Endless(), global_batch=global_batch, seed=seed, **shares)
         self.shares_itself = shares_itself
         self.seen = None
         self.read: dict[int, Place] = {}  # by this rank's loader processes, until the last committed step
@@ -111,11 +122,11 @@ class IterableSampler(TrainSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the count of samples, equal on all ranks. `places` are to be saved beside it."""
-        return {**super().state_dict(), "order": "a stream", "before": self._before}
+        return {**super().state_dict(), "before": self._before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, with its seed."""
-        if state.get("order") != "a stream":
+        if state.get("order") != self.order.in_words():
             raise ConfigError(
                 "the state belongs to data with a length, and these are a stream: give the same data, or start without"
             )

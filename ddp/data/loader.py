@@ -21,10 +21,12 @@ Read before: `prefetch.py`. Read next: `splits.py`.
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from itertools import islice, tee
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +109,7 @@ class TrainLoader:
         starts again from the sampler's state, and earlier iterators must not be used any more.
         """
         # One sequence of plans has two readers: the loader, which runs ahead, and the caller's steps.
-        plans, ahead = tee(self.sampler.plans())
+        plans, ahead = _two_readers(self.sampler.plans())
         seed = self.sampler.state.seed
         self._requests.source = (
             _Request(seed, plan.epoch, tuple(micro.indices)) for plan in ahead for micro in plan.micros
@@ -196,6 +198,24 @@ class _Request(NamedTuple):
     seed: int
     epoch: int
     indices: tuple[int, ...]
+
+
+def _two_readers(plans: Iterator[StepPlan]) -> tuple[Iterator[StepPlan], Iterator[StepPlan]]:
+    """Returns two iterators over the same plans for two threads, which `itertools.tee` is not made for."""
+    lock, waiting = threading.Lock(), (deque[StepPlan](), deque[StepPlan]())
+
+    def reader(mine: deque[StepPlan]) -> Iterator[StepPlan]:
+        while True:
+            with lock:
+                if not mine and (plan := next(plans, None)) is not None:
+                    for each in waiting:
+                        each.append(plan)
+                if not mine:
+                    return
+                plan = mine.popleft()
+            yield plan
+
+    return reader(waiting[0]), reader(waiting[1])
 
 
 class _Requests:

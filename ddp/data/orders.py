@@ -194,12 +194,13 @@ class Blocks(Order):
 
     def _sequence(self, seed: int, epoch: int) -> tuple[Indices, Indices]:
         """Returns the files that have samples, in the order of the epoch, and the position at which each begins."""
-        if self._files is None or self._files[0] != (seed, epoch):
+        found = self._files
+        if found is None or found[0] != (seed, epoch):
             full = np.flatnonzero(self.file_sizes)
             shuffle = Permutations(stream_seed(seed, "files", epoch), largest=len(full))
             files = full[shuffle.places(np.arange(len(full)), size=len(full))]
-            self._files = (seed, epoch), files, starts_of(self.file_sizes[files])
-        return self._files[1:]
+            self._files = found = (seed, epoch), files, starts_of(self.file_sizes[files])
+        return found[1:]  # not the attribute, which another thread may have changed
 
     def in_words(self) -> str:
         """Returns the order's name and window."""

@@ -29,6 +29,7 @@ AHEAD = 2  # batches
 _NUM_MEASURED = 3  # batches, after the first, which opens files
 _WORTH_S = 0.5e-3  # of waiting for a batch; handing one over takes a tenth of that
 _LOOK_S = 0.1  # how often a thread that is ahead looks whether its batches are still wanted
+_GRACE_S = 60.0  # for the last read of an abandoned epoch
 _END: Any = object()
 
 
@@ -42,12 +43,15 @@ class ReadAhead:
     def __init__(self, may_begin: Callable[[], bool]) -> None:
         self._may_begin = may_begin
         self.pays: bool | None = None  # None: not known yet
+        self._thread: threading.Thread | None = None
 
     def of(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of an iterator, which fetches one at each step."""
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)  # data need not bear two readers
         if self.pays is None:
             yield from self._measured(batches)
-        yield from _from_thread(batches) if self.pays else batches
+        yield from self._from_thread(batches) if self.pays else batches
 
     def _measured(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the first batches, and finds out how long fetching them waits."""
@@ -62,6 +66,23 @@ class ReadAhead:
                 return
             yield batch
         self.pays = waited_s > _NUM_MEASURED * _WORTH_S and self._may_begin()
+
+    def _from_thread(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches that a thread fetches, until this generator ends."""
+        fetched: queue.Queue[Any] = queue.Queue(AHEAD)
+        is_wanted = threading.Event()
+        is_wanted.set()
+        arguments = (batches, fetched, is_wanted)
+        self._thread = threading.Thread(target=_fetch, args=arguments, name="ddp-read-ahead", daemon=True)
+        self._thread.start()
+        try:
+            while (batch := fetched.get()) is not _END:
+                if isinstance(batch, _Failed):
+                    raise batch.error
+                yield batch
+        finally:
+            is_wanted.clear()
+
 
 
 def _idle() -> tuple[float, int]:
@@ -78,22 +99,6 @@ class _Failed(NamedTuple):
     """An error on its way from the thread."""
 
     error: BaseException
-
-
-def _from_thread(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields the batches that a thread fetches. The thread ends with this generator, once it has ended its read."""
-    fetched: queue.Queue[Any] = queue.Queue(AHEAD)
-    is_wanted = threading.Event()
-    is_wanted.set()
-    arguments = (batches, fetched, is_wanted)
-    threading.Thread(target=_fetch, args=arguments, name="ddp-read-ahead", daemon=True).start()
-    try:
-        while (batch := fetched.get()) is not _END:
-            if isinstance(batch, _Failed):
-                raise batch.error
-            yield batch
-    finally:
-        is_wanted.clear()
 
 
 def _fetch(batches: Iterator[Any], fetched: queue.Queue[Any], is_wanted: threading.Event) -> None:

@@ -66,11 +66,12 @@ class TokenBudget(Order, Steps):
 
     def _batches(self, epoch: int) -> tuple[Indices, Indices]:
         """Returns the batches in the order of an epoch, [K], and where each begins and the last one ends, [K + 1]."""
-        if self._epoch is None or self._epoch[0] != epoch:
+        found = self._epoch
+        if found is None or found[0] != epoch:
             num = len(self._sizes)
             batches = Permutations(stream_seed(0, "batches", epoch), largest=num).places(np.arange(num), size=num)
-            self._epoch = epoch, batches, np.concatenate([[0], np.cumsum(self._sizes[batches])])
-        return self._epoch[1:]
+            self._epoch = found = epoch, batches, np.concatenate([[0], np.cumsum(self._sizes[batches])])
+        return found[1:]  # not the attribute, which another thread may have changed
 
     # As an order
 

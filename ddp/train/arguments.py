@@ -258,6 +258,7 @@ def settings_of(
             for group in groups
         ],
         "global_batch": sampler.sizes.setting,
+        "order": sampler.order.in_words(),
         "num_shards": sampler.num_shards,
         "micro_size": sampler.micro_size,
         "seed": sampler.state.seed,

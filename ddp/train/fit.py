@@ -279,6 +279,7 @@ def fit(
         "max_steps": max_steps,
         "precision": precision,
         "clip_norm": clip_norm,
+        "skip_steps": skip_steps,
         "wire": wire,
         "hook": None if hook is None else repr(hook),
         "evaluate_every_epochs": evaluate_every_epochs,
@@ -431,7 +432,8 @@ def _notes(
     """Returns what the user may not expect, a line each."""
     notes = []
     if source.ignored:
-        notes.append(f"not used of the DataLoader: {source.ignored}; each epoch is shuffled, in steps of global_batch")
+        order = "" if source.is_stream else "each epoch is shuffled, in "
+        notes.append(f"not used of the DataLoader: {source.ignored}; {order}steps of global_batch")
     if sampler.length < sampler.global_batch:
         notes.append(f"the data have fewer samples than global_batch={sampler.global_batch}: each step has all of them")
     if num_left <= 0:

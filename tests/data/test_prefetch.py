@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddp.data.loader import TrainLoader, WholeBatches
+from ddp.data.loader import TrainLoader, WholeBatches, _two_readers
 from ddp.data.prefetch import AHEAD, ReadAhead
 from ddp.data.sampler import TrainSampler
 from ddp.data.streams import generator_states
@@ -155,3 +156,21 @@ def test_it_is_never_more_than_a_few_batches_ahead():
             assert batch <= fetched <= batch + AHEAD + 1
     assert batch == 49 and ahead.pays
     until_none_is_left()
+
+
+def test_two_threads_may_read_one_sequence_of_plans():
+    """The interpreter changes threads as often as it can, in the middle of a plan that is being made."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            sampler = TrainSampler(3000, global_batch=1, rank=0, world_size=1)
+            mine, theirs = _two_readers(sampler.plans())
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda theirs=theirs, found=found: found.extend(theirs))
+            thread.start()
+            assert list(mine) == list(sampler.plans())
+            thread.join()
+            assert found == list(sampler.plans())
+    finally:
+        sys.setswitchinterval(interval)
