@@ -136,6 +136,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         evaluate_every_steps=config.evaluate.every_steps,
         evaluation_batch=config.loader.evaluation_batch,
         loader_workers=config.loader.num_workers,
+        cache=config.loader.cache,
         collate=splits.collate,
         schedule=optimization.make_schedule(config, splits.train),
         clip_norm=config.clip_norm,

@@ -477,6 +477,7 @@ class Loader:
     """Loading of samples."""
 
     num_workers: int = setting(0, "loader processes of each worker; 0: the worker loads by itself")
+    cache: bool = setting(False, "keep samples in memory once they are read, one copy for all processes of a host")
     evaluation_batch: int = setting(256, "samples per worker in one forward of an evaluation")
 
 

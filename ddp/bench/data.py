@@ -8,6 +8,7 @@
 | a step that reads          | reading waits for 80 % of the computing time; over a step that reads nothing           |
 | samples/s                  | an epoch through the loader, without training                                          |
 | files opened               | by a worker in an epoch, files ÷ workers + lanes at most                               |
+| cache                      | proportional memory of all processes of a host, over one copy of the samples           |
 
 `scripts/ddp bench_data` is the command.
 
@@ -16,6 +17,7 @@ Read before: `turns.py`, `data/loader.py`, `data/files.py`. Read next: `memory.p
 
 from __future__ import annotations
 
+import os
 import statistics
 import tarfile
 import tempfile
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +40,9 @@ from torch.utils.data import DistributedSampler as TorchSampler
 from ddp.bench.turns import take_turns
 from ddp.bench.units import three_digits
 from ddp.clock import now_s
+from ddp.comm.host_share import shared_by_host
+from ddp.comm.setup import init, shutdown
+from ddp.data.cache import Cached
 from ddp.data.distributed_sampler import DistributedSampler
 from ddp.data.files import FileSet
 from ddp.data.loader import TrainLoader
@@ -45,6 +51,8 @@ from ddp.data.splits import TensorSet
 from ddp.data.tar_shards import TarSamples
 
 BATCH = 64
+Launch = Callable[..., list[Any]]
+
 COMPUTING_S = 10e-3  # of a step
 READING_SHARE = 0.8  # of that
 
@@ -88,7 +96,7 @@ class Rows(Dataset[Any]):
         return torch.full((16,), float(index)), index % 10
 
 
-def rows(sizes: Sizes, num_turns: int) -> Iterator[Row]:
+def rows(sizes: Sizes, num_turns: int, launch: Launch) -> Iterator[Row]:
     """Yields the lines of the table, as they are measured."""
     yield from _order(sizes)
     yield _first_index(sizes, num_turns)
@@ -97,6 +105,7 @@ def rows(sizes: Sizes, num_turns: int) -> Iterator[Row]:
         files = _tar_files(Path(folder), sizes)
         yield _resumed_files(files, sizes, num_turns)
         yield from _files_opened(files, sizes)
+    yield _cache(sizes, launch)
     yield from _reading(sizes, num_turns)
     yield from _samples_per_s(sizes, num_turns)
 
@@ -204,6 +213,57 @@ def _files_opened(files: Callable[[], FileSet], sizes: Sizes) -> Iterator[Row]:
         yield Row(f"files opened by a worker of {world_size}, 4 lanes", f"{max(opened):,} (at most {most:,})", "", "")
 
 
+# ------------------------------------------------------------------------------------------------------------- cache
+
+
+def _cache(sizes: Sizes, launch: Launch) -> Row:
+    workers, loaders = 4, 2
+    shares = launch(_shared_bytes, sizes.resumed // 50, loaders, workers=workers, threads_per_worker=1, timeout_s=300)
+    one_copy = shares[0][1]
+    over = sum(share for share, _ in shares) / one_copy
+    name = f"cache, {workers} workers × {loaders} loader processes: memory over one copy of {one_copy >> 20} MiB"
+    return Row(name, f"{over:.2f}", "", "")
+
+
+class Pictures(Rows):
+    """Samples of 150 kB."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 224, 224), index % 256, dtype=torch.uint8), index
+
+
+def _shared_bytes(num_samples: int, loaders: int) -> tuple[int, int]:
+    """Returns this rank's share of the shared memory, its loader processes' included; and the size of one copy."""
+    comm = init()
+    data = Cached(
+        Pictures(num_samples),
+        partial(shared_by_host, comm),
+        max_bytes=num_samples * 200_000,
+        place=comm.rank,
+        num_places=comm.world_size,
+        num_loaders=loaders,
+    )
+    sampler = TrainSampler(num_samples, global_batch=BATCH, rank=comm.rank, world_size=comm.world_size)
+    loader = TrainLoader(data, sampler, num_workers=loaders)
+    for _ in range(2):
+        for plan, batches in loader.epoch():
+            assert sum(len(batch[0]) for batch in batches) == sum(len(micro.indices) for micro in plan.micros)
+            sampler.commit(plan)
+    comm.barrier()
+    processes = [os.getpid(), *(each.pid for each in active_children() if each.pid is not None)]
+    share = sum(map(_pss_of_shared_memory, processes))
+    comm.barrier()  # all are still there
+    loader.close()
+    found = share, data.num_bytes
+    shutdown()
+    return found
+
+
+def _pss_of_shared_memory(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Shmem:"))
+
+
 # ----------------------------------------------------------------------------------------------------- steps that read
 
 
@@ -301,14 +361,18 @@ def _in_ms(times_s: list[float]) -> str:
     return f"{three_digits(1e3 * statistics.median(times_s))} ms"
 
 
-def show(num_turns: int, sizes: Sizes = USUAL) -> None:
-    """Measures everything, and prints the table."""
+def show(num_turns: int, launch: Launch, sizes: Sizes = USUAL) -> None:
+    """Measures everything, and prints the table.
+
+    Args:
+        launch: `ddp.launch`, which runs a function on several workers.
+    """
     torch.set_num_threads(1)
     table = Table(title=f"feeding one process, one thread; medians of {num_turns} turns")
     table.add_column("what", overflow="fold")
     for title in ("ours", "torch", "torch ÷ ours"):
         table.add_column(title, justify="right")
-    for row in rows(sizes, num_turns):
+    for row in rows(sizes, num_turns, launch):
         table.add_row(*row)
     console = Console()
     (console if console.is_terminal else Console(width=120)).print(table)

@@ -3,7 +3,7 @@
 This is for rare and small things: names in an error, random states of a checkpoint. Use it only between the ranks of
 one job, which trust each other, because unpickling runs code.
 
-Read before: `communicator.py`. Read next: `rendezvous.py`.
+Read before: `communicator.py`. Read next: `host_share.py`.
 """
 
 from __future__ import annotations

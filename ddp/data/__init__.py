@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp.data.cache import OnInput as OnInput
+    from ddp.data.cache import Transformed as Transformed
     from ddp.data.decoders import ImageAndClass as ImageAndClass
     from ddp.data.files import FileSet as FileSet
     from ddp.data.lines import Csv as Csv
@@ -33,6 +35,7 @@ _HOMES = {
     "Fixed": "ddp.data.orders",
     "ImageAndClass": "ddp.data.decoders",
     "JsonLines": "ddp.data.lines",
+    "OnInput": "ddp.data.cache",
     "Order": "ddp.data.orders",
     "Permutation": "ddp.data.orders",
     "Retries": "ddp.data.remote",
@@ -41,6 +44,7 @@ _HOMES = {
     "TarSamples": "ddp.data.tar_shards",
     "TokenBudget": "ddp.data.token_budget",
     "TokenSet": "ddp.data.tokens",
+    "Transformed": "ddp.data.cache",
     "UnreadableSample": "ddp.errors",
     "Weighted": "ddp.data.orders",
 }

@@ -11,14 +11,17 @@ Read before: `tokens.py`. Read next: `synthetic.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
+from ddp.data.cache import OnInput, Transformed
 from ddp.data.decoders import ImageAndClass
 from ddp.data.file_index import Format
 from ddp.data.files import FileSet
@@ -58,9 +61,23 @@ class Files:
 
 def load_tar(files: Files, *, image_size: int, num_classes: int) -> Splits:
     """Returns images and classes from tar files."""
-    formats = [TarSamples(decode=ImageAndClass(transform=transform)) for transform in folder_transforms(image_size)]
-    shape = (3, image_size, image_size)
-    return _splits(files, formats, sample_shape=shape, num_classes=num_classes)
+    decoded = TarSamples(decode=ImageAndClass(transform=np.asarray))  # a cache keeps these, before they are augmented
+    splits = _splits(files, decoded, sample_shape=(3, image_size, image_size), num_classes=num_classes)
+    train, test = (
+        Transformed(samples, OnInput(_Decoded(transform)))
+        for samples, transform in zip((splits.train, splits.test), folder_transforms(image_size), strict=True)
+    )
+    return replace(splits, train=train, test=test)
+
+
+class _Decoded:
+    """Applies a transform of Pillow images to an array [height, width, 3]."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, pixels: NDArray[np.uint8]) -> Any:
+        return self.transform(Image.fromarray(pixels))
 
 
 def load_lines(
@@ -69,7 +86,7 @@ def load_lines(
     """Returns pairs of numbers and a target from lines; the target is a class if there are classes."""
     dtype = torch.float32 if num_classes is None else torch.int64
     format = (Csv if kind == "csv" else JsonLines)(inputs=list(inputs), target=target, target_dtype=dtype)
-    return _splits(files, [format, format], sample_shape=None, num_classes=num_classes)
+    return _splits(files, format, sample_shape=None, num_classes=num_classes)
 
 
 def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> Splits:
@@ -81,11 +98,9 @@ def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> S
 
 
 def _splits(
-    files: Files, formats: Sequence[Format], *, sample_shape: tuple[int, ...] | None, num_classes: int | None
+    files: Files, format: Format, *, sample_shape: tuple[int, ...] | None, num_classes: int | None
 ) -> Splits:
-    train, test = (
-        FileSet(path, format, **options) for (path, options), format in zip(files.sides(), formats, strict=True)
-    )
+    train, test = (FileSet(path, format, **options) for path, options in files.sides())
     shape = tuple(train[0][0].shape) if sample_shape is None else sample_shape
     return Splits(train=train, test=test, sample_shape=shape, num_classes=num_classes, name=_name(files, train, test))
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp.data.cache import OnInput, Transformed
 from ddp.data.splits import Splits, TensorSet
 from ddp.errors import ConfigError
 from ddp.vision import torchvision
@@ -95,15 +96,15 @@ def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
         ConfigError: a folder is missing or holds no images, or train and val have different classes.
     """
     of_train, of_test = folder_transforms(image_size)
-    train, test = _folder(Path(root) / "train", of_train), _folder(Path(root) / "val", of_test)
+    train, test = _folder(Path(root) / "train"), _folder(Path(root) / "val")
     if train.classes != test.classes:
         differing = sorted(set(train.classes) ^ set(test.classes))
         raise ConfigError(
             f"{root}: train/ and val/ must have the same class folders, but only one of them has {differing[:5]}"
         )
     return Splits(
-        train=train,
-        test=test,
+        train=Transformed(train, OnInput(of_train)),
+        test=Transformed(test, OnInput(of_test)),
         sample_shape=(3, image_size, image_size),
         num_classes=len(train.classes),
         name=f"images under {root}",
@@ -119,9 +120,9 @@ def folder_transforms(image_size: int) -> tuple[Callable[[Any], Tensor], Callabl
     return transforms.Compose([*cut_out, *to_normalised]), transforms.Compose([*middle, *to_normalised])
 
 
-def _folder(path: Path, transform: Callable[[Any], Tensor]) -> Any:
+def _folder(path: Path) -> Any:
     try:
-        return torchvision().datasets.ImageFolder(path, transform=transform)
+        return torchvision().datasets.ImageFolder(path)
     except FileNotFoundError as error:
         raise ConfigError(
             f"no images to use under {path}: {error}. Expected {path}/CLASS/*.jpg (or .png …), one folder per class; "

@@ -13,7 +13,7 @@ augmented images, are not read ahead; `loader_workers=1` gives them a process of
 
 Batches, their order and their random numbers are the same with and without the thread.
 
-Read before: `distributed_sampler.py`. Read next: `loader.py`.
+Read before: `cache.py`. Read next: `loader.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from torch.utils.data import DataLoader
 from ddp.collectives.catalog import own_schedules
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
+from ddp.comm.host_share import shared_by_host
 from ddp.comm.objects import all_gather_object
 from ddp.comm.wire_format import WireName
-from ddp.data.loader import Collate
+from ddp.data.cache import cached
+from ddp.data.loader import Collate, WholeBatches
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, fingerprint, source_of
 from ddp.drop_in.data_parallel import DistributedDataParallel
@@ -42,6 +45,7 @@ from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
+from ddp.transport.available_memory import available_bytes
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -57,6 +61,10 @@ ELSEWHERE = {
     "collate_fn": "collate",
 }
 """What other libraries call an argument, and what `fit` calls it."""
+
+
+CACHE_SHARE = 0.5  # of the memory that is left
+LARGEST_CACHE = 1 << 44  # bytes, where the host does not say how much is left
 
 
 def replica_of(
@@ -193,6 +201,29 @@ def held_out_source(source: Source, test_data: Any, collate: Collate | None) -> 
     if isinstance(test_data, DataLoader):
         return test
     return test._replace(collate=test.collate or source.collate, num_workers=source.num_workers)
+
+
+def with_cache(source: Source, comm: Communicator) -> Source:
+    """Returns the samples with a cache that all ranks of a host share. Collective.
+
+    Raises:
+        ConfigError: there is nothing that could be kept.
+    """
+    if source.is_stream:
+        raise ConfigError("cache=True: data is a stream, whose samples have no number; leave the cache out")
+    if isinstance(source.samples, WholeBatches):
+        raise ConfigError("cache=True: the data are in memory, and hand out whole batches; leave the cache out")
+    host = next(host for host in comm.hosts if comm.rank in host)
+    room = min(all_gather_object(comm, int(min(available_bytes(), LARGEST_CACHE) * CACHE_SHARE)))
+    samples = cached(
+        source.samples,
+        partial(shared_by_host, comm),
+        max_bytes=room,
+        place=host.index(comm.rank),
+        num_places=len(host),
+        num_loaders=source.num_workers,
+    )
+    return source._replace(samples=samples)
 
 
 def schedules_of(

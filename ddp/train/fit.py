@@ -32,6 +32,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.setup import current
 from ddp.comm.wire_format import WireName
+from ddp.data.cache import cache_of
 from ddp.data.iterable import IterableSampler, Uneven, sampler_of_stream
 from ddp.data.loader import Collate
 from ddp.data.orders import Order
@@ -63,6 +64,7 @@ from ddp.train.arguments import (
     replica_of,
     schedules_of,
     settings_of,
+    with_cache,
 )
 from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMeter
 from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
@@ -104,6 +106,7 @@ def fit(
     debug_data: bool = False,
     uneven: Uneven = "join",
     max_unreadable: int = 0,
+    cache: bool = False,
     schedule: RateSchedule | LRScheduler | None = None,
     schedule_every: Moment | None = None,
     clip_norm: float | None = None,
@@ -168,6 +171,8 @@ def fit(
         uneven: what happens where an iterable ends on one rank before another: "join", "stop_all" or "raise".
         max_unreadable: most samples that a rank leaves out, with a warning, because they cannot be read (OSError or
             `ddp.data.UnreadableSample`); 0: the first one ends the run.
+        cache: keeps samples in memory once they are read, one copy for all ranks of a host and their loader processes
+            (`ddp/data/cache.py`). Random transforms go behind it: `ddp.data.Transformed(samples, transform)`.
         debug_data: refuses ranks or loader processes that begin with equal batches.
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's.
@@ -258,6 +263,7 @@ def fit(
     task = as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=loader_workers, streams=True)
     test = held_out_source(source, test_data, collate)
+    source = with_cache(source, comm) if cache else source
     replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire, hook=hook)
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
@@ -359,6 +365,9 @@ def fit(
             del group["initial_lr"]
     if known := noise.scale.estimate():
         _say(comm, known.in_words(), progress=progress)
+    if (kept := cache_of(source.samples)) is not None:
+        size = f"{kept.num_bytes / 2**20:,.0f} MiB"
+        _say(comm, f"the cache holds {counted(kept.num_cached, 'sample')} in {size}", progress=progress)
     summary = summary_of(
         state, task, meter, noise, epochs_seen, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s
     )

@@ -5,19 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ddp
 from ddp.bench import data
 
-SMALL = data.Sizes(order=10**6, first_index=1000, resumed=700, num_files=12, samples_per_file=20, num_steps=8)
+SMALL = data.Sizes(order=10**6, first_index=1000, resumed=6400, num_files=12, samples_per_file=20, num_steps=8)
 
 
 def test_the_table_has_all_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(data, "COMPUTING_S", 2e-3)
     num_threads = torch.get_num_threads()
-    data.show(num_turns=1, sizes=SMALL)
+    data.show(num_turns=1, launch=ddp.launch, sizes=SMALL)
     torch.set_num_threads(num_threads)
     out = capsys.readouterr().out
-    wanted = ("order of 1e+06 samples", "first index", "resume at 90 % of 7e+02", "resume at 90 % of 12 tar files")
-    for name in (*wanted, "a step whose reading waits", "in whole batches", "one by one", "a worker of 4, 4 lanes"):
+    wanted = (
+        "order of 1e+06 samples",
+        "first index",
+        "resume at 90 % of 6e+03",
+        "resume at 90 % of 12 tar files",
+    )
+    wanted += ("a step whose reading waits", "in whole batches", "one by one", "cache, 4 workers", "a worker of 4")
+    for name in wanted:
         assert name in out
     assert "12 (at most 16)" in out and "6 (at most 10)" in out and "3 (at most 7)" in out
 

@@ -1,0 +1,51 @@
+"""Memory that all ranks of a host see, and their loader processes: what a cache of samples lies in.
+
+It has no name, so it ends with the last process that has mapped it, however that ends. Unlike the memory of
+`Communicator.allocate`, it is one region for all. No collective looks after it: its users agree who writes what.
+
+Read before: `objects.py`, `transport/shared_memory.py`. Read next: `rendezvous.py`.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.log import log
+from ddp.transport.shared_memory import KINDS, Kind, SharedMemory
+
+
+def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:
+    """Returns [num_bytes] zero bytes, the same memory in all ranks of a host. Collective.
+
+    Where they cannot share, each rank has memory of its own, which its child processes share with it.
+    """
+    for kind in KINDS:
+        memory = _mapped(comm, kind, num_bytes)
+        if not comm.agree_any(memory is None):
+            assert memory is not None
+            memory.forget()
+            return memory.bytes
+    log.warning("the workers of a host cannot share memory, so each of them has a cache of its own")
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def _mapped(comm: Communicator, kind: Kind, num_bytes: int) -> SharedMemory | None:
+    """Returns memory that the first rank of the host has made; None if this rank has none."""
+    first = next(host[0] for host in comm.hosts if comm.rank in host)
+    memory = None
+    try:
+        memory = SharedMemory.create(kind, num_bytes) if comm.rank == first else None
+    except OSError as error:
+        log.info("no %s of %d bytes: %s", kind, num_bytes, error)
+    path = all_gather_object(comm, None if memory is None else memory.path)[first]
+    if comm.rank != first and path is not None:
+        try:
+            memory = SharedMemory.attach(path, num_bytes)
+        except OSError as error:
+            log.info("%s cannot be mapped: %s", path, error)
+    return memory
