@@ -28,7 +28,8 @@ The words of this package, one meaning each:
     round               the transfers of a rank that are in flight together
     chunk               one rank's share of a buffer
     segment             a piece of a chunk, so that transfer and addition overlap
-    lane                one segment of all chunks on its way through the rounds of a schedule
+    lane                one segment of all chunks on its way through the rounds of a schedule; and in `data/`: the
+                        samples that one shard of every step is taken from
     canonical           added up along the one binary tree over the ranks that splits at the largest power of two
     algorithm           ring, tree, butterfly, …: what makes a schedule
     way                 how an all-reduce can run here: an algorithm over the transport, shared memory, or both
@@ -52,6 +53,7 @@ The words of this package, one meaning each:
     master weights      float32 copies of narrow parameters, which the optimizer updates
     global batch        the samples of one optimizer step over all ranks
     shard               one of a fixed number of parts of a global batch, which random streams depend on
+    order               which sample an epoch has at which position
     micro-batch         the samples of one forward and backward on one rank
     step                one optimizer step; epoch: one pass over the training samples
     learning-rate schedule    a factor on the learning rate, by samples

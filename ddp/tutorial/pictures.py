@@ -27,6 +27,7 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
 from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network
+from ddp.data.epoch_picture import Epoch, epoch_svg
 from ddp.replica.timeline_picture import timeline_svg
 from ddp.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
 from ddp.tutorial.chart import Axis, Panel
@@ -143,6 +144,15 @@ def place(kept: dict[str, Any]) -> str:
     return f"measured on {kept['cores']} cores, torch {kept['torch']}"
 
 
+# --- an epoch --------------------------------------------------------------------------------------------------------
+
+
+def epoch() -> str:
+    """Draws chapter 14's epoch of six files."""
+    drawn = Epoch(file_sizes=[4] * 6, num_shards=3, global_batch=6, window=8)
+    return epoch_svg(drawn, (1, 2, 3), title="An epoch of 6 files on 1, 2 and 3 workers")
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 PICTURES: dict[str, Callable[[], str]] = {
@@ -153,6 +163,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "overlap.svg": overlap,
     "costs.svg": costs,
     "scaling.svg": scaling,
+    "epoch.svg": epoch,
 }
 
 

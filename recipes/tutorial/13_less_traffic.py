@@ -117,4 +117,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all of data-parallel training. `docs/less-traffic.md` has the speeds; `docs/reading.md` leads on.
+# `14_every_sample_once.py`: how epochs go wrong without an error. `docs/less-traffic.md` has the speeds.

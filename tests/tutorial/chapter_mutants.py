@@ -127,6 +127,11 @@ SUBJECTS = {  # chapter → the functions that it is about
         "gradients/memory.py: commit",
         "gradients/top_k.py: reduce",
     ],
+    "14_every_sample_once": [
+        "data/lanes.py: Lanes.__init__, Lanes.samples",
+        "data/sharding.py: _equal_lanes",
+        "data/orders.py: Blocks.samples, _windows, Checksum.of",
+    ],
 }
 
 
