@@ -72,8 +72,6 @@ class Lanes(Order):
 
     def _position(self, place: int) -> int:
         lane = int(np.searchsorted(self._starts, place, side="right")) - 1
-        while place >= self._starts[lane] + self.lengths[lane]:  # a lane without samples begins where the next one does
-            lane -= 1
         offset, taken = place - int(self._starts[lane]), int(self._taken[lane])
         if offset >= self._num_whole * taken:
             return self._num_whole * self.batch + int(self._left_starts[lane]) + offset - self._num_whole * taken

@@ -196,12 +196,12 @@ class TrainSampler:
 
     def _steps_from(self, state: SamplerState) -> Iterator[range]:
         """Yields the positions of each step from a state to the end of its epoch."""
-        while state.consumed < self.length:
+        while True:
             size = self.sizes.size_at(state.epoch * self.length + state.consumed)
             yield range(state.consumed, state.consumed + size)
             following = self._settled(state._replace(consumed=state.consumed + size))
             if following.epoch != state.epoch:
-                break
+                return
             state = following
 
     def _settled(self, state: SamplerState) -> SamplerState:
