@@ -57,14 +57,16 @@ def check(config: Config) -> None:
     components.add_own_algorithm(config, check=True)
     splits = components.load_data(config, download=True)
     components.check_loss(config, splits)
-    check_dealing(config, splits)
     model = components.make_model_without_memory(config, splits)
     optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
-        checkpoint = load(which, names=["model"])
+        checkpoint = load(which, names=["model", "position"])
+        check_dealing(config, splits, state=checkpoint.parts["position"]["sampler"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_optimizer(checkpoint, optimizer)
-    elif config.init_from.path:
+        return
+    check_dealing(config, splits)
+    if config.init_from.path:
         _load_given_weights(config, components.make_model(config, splits))
 
 

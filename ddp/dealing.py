@@ -12,7 +12,7 @@ Read before: `optimization.py`, `data/sampler.py`. Read next: `trained.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,9 +45,24 @@ def dealing(config: Config, splits: Splits) -> dict[str, Any]:
     }
 
 
-def check_dealing(config: Config, splits: Splits) -> None:
-    """Raises ConfigError if samples cannot be dealt as asked for."""
-    _sampler(config, splits, rank=0)
+def check_dealing(config: Config, splits: Splits, state: Mapping[str, Any] | None = None) -> None:
+    """Checks that samples can be dealt as asked for.
+
+    Args:
+        state: of the sampler of the run to be resumed.
+
+    Raises:
+        ConfigError: they cannot, or not from that state on.
+    """
+    sampler = _sampler(config, splits, rank=0)
+    if state is not None:
+        try:
+            sampler.load_state_dict(state)
+        except ConfigError as error:
+            raise ConfigError(
+                f"resume={config.resume}: {error}; the settings are data.order, data.window, data.sharding, "
+                "batch.global_size, and batch.num_shards, which is at least the number of workers"
+            ) from error
 
 
 def _sampler(config: Config, splits: Splits, *, rank: int) -> TrainSampler:

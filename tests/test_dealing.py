@@ -177,3 +177,12 @@ def test_orders_need_what_they_go_by(order):
         check_dealing(config_of(order=order), plain)
     with pytest.raises(ConfigError, match=r"batch.tokens=20: .* an attribute `lengths`"):
         check_dealing(config_of(batch={"tokens": 20}), plain)
+
+
+def test_the_parent_refuses_to_resume_in_the_middle_of_another_epoch():
+    config = config_of(2, sharding="file", order="blocks", window=5)
+    state = {"seed": 0, "epoch": 1, "consumed": 24, "order": "blocks with a window of 5 in 4 lanes for a batch of 12"}
+    check_dealing(config, SPLITS, state)
+    check_dealing(config_of(3), SPLITS, {**state, "consumed": 0})  # between epochs anything goes
+    with pytest.raises(ConfigError, match=r"^resume=none: the state is one after 24 of 40 .* batch.num_shards, which is"):
+        check_dealing(config_of(3), SPLITS, state)
