@@ -184,5 +184,6 @@ def test_the_parent_refuses_to_resume_in_the_middle_of_another_epoch():
     state = {"seed": 0, "epoch": 1, "consumed": 24, "order": "blocks with a window of 5 in 4 lanes for a batch of 12"}
     check_dealing(config, SPLITS, state)
     check_dealing(config_of(3), SPLITS, {**state, "consumed": 0})  # between epochs anything goes
-    with pytest.raises(ConfigError, match=r"^resume=none: the state is one after 24 of 40 .* batch.num_shards, which is"):
+    words = r"^resume=none: the state is one after 24 of .* batch.num_shards, which is"
+    with pytest.raises(ConfigError, match=words):
         check_dealing(config_of(3), SPLITS, state)

@@ -104,7 +104,7 @@ def train_loop(
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
     feed = _feed(state, source, uneven, max_unreadable)
-    _check_replica(state)
+    _check_replica(state, uneven)
     state.stopped_by = ""
     state.model.train()
     running_step = None
@@ -158,13 +158,20 @@ def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int
     return TrainLoader(source.samples, state.sampler, max_unreadable=max_unreadable, **choices)
 
 
-def _check_replica(state: TrainState) -> None:
+def _check_replica(state: TrainState, uneven: Uneven) -> None:
     """Raises ConfigError if a step of the replica cannot be taken back, or if its layers would wait for ever."""
     model, sampler = state.model, state.sampler
     if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
         raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
     if state.comm.world_size > 1 and any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
-        mine = [sampler.num_micros(size) for size in sorted(sampler.sizes.all())]
+        is_stream = isinstance(sampler, IterableSampler)
+        if is_stream and uneven != "stop_all":
+            raise ConfigError(
+                "SyncBatchNorm waits in each forward for all ranks, and at the end of a stream some have no samples: "
+                "take uneven='stop_all', which ends with the first"
+            )
+        sizes = {sampler.global_batch} if is_stream else sampler.sizes.all()
+        mine = [sampler.num_micros(size) for size in sorted(sizes)]
         if len(set(map(tuple, all_gather_object(state.comm, mine)))) > 1:
             raise ConfigError(
                 "SyncBatchNorm waits in each forward for all ranks, but in some steps they have different "

@@ -263,3 +263,22 @@ def test_numpy_draws_do_not_depend_on_the_rank() -> None:
 
     alone, ranks = run(Drawn(), epochs=1), on_ranks(2, Drawn(), epochs=1)
     assert together(ranks) == alone[0]
+
+
+def with_sync_batchnorm() -> list[Any]:
+    ddp.init(abort_s=20)
+    found: list[Any] = []
+    for uneven in ("join", "stop_all"):
+        model = nn.Sequential(nn.Linear(5, 4), ddp.SyncBatchNorm(4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        quiet: dict[str, Any] = {"progress": False, "checkpoint_dir": None, "loss": ddp.Classification()}
+        try:
+            state = ddp.fit(model, Stream(30), optimizer, global_batch=8, max_steps=9, epochs=1, uneven=uneven, **quiet)
+            found.append(state.step)
+        except ConfigError as error:
+            found.append("take uneven='stop_all'" in str(error))
+    return found
+
+
+def test_sync_batchnorm_never_waits_for_a_rank_whose_stream_has_ended() -> None:
+    assert run_ranks(with_sync_batchnorm, 2) == [[True, 4]] * 2  # in the last step they have four samples and two
