@@ -240,7 +240,8 @@ class IterableLoader:
                 self._ahead = next(self._fetched, None)
             self.num_samples += sum(each.num_samples for each in mine)
             self.sampler.read_after = dict(places)
-            micros = plan.micros[: len(mine)]
+            both = zip(plan.micros, mine, strict=False)  # the stream may end inside of a step, or of a micro-batch
+            micros = tuple(micro._replace(indices=micro.indices[: each.num_samples]) for micro, each in both)
             yield plan._replace(micros=micros, is_last=self._ahead is None), (each.batch for each in mine)
 
     def close(self) -> None:

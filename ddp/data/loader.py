@@ -105,8 +105,9 @@ class TrainLoader:
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
         """Yields each plan from the sampler's state to the end of its epoch, with an iterator over this rank's batches.
 
-        Batches are fetched lazily, one per micro-batch of the plan; what a step leaves unread is skipped. A new call
-        starts again from the sampler's state, and earlier iterators must not be used any more.
+        Batches are fetched lazily, one per micro-batch of the plan; what a step leaves unread is skipped. A batch is
+        None if none of its samples can be read, but they may be left out. A new call starts again from the sampler's
+        state, and earlier iterators must not be used any more.
         """
         # One sequence of plans has two readers: the loader, which runs ahead, and the caller's steps.
         plans, ahead = _two_readers(self.sampler.plans())
@@ -130,19 +131,16 @@ class TrainLoader:
         return not self._guarded.is_random
 
     def _readable(self, fetched: Iterator[_Fetched]) -> Iterator[Any]:
-        """Yields batches, and counts what was left out of them.
+        """Yields batches, None for one of which nothing is left, and counts what was left out.
 
         Raises:
             UnreadableSample: that was too much.
         """
         for batch, errors in fetched:
             self.num_unreadable += len(errors)
-            if errors and (batch is None or self.num_unreadable > self._max_unreadable):
+            if errors and self.num_unreadable > self._max_unreadable:
                 what = f"{counted(self.num_unreadable, 'sample')} cannot be read"
-                what += f", max_unreadable={self._max_unreadable}:"
-                if batch is None and len(errors) > 1:
-                    what = f"none of the {len(errors)} samples of a batch can be read; the last one is"
-                raise UnreadableSample(f"{what} {errors[-1]}")
+                raise UnreadableSample(f"{what}, max_unreadable={self._max_unreadable}: {errors[-1]}")
             for error in errors:
                 log.warning("left out, %d of at most %d: %s", self.num_unreadable, self._max_unreadable, error)
             yield batch
@@ -184,9 +182,7 @@ def evaluation_loader(
     share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     requests = [_Request(0, 0, tuple(run)) for run in runs]
-    return _data_loader(
-        _Keyed(dataset, collate), requests, num_workers=num_workers, pin_memory=False, persistent=False
-    )
+    return _data_loader(_Keyed(dataset, collate), requests, num_workers=num_workers, pin_memory=False, persistent=False)
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
@@ -238,7 +234,7 @@ UNREADABLE = (UnreadableSample, OSError)
 
 
 class _Fetched(NamedTuple):
-    """A batch, without the samples that could not be read, and why, for each of those."""
+    """A batch, or None, without the samples that could not be read, and why, for each of those."""
 
     batch: Any
     errors: list[str]

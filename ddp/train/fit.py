@@ -292,7 +292,8 @@ def fit(
         "evaluate_every_steps": evaluate_every_steps,
         "schedule_every": schedule_every,
     }
-    refuse_disagreement(comm, arguments, source, test)
+    alike = {"max_unreadable": max_unreadable, "uneven": uneven, "cache": cache, "debug_data": debug_data}
+    refuse_disagreement(comm, {**arguments, **alike}, source, test)
     settings = arguments if settings is None else settings
     identity = run_identity(comm, replica, settings)
     run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")

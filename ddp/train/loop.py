@@ -89,7 +89,8 @@ def train_loop(
     num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=max_steps)
     seed = state.sampler.state.seed
     factor = schedule or constant()
-    looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=_all_have_several_samples(state))]
+    is_wanted = not max_unreadable and _all_have_several_samples(state)  # a batch may have less than was planned
+    looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=is_wanted)]
     if debug_data:
         equal_batches = EqualBatches(state.comm.rank, source.num_workers)
         looks, callbacks = [equal_batches, *looks], [equal_batches, *callbacks]

@@ -227,11 +227,17 @@ def _backward(
         model.ride_along(totals)
         model.reduce_without_backward()
     for micro in plan.micros:
+        is_last = micro is plan.micros[-1]
         with fetching.running():
-            batch = to_device(next(batches), device)
+            batch = next(batches)
+            batch = None if batch is None else to_device(batch, device)
+        if batch is None:  # none of its samples can be read
+            if is_last:
+                model.ride_along(totals)
+                model.reduce_without_backward()
+            continue
         for look in rules.looks:
             look(model.module, batch, len(micro.indices))
-        is_last = micro is plan.micros[-1]
         with nullcontext() if is_last else model.no_sync():
             dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
             try:

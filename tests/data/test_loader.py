@@ -270,10 +270,11 @@ class PartlyGone(WholeBatches, Damaged):
         return torch.stack([self[index] for index in indices])
 
 
-def test_a_batch_of_which_nothing_can_be_read_is_an_error_and_whole_batches_are_looked_through(caplog):
-    with pytest.raises(
-        UnreadableSample, match=r"none of the 5 samples of a batch can be read; .* No such file: '\d+\.png'"
-    ):
-        read_through(TrainLoader(Gone(5), sampler_of(length=5, num_shards=1, micro_size=None), max_unreadable=9))
+def test_a_batch_of_which_nothing_can_be_read_is_none_and_whole_batches_are_looked_through(caplog):
+    gone = TrainLoader(Gone(5), sampler_of(length=5, num_shards=1, micro_size=None), max_unreadable=5)
+    assert read_through(gone) == [None] and gone.num_unreadable == 5 and "No such file: '4.png'" in caplog.text
+    with pytest.raises(UnreadableSample, match=r"^5 samples cannot be read, max_unreadable=4: sample"):
+        read_through(TrainLoader(Gone(5), sampler_of(length=5, num_shards=1, micro_size=None), max_unreadable=4))
+    caplog.clear()
     loader = TrainLoader(PartlyGone(13), sampler_of(micro_size=None, num_shards=1), max_unreadable=3)
     assert sum(map(len, read_through(loader))) == 10 and caplog.text.count("left out") == 3

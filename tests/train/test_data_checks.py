@@ -40,8 +40,8 @@ class Deaf(Dataset[Any]):
         return INPUTS[0], TARGETS[0]
 
 
-def trained(**changes: Any) -> Any:
-    model = nn.Linear(3, 2)
+def trained(model_: nn.Module | None = None, **changes: Any) -> Any:
+    model = model_ or nn.Linear(3, 2)
     return ddp.fit(
         model,
         **{
@@ -113,3 +113,50 @@ def refused_on_two_ranks() -> bool:
     with pytest.raises(ConfigError, match="rank 0 and rank 1 have begun with equal batches"):
         trained(data=Deaf(), debug_data=True)
     return True
+
+
+class Damaged(Dataset[Any]):
+    """Every fifth sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 47
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 5 == 3:
+            raise ddp.data.UnreadableSample(f"shard.tar, member {index}")
+        return INPUTS[index].double(), TARGETS[index]
+
+
+class Whole(Dataset[Any]):
+    """The others."""
+
+    indices = tuple(index for index in range(47) if index % 5 != 3)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[self.indices[index]].double(), TARGETS[self.indices[index]]
+
+
+def losses_of(data: Any, **changes: Any) -> tuple[list[Any], Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = trained(data=data, model_=model, optimizer=optimizer, **changes)
+    return [state.num_unreadable, state.step], model.weight.detach().clone()
+
+
+def without_the_unreadable(micro_size: int) -> list[Any]:
+    """One step over everything: leaving samples out, whole micro-batches too, equals data without them."""
+    ddp.init(abort_s=20)
+    choices = {"global_batch": 47, "epochs": 1, "micro_size": micro_size}
+    numbers, found = losses_of(Damaged(), max_unreadable=9, **choices)
+    _, expected = losses_of(Whole(), **{**choices, "global_batch": len(Whole())})
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    return numbers
+
+
+@pytest.mark.parametrize("micro_size", [1, 4, 47])
+def test_what_is_left_out_changes_nothing_else(micro_size: int) -> None:
+    assert run_ranks(without_the_unreadable, 3, micro_size) == [[9, 1]] * 3

@@ -140,6 +140,12 @@ def test_steps_are_the_same_at_any_world_size_and_number_of_loader_processes() -
         torch.testing.assert_close(ranks[0][4], short[4])
 
 
+def test_a_stream_that_is_shorter_than_a_batch_is_looked_at_as_it_is() -> None:
+    loss = torch.nn.functional.cross_entropy
+    assert run(Stream(5), epochs=2, loss=loss, num_shards=1)[1:4] == (2, 2, 10)
+    assert run_ranks(with_choices, 2, Stream(5), None, {"epochs": 1, "loss": loss})[0][1:4] == (1, 1, 5)
+
+
 def test_an_endless_stream_ends_at_max_steps_and_epochs_end_a_finite_one() -> None:
     assert run(Stream(), max_steps=5)[1:4] == (5, 0, 60)
     assert run(Stream(24), epochs=2)[1:4] == (4, 2, 48)  # the end is where a step ends
