@@ -263,7 +263,6 @@ def fit(
     task = as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=loader_workers, streams=True)
     test = held_out_source(source, test_data, collate)
-    source = with_cache(source, comm) if cache else source
     replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire, hook=hook)
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
@@ -294,6 +293,7 @@ def fit(
     }
     alike = {"max_unreadable": max_unreadable, "uneven": uneven, "cache": cache, "debug_data": debug_data}
     refuse_disagreement(comm, {**arguments, **alike}, source, test)
+    source = with_cache(source, comm) if cache else source
     settings = arguments if settings is None else settings
     identity = run_identity(comm, replica, settings)
     run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
