@@ -66,6 +66,7 @@ class Sizes(NamedTuple):
     num_files: int = 1000
     samples_per_file: int = 20
     num_steps: int = 60
+    cache_workers: int = 4
 
 
 USUAL = Sizes()
@@ -217,7 +218,7 @@ def _files_opened(files: Callable[[], FileSet], sizes: Sizes) -> Iterator[Row]:
 
 
 def _cache(sizes: Sizes, launch: Launch) -> Row:
-    workers, loaders = 4, 2
+    workers, loaders = sizes.cache_workers, 2
     shares = launch(_shared_bytes, sizes.resumed // 50, loaders, workers=workers, threads_per_worker=1, timeout_s=300)
     one_copy = shares[0][1]
     over = sum(share for share, _ in shares) / one_copy

@@ -23,6 +23,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 AHEAD = 2  # batches
@@ -44,11 +45,13 @@ class ReadAhead:
         self._may_begin = may_begin
         self.pays: bool | None = None  # None: not known yet
         self._thread: threading.Thread | None = None
+        self._is_wanted = threading.Event()  # what the running thread fetches
 
     def of(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of an iterator, which fetches one at each step."""
+        """Yields the batches of an iterator, which fetches one at each step. Those of an earlier one end."""
         if self._thread is not None:
-            self._thread.join(_GRACE_S)  # data need not bear two readers
+            self._is_wanted.clear()
+            self._thread.join(_GRACE_S)  # because data need not bear two readers
         if self.pays is None:
             yield from self._measured(batches)
         yield from self._from_thread(batches) if self.pays else batches
@@ -70,19 +73,26 @@ class ReadAhead:
     def _from_thread(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches that a thread fetches, until this generator ends."""
         fetched: queue.Queue[Any] = queue.Queue(AHEAD)
-        is_wanted = threading.Event()
+        is_wanted = self._is_wanted = threading.Event()
         is_wanted.set()
         arguments = (batches, fetched, is_wanted)
         self._thread = threading.Thread(target=_fetch, args=arguments, name="ddp-read-ahead", daemon=True)
         self._thread.start()
         try:
-            while (batch := fetched.get()) is not _END:
+            while (batch := _taken(fetched, is_wanted)) is not _END:
                 if isinstance(batch, _Failed):
                     raise batch.error
                 yield batch
         finally:
             is_wanted.clear()
 
+
+def _taken(fetched: queue.Queue[Any], is_wanted: threading.Event) -> Any:
+    """Returns the next batch; `_END` if none will come any more."""
+    while is_wanted.is_set():
+        with suppress(queue.Empty):
+            return fetched.get(timeout=_LOOK_S)
+    return _END
 
 
 def _idle() -> tuple[float, int]:

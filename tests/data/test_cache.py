@@ -198,7 +198,6 @@ def test_loader_processes_share_it_with_their_parent(tmp_path):
 
 
 def test_nothing_is_left_behind_by_a_killed_job(tmp_path):
-    before = set(Path("/dev/shm").iterdir())
     code = (
         "import os, time, ddp\n"
         "from ddp.comm.host_share import shared_by_host\n"
@@ -223,10 +222,11 @@ def test_nothing_is_left_behind_by_a_killed_job(tmp_path):
         while not all(path.exists() and path.read_text() for path in pids):
             assert time.monotonic() < deadline and job.poll() is None
             time.sleep(0.05)
-        for path in pids:
-            os.kill(int(path.read_text()), signal.SIGKILL)
+        killed = [int(path.read_text()) for path in pids]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
         job.kill()
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert [path for pid in killed for path in Path("/dev/shm").glob(f"*{pid}*")] == []
 
 
 def test_random_samples_are_refused_unless_the_transform_is_behind_it(tmp_path):

@@ -82,7 +82,9 @@ def test_a_hole_is_not_written_yet(number: str) -> None:
 
 
 @pytest.mark.parametrize("number", SOURCES)
-def test_the_library_is_right(number: str) -> None:
+def test_the_library_is_right(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (schedule_checks, gradient_checks):
+        monkeypatch.setattr(module, "SILENCE_S", 20.0)  # on a busy machine a right one may take its time
     assert len(list(exercise.CHECKS[number](solution(number)))) >= 3
 
 
