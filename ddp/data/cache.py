@@ -16,7 +16,7 @@ ranks of a host (`comm/host_share.py`). Only what is used takes real memory. A s
 
 A sample must be the same each time that it is read. Random transforms go behind the cache: `Transformed`.
 
-Read before: `distributed_sampler.py`. Read next: `prefetch.py`.
+Read before: `distributed_sampler.py`. Read next: `device_copies.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ddp.data.streams import generator_states
+from ddp.data.streams import GeneratorStates
 from ddp.errors import ConfigError
 
 Allocate = Callable[[int], Tensor]
@@ -145,9 +145,9 @@ class Cached:
         """
         if threading.current_thread() is not threading.main_thread():  # others draw meanwhile; `loader.py` has looked
             return self.samples[index]
-        before = generator_states()
+        before = GeneratorStates.now()
         sample = self.samples[index]
-        if generator_states() != before:
+        if GeneratorStates.now() != before:
             raise ConfigError(
                 f"cache: reading sample {index} draws at random, and the cache would repeat one draw for ever; put "
                 "random transforms behind it, as in ddp.data.Transformed(samples, transform), or leave the cache out"

@@ -31,7 +31,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddp.data.loader import Collate, leave_signals_to_the_trainer
+from ddp.data.device_copies import DeviceCopies
+from ddp.data.loader import CPU, Collate, leave_signals_to_the_trainer
 from ddp.data.orders import Checksum, Fixed, Order
 from ddp.data.sampler import SamplerState, StepPlan, TrainSampler
 from ddp.data.sharding import OwnSharding
@@ -191,7 +192,7 @@ class IterableLoader:
     Args:
         data: an iterable that can be read again and again.
         sampler: says which samples of the stream, in which parts; the caller commits its plans.
-        collate, num_workers, pin_memory: as in `TrainLoader`.
+        collate, num_workers, device: as in `TrainLoader`.
 
     Attributes:
         num_samples: read and handed out since `begin`.
@@ -204,15 +205,16 @@ class IterableLoader:
         *,
         collate: Collate | None = None,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         self.sampler, self.num_samples = sampler, 0
+        self._copies = DeviceCopies(device) if device.type == "cuda" else None
         self._loader: DataLoader[_Fetched] = DataLoader(
             _Batches(data, sampler, collate=collate or default_collate, num_processes=max(1, num_workers)),
             batch_size=None,
             collate_fn=cast(Any, _as_it_is),
             num_workers=num_workers,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
+            pin_memory=self._copies is not None,
             worker_init_fn=leave_signals_to_the_trainer,
             generator=torch.Generator(),
         )
@@ -226,7 +228,7 @@ class IterableLoader:
             A digest of the first sample that was read, equal where ranks read the same stream; None: there is no batch.
         """
         self._fetched, self.num_samples = iter(self._loader), 0
-        self._ahead = next(self._fetched, None)
+        self._ahead = self._next()
         return None if self._ahead is None else self._ahead.first
 
     def steps(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
@@ -237,12 +239,22 @@ class IterableLoader:
             while self._ahead is not None and len(mine) < len(plan.micros):
                 mine.append(self._ahead)
                 places[self._ahead.process] = self._ahead.place
-                self._ahead = next(self._fetched, None)
+                self._ahead = self._next()
             self.num_samples += sum(each.num_samples for each in mine)
             self.sampler.read_after = dict(places)
             both = zip(plan.micros, mine, strict=False)  # the stream may end inside of a step, or of a micro-batch
             micros = tuple(micro._replace(indices=micro.indices[: each.num_samples]) for micro, each in both)
-            yield plan._replace(micros=micros, is_last=self._ahead is None), (each.batch for each in mine)
+            yield plan._replace(micros=micros, is_last=self._ahead is None), map(self._batch_of, mine)
+
+    def _next(self) -> _Fetched | None:
+        """Fetches a batch, and begins to copy it to the GPU, if there is one."""
+        fetched = next(self._fetched, None)
+        if fetched is None or self._copies is None:
+            return fetched
+        return fetched._replace(batch=self._copies.begin(fetched.batch))
+
+    def _batch_of(self, fetched: _Fetched) -> Any:
+        return fetched.batch if self._copies is None else self._copies.finish(fetched.batch)
 
     def close(self) -> None:
         """Ends the loader processes."""
@@ -286,7 +298,8 @@ class _Batches(IterableDataset[_Fetched]):
                 reader.drop(micro.indices[0] - reader.count)
             if not (samples := reader.take(len(micro.indices))):
                 return
-            yield _Fetched(len(samples), self.collate(samples), process, reader.place(), reader.first)
+            batch = reader.collated(samples, self.collate)
+            yield _Fetched(len(samples), batch, process, reader.place(), reader.first)
 
 
 def _pretend(process: int | None) -> None:
@@ -342,6 +355,13 @@ class _Reader:
                 self.count += 1
                 self.first = self.first or digest_of(sample)
         return samples
+
+    def collated(self, samples: list[Any], collate: Collate) -> Any:
+        """Returns a batch of the samples that were taken last."""
+        with preserved():
+            first = self.count - len(samples)
+            seed_generators(stream_seed(self._seed_of_run, "collation", self._epoch, *self._keys, first), device="cpu")
+            return collate(samples)
 
     def drop(self, number: int) -> None:
         """Reads samples that are others'."""

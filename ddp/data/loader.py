@@ -2,11 +2,15 @@
 
                       this process                                    loader worker (any, or this process)
     TrainSampler -> StepPlan -> micro -> (seed, epoch, indices)  ->  for each index: seed by (seed, epoch, index), fetch
-                                      <-        batch           <-  collate
+                                      <-        batch           <-  seed by (seed, epoch, first index), collate
 
 The key of the random numbers travels with the indices. So a transform (torchvision's draw from the process's
 generators) gives a sample the same crop in whichever process fetches it, while no two samples of an epoch share one.
-The generators are restored after each batch: loading leaves no trace in the randomness of the rest of the program.
+Where an epoch has a sample several times, positions take the place of indices in the keys. The generators are restored
+after each batch: loading leaves no trace in the randomness of the rest of the program.
+
+Seeding takes 11 us, more than reading a small sample. So a batch is fetched without seeds first, and if its samples
+have drawn nothing, it is right as it is. Otherwise it is fetched again with seeds, as all later ones are.
 
 A data set in memory may derive from `WholeBatches`; its `batch` is then called once for each micro-batch, unless the
 samples are to be collated in another way.
@@ -25,20 +29,24 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ddp.data.device_copies import DeviceCopies
+from ddp.data.orders import Checksum
 from ddp.data.prefetch import ReadAhead
 from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
-from ddp.data.streams import augmentation_stream, generator_states, preserved
+from ddp.data.streams import GeneratorStates, augmentation_stream, collation_stream, preserved
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.log import log
 from ddp.wording import counted
 
+CPU = torch.device("cpu")
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of samples, as the `collate_fn` of torch's DataLoader."""
 
@@ -64,7 +72,7 @@ class TrainLoader:
         sampler: says which samples, in which order and parts; the caller commits its plans.
         collate: makes a batch of samples; None for torch's `default_collate`.
         num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
-        pin_memory: batches in page-locked memory; ignored where there is no accelerator to copy to.
+        device: where batches are needed. To a GPU they are copied ahead (`device_copies.py`); else this process's.
         max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
 
     Attributes:
@@ -81,7 +89,7 @@ class TrainLoader:
         *,
         collate: Collate | None = None,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        device: torch.device = CPU,
         max_unreadable: int = 0,
     ) -> None:
         if len(dataset) != sampler.order.num_samples:
@@ -91,14 +99,17 @@ class TrainLoader:
             )
         self.sampler, self.num_unreadable = sampler, 0
         self._max_unreadable = max_unreadable
+        self._repeats = sampler.order.checksum() != Checksum.of_range(len(dataset))
         self._requests = _Requests()
-        self._guarded = _Guarded(dataset, collate)
-        self._ahead = ReadAhead(self._may_read_ahead)
+        self._keyed = _Keyed(dataset, collate, tolerated=UNREADABLE)
+        self._copies = DeviceCopies(device) if device.type == "cuda" else None
+        self._ahead = ReadAhead(self._may_use_thread, pays=None if self._copies is None else True)
         self._loader = _data_loader(
-            self._guarded,
+            self._keyed,
             self._requests,
+            finish=_as_it_is,
             num_workers=num_workers,
-            pin_memory=pin_memory,
+            pin_memory=self._copies is not None,
             persistent=True,
         )
 
@@ -109,26 +120,38 @@ class TrainLoader:
         None if none of its samples can be read, but they may be left out. A new call starts again from the sampler's
         state, and earlier iterators must not be used any more.
         """
+        self._ahead.end()  # because data need not bear two readers
         # One sequence of plans has two readers: the loader, which runs ahead, and the caller's steps.
         plans, ahead = _two_readers(self.sampler.plans())
         seed = self.sampler.state.seed
-        self._requests.source = (
-            _Request(seed, plan.epoch, tuple(micro.indices)) for plan in ahead for micro in plan.micros
-        )
-        fetched = iter(self._loader)
-        batches = self._readable(fetched if self._loader.num_workers else self._ahead.of(fetched))
+        self._requests.source = (request for plan in ahead for request in self._requests_of(plan, seed))
+        batches = self._readable(self._on_time(iter(self._loader)))
         for plan in plans:
             micros = islice(batches, len(plan.micros))
             yield plan, micros
             for _ in micros:  # after a step that was broken off, plans and batches must stay in line
                 pass
 
-    def _may_read_ahead(self) -> bool:
-        """Returns True if batches may be fetched in a thread, because nothing is drawn at random for them."""
-        self._guarded.is_random = self._guarded.draws_for(self._requests.last)
-        if self._guarded.is_random:
+    def _requests_of(self, plan: StepPlan, seed: int) -> Iterator[_Request]:
+        """Yields what is to be fetched for a step."""
+        places = self.sampler.parts(range(plan.position, plan.position + plan.size)) if self._repeats else plan.micros
+        for micro, place in zip(plan.micros, places, strict=True):
+            yield _Request(seed, plan.epoch, tuple(micro.indices), place.indices)
+
+    def _on_time(self, fetched: Iterator[_Fetched]) -> Iterator[_Fetched]:
+        """Yields batches that are read, and on the device, before they are needed."""
+        if self._copies is not None:
+            return map(self._copies.finish, self._ahead.of(map(self._copies.begin, fetched)))
+        return fetched if self._loader.num_workers else self._ahead.of(fetched)
+
+    def _may_use_thread(self) -> bool:
+        """Returns True if batches may be fetched in a thread, because nothing is drawn at random in this process."""
+        if self._loader.num_workers:
+            return True
+        if self._keyed.draws:
             log.info("samples are drawn at random, so no thread reads ahead; loader_workers=1 takes a process for it")
-        return not self._guarded.is_random
+        self._keyed.is_beside = not self._keyed.draws
+        return self._keyed.is_beside
 
     def _readable(self, fetched: Iterator[_Fetched]) -> Iterator[Any]:
         """Yields batches, None for one of which nothing is left, and counts what was left out.
@@ -150,6 +173,7 @@ class TrainLoader:
 
     def close(self) -> None:
         """Ends the loader processes now; otherwise they end with this object. The loader can be used again."""
+        self._ahead.end(wait_s=1.0)
         iterator: Any = self._loader._iterator  # DataLoader has no public way to end persistent workers
         if iterator is not None:
             iterator._shutdown_workers()
@@ -181,8 +205,9 @@ def evaluation_loader(
         raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
     share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
-    requests = [_Request(0, 0, tuple(run)) for run in runs]
-    return _data_loader(_Keyed(dataset, collate), requests, num_workers=num_workers, pin_memory=False, persistent=False)
+    requests = [_Request(0, 0, tuple(run), run) for run in runs]
+    keyed, finish = _Keyed(dataset, collate), attrgetter("batch")
+    return _data_loader(keyed, requests, finish=finish, num_workers=num_workers, pin_memory=False, persistent=False)
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
@@ -194,6 +219,7 @@ class _Request(NamedTuple):
     seed: int
     epoch: int
     indices: tuple[int, ...]
+    keys: Sequence[int]  # of the random numbers of each sample
 
 
 def _two_readers(plans: Iterator[StepPlan]) -> tuple[Iterator[StepPlan], Iterator[StepPlan]]:
@@ -219,15 +245,10 @@ class _Requests:
 
     def __init__(self) -> None:
         self.source: Iterable[_Request] = ()
-        self.last = _Request(0, 0, ())
 
     def __iter__(self) -> Iterator[_Request]:
-        for request in self.source:  # lazily, because DataLoader makes one iterator more than it uses
-            self.last = request
-            yield request
+        yield from self.source  # lazily, because DataLoader makes one iterator more than it uses
 
-
-_NUM_TRIED = 4  # samples that show whether they are drawn at random
 
 UNREADABLE = (UnreadableSample, OSError)
 """Errors of a data set that mean that one sample cannot be read."""
@@ -240,76 +261,71 @@ class _Fetched(NamedTuple):
     errors: list[str]
 
 
-class _Keyed(Dataset[Any]):
-    """The data set as DataLoader sees it: it takes requests instead of indices."""
+class _Keyed(Dataset[_Fetched]):
+    """The data set as DataLoader sees it: it takes requests instead of indices, and returns finished batches.
 
-    def __init__(self, dataset: Any, collate: Collate | None) -> None:
-        self.dataset, self.collate = dataset, collate or default_collate
-        self.at_once = isinstance(dataset, WholeBatches) and collate is None
-
-    def finish(self, fetched: Any) -> Any:
-        """Makes a batch of what `__getitems__` has returned: DataLoader's `collate_fn`."""
-        return fetched if self.at_once else self.collate(fetched)
-
-    def __getitems__(self, request: _Request) -> Any:
-        """Returns a finished batch (`at_once`), or the list of samples to collate."""
-        if self.at_once:
-            return self.dataset.batch(request.indices)
-        with preserved():
-            return [self._fetch(request, index) for index in request.indices]
-
-    def _fetch(self, request: _Request, index: int) -> Any:
-        augmentation_stream(request.seed, request.epoch, index)
-        return self.dataset[index]
-
-
-class _Guarded(_Keyed):
-    """Does the same, and reports which samples cannot be read instead of failing.
+    Args:
+        dataset, collate: as in `TrainLoader`.
+        tolerated: errors for which a sample is left out.
 
     Attributes:
-        is_random: samples are drawn from the process's generators, which are seeded for each and restored.
+        draws: some samples were seen to draw from the process's generators, so they are seeded for each one.
+        is_beside: another thread draws meanwhile; generators are left alone, because samples do not draw.
     """
 
-    is_random = True
+    def __init__(self, dataset: Any, collate: Collate | None, *, tolerated: tuple[type[Exception], ...] = ()) -> None:
+        self.dataset, self.collate, self.tolerated = dataset, collate or default_collate, tolerated
+        self.at_once = isinstance(dataset, WholeBatches) and collate is None
+        self.draws, self.is_beside = False, False
 
     def __getitems__(self, request: _Request) -> _Fetched:
         """Returns a finished batch."""
         if self.at_once:
-            with suppress(*UNREADABLE):  # else sample by sample, to find out which it is
+            with suppress(*self.tolerated):  # else sample by sample, to find out which it is
                 return _Fetched(self.dataset.batch(request.indices), [])
+        if not self.draws:
+            before = None if self.is_beside else GeneratorStates.now()
+            fetched = self._fetch(request, seeded=False)
+            if before is None or before == GeneratorStates.now():
+                return fetched
+            before.restore()
+            self.draws = True
+        with preserved():
+            return self._fetch(request, seeded=True)
+
+    def _fetch(self, request: _Request, *, seeded: bool) -> _Fetched:
         samples, errors = [], []
-        with preserved() if self.is_random else nullcontext():
-            for index in request.indices:
-                try:
-                    samples.append(self._fetch(request, index) if self.is_random else self.dataset[index])
-                except UNREADABLE as error:
-                    errors.append(f"sample {index}: {' '.join(str(error).split())}")
+        for index, key in zip(request.indices, request.keys, strict=True):
+            if seeded:
+                augmentation_stream(request.seed, request.epoch, key)
+            try:
+                samples.append(self.dataset[index])
+            except self.tolerated as error:
+                errors.append(f"sample {index}: {' '.join(str(error).split())}")
+        if seeded:
+            collation_stream(request.seed, request.epoch, request.keys[0])
         return _Fetched(self.collate(samples) if samples else None, errors)
 
-    def finish(self, fetched: _Fetched) -> _Fetched:
-        """Returns it as it is."""
-        return fetched
 
-    def draws_for(self, request: _Request) -> bool:
-        """Returns True if fetching and collating the first samples of a batch draws from the process's generators."""
-        if self.at_once:  # must not be random
-            return False
-        with preserved():
-            before = generator_states()
-            with suppress(*UNREADABLE):
-                self.collate([self.dataset[index] for index in request.indices[:_NUM_TRIED]])
-            return generator_states() != before
+def _as_it_is(fetched: _Fetched) -> _Fetched:
+    return fetched  # a named function, because worker processes may have to pickle it
 
 
 def _data_loader(
-    keyed: _Keyed, requests: Iterable[Any], *, num_workers: int, pin_memory: bool, persistent: bool
+    keyed: _Keyed,
+    requests: Iterable[Any],
+    *,
+    finish: Callable[[_Fetched], Any],
+    num_workers: int,
+    pin_memory: bool,
+    persistent: bool,
 ) -> DataLoader[Any]:
     return DataLoader(
         keyed,
         batch_sampler=requests,
-        collate_fn=keyed.finish,
+        collate_fn=cast(Any, finish),  # of what `__getitems__` returns
         num_workers=num_workers,
-        pin_memory=pin_memory and torch.accelerator.is_available(),
+        pin_memory=pin_memory,
         persistent_workers=persistent and num_workers > 0,
         worker_init_fn=leave_signals_to_the_trainer,
         generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator

@@ -8,12 +8,15 @@ The thread is for reading that *waits*, because a waiting thread leaves the inte
 computes in Python would only take turns with it. So the first batches are fetched without a thread, and their waiting
 is measured: time that passed less time of the processor. Where it is short, no thread is started.
 
+On a GPU it always pays: the training waits for the GPU then, and not for the interpreter, and the thread copies batches
+there (`device_copies.py`), also those that loader processes have fetched.
+
 A thread shares the random generators with the forward that runs beside it. So samples that draw from them, such as
 augmented images, are not read ahead; `loader_workers=1` gives them a process of their own.
 
 Batches, their order and their random numbers are the same with and without the thread.
 
-Read before: `cache.py`. Read next: `loader.py`.
+Read before: `device_copies.py`. Read next: `loader.py`.
 """
 
 from __future__ import annotations
@@ -35,26 +38,30 @@ _END: Any = object()
 
 
 class ReadAhead:
-    """Yields batches, from a thread once it is known that it pays.
+    """Yields batches, from a thread once it is known that it pays, and allowed.
 
     Args:
-        may_begin: is asked once, before the first thread is started.
+        may_begin: is asked once, after some batches, before the first thread is started.
+        pays: True: it is known; None: that is to be measured.
     """
 
-    def __init__(self, may_begin: Callable[[], bool]) -> None:
-        self._may_begin = may_begin
-        self.pays: bool | None = None  # None: not known yet
+    def __init__(self, may_begin: Callable[[], bool], *, pays: bool | None = None) -> None:
+        self._may_begin, self._pays = may_begin, pays
+        self.uses_thread: bool | None = None  # None: that is not decided yet
         self._thread: threading.Thread | None = None
         self._is_wanted = threading.Event()  # what the running thread fetches
 
     def of(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of an iterator, which fetches one at each step. Those of an earlier one end."""
+        """Yields the batches of an iterator, which fetches one at each step. An earlier one must have ended."""
+        if self.uses_thread is None:
+            yield from self._measured(batches)
+        yield from self._from_thread(batches) if self.uses_thread else batches
+
+    def end(self, *, wait_s: float = _GRACE_S) -> None:
+        """Ends the thread, if there is one, and waits for its last read, but not for ever."""
         if self._thread is not None:
             self._is_wanted.clear()
-            self._thread.join(_GRACE_S)  # because data need not bear two readers
-        if self.pays is None:
-            yield from self._measured(batches)
-        yield from self._from_thread(batches) if self.pays else batches
+            self._thread.join(wait_s)
 
     def _measured(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the first batches, and finds out how long fetching them waits."""
@@ -68,7 +75,7 @@ class ReadAhead:
             if batch is _END:
                 return
             yield batch
-        self.pays = waited_s > _NUM_MEASURED * _WORTH_S and self._may_begin()
+        self.uses_thread = (self._pays or waited_s > _NUM_MEASURED * _WORTH_S) and self._may_begin()
 
     def _from_thread(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches that a thread fetches, until this generator ends."""

@@ -151,7 +151,7 @@ def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int
     choices: dict[str, Any] = {
         "collate": source.collate,
         "num_workers": source.num_workers,
-        "pin_memory": state.comm.device.type == "cuda",
+        "device": state.comm.device,
     }
     if isinstance(state.sampler, IterableSampler):
         loader = IterableLoader(source.samples, state.sampler, **choices)

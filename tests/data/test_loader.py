@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp.data.loader import TrainLoader, WholeBatches, evaluation_loader
+from ddp.data.orders import Weighted
 from ddp.data.sampler import EvaluationSampler, SamplerState, TrainSampler
 from ddp.data.streams import augmentation_stream, preserved
 from ddp.errors import ConfigError, UnreadableSample
@@ -69,6 +70,54 @@ def test_a_sample_is_the_same_at_any_world_size_and_number_of_workers(world_size
         loader.close()
     assert seen == [expected(3, 0, 13), expected(3, 1, 13)]
     assert seen[0][0] != seen[1][0]
+
+
+class DrawsLate(Augmented):
+    """Only some samples draw."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index % 4 == 3 else torch.tensor([index, 0, 0, 0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_seldom_draw_have_the_numbers_of_their_keys_from_the_first_draw_on(num_workers):
+    loader = TrainLoader(DrawsLate(64), sampler_of(length=64), num_workers=num_workers)
+    rows = {int(row[0]): row for batch in read_through(loader) for row in batch.tolist()}
+    whole = expected(3, 0, 64)
+    assert rows == {index: whole[index] if index % 4 == 3 else [index, 0, 0, 0] for index in range(64)}
+    loader.close()
+
+
+def masked(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Draws a number for a whole batch, as masks of a language model are drawn."""
+    return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], dim=1)
+
+
+@pytest.mark.parametrize("kind", [DrawsLate, Augmented])
+def test_what_a_collate_function_draws_is_the_same_at_any_world_size_and_number_of_workers(kind):
+    seen = []
+    for world_size, num_workers in [(1, 0), (1, 2), (2, 0), (4, 0)]:
+        batches = []
+        for rank in range(world_size):
+            options = {"collate": masked, "num_workers": num_workers}
+            loader = TrainLoader(kind(13), sampler_of(rank, world_size, micro_size=None), **options)
+            batches += [batch.tolist() for batch in read_through(loader)]
+            loader.close()
+        seen.append(sorted(batches))
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert len({batch[0][-1] for batch in seen[0]}) == len(seen[0])
+
+
+def test_a_sample_that_an_epoch_has_twice_is_drawn_twice():
+    rows = []
+    for world_size in (1, 2):
+        rows.append([])
+        for rank in range(world_size):
+            sampler = sampler_of(rank, world_size, length=Weighted([1.0, 2.0], length=30))
+            rows[-1] += [
+                tuple(row) for batch in read_through(TrainLoader(Augmented(2), sampler)) for row in batch.tolist()
+            ]
+    assert sorted(rows[0]) == sorted(rows[1]) and len(set(rows[0])) == 30
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

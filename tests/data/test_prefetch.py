@@ -6,16 +6,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from ddp.data.device_copies import DeviceCopies
 from ddp.data.loader import TrainLoader, WholeBatches, _two_readers
 from ddp.data.prefetch import AHEAD, ReadAhead
 from ddp.data.sampler import TrainSampler
-from ddp.data.streams import generator_states
+from ddp.data.streams import GeneratorStates
 from ddp.errors import UnreadableSample
 
 LENGTH = 60
@@ -36,6 +37,14 @@ class Slow(Dataset[Any]):
         self.threads.add(threading.current_thread().name)
         time.sleep(self.wait_s)
         return torch.tensor([float(index)])
+
+
+class Quick(Slow):
+    wait_s = 0.0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.threads.add(threading.current_thread().name)
+        return torch.tensor([sum(range(200)) / 19900 * index])
 
 
 class Augmented(Slow):
@@ -89,27 +98,20 @@ def test_the_same_batches_and_a_thread_where_reading_waits(kind):
     expected = epochs_of(loader_of(quick))
     slow = kind()
     loader = loader_of(slow)
-    before = generator_states()
+    before = GeneratorStates.now()
     assert epochs_of(loader) == expected and len(expected) == 24
-    assert generator_states() == before
+    assert GeneratorStates.now() == before
     is_ahead = kind is not Augmented  # its draws would mix with those of the forward
-    assert loader._ahead.pays is is_ahead
+    assert loader._ahead.uses_thread is is_ahead
     assert slow.threads == {"MainThread", *(["ddp-read-ahead"] if is_ahead else [])}
     until_none_is_left()
 
 
 def test_no_thread_where_reading_does_not_wait():
-    class Quick(Slow):
-        wait_s = 0.0
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            self.threads.add(threading.current_thread().name)
-            return torch.tensor([sum(range(200)) / 19900 * index])
-
     data = Quick()
     loader = loader_of(data)
     epochs_of(loader)
-    assert loader._ahead.pays is False and data.threads == {"MainThread"}
+    assert loader._ahead.uses_thread is False and data.threads == {"MainThread"}
 
 
 def test_an_error_is_raised_where_its_batch_is_wanted():
@@ -154,8 +156,94 @@ def test_it_is_never_more_than_a_few_batches_ahead():
         if batch > 8:
             time.sleep(3e-3)
             assert batch <= fetched <= batch + AHEAD + 1
-    assert batch == 49 and ahead.pays
+    assert batch == 49 and ahead.uses_thread
     until_none_is_left()
+
+
+class Copies:
+    """In the place of `DeviceCopies`: notes who calls it."""
+
+    log: list[tuple[str, str, float]]
+
+    def __init__(self, device: torch.device) -> None:
+        Copies.log = []
+
+    def note(self, what: str, fetched: Any) -> Any:
+        Copies.log.append((what, threading.current_thread().name, float(fetched.batch[0][0])))
+        return fetched
+
+    def begin(self, fetched: Any) -> Any:
+        return self.note("begin", fetched)
+
+    def finish(self, fetched: Any) -> Any:
+        return self.note("finish", fetched)
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+@pytest.mark.parametrize(("kind", "num_workers"), [(Quick, 0), (Whole, 0), (Augmented, 0), (Augmented, 1)])
+def test_a_thread_copies_to_a_gpu_what_may_be_read_ahead(kind, num_workers, monkeypatch):
+    """Also what does not wait, and what processes have fetched; but not what is drawn at random in this process."""
+    expected = epochs_of(loader_of(kind()))
+    monkeypatch.setattr("ddp.data.loader.DeviceCopies", Copies)
+    sampler = TrainSampler(LENGTH, global_batch=5, rank=0, world_size=1, seed=3)
+    loader = TrainLoader(kind(), sampler, num_workers=num_workers, device=torch.device("cuda"))
+    assert epochs_of(loader) == expected
+    loader.close()
+    begun, finished = ([each for each in Copies.log if each[0] == what] for what in ("begin", "finish"))
+    assert [value for *_, value in begun] == [value for *_, value in finished] == [batch[0][0] for batch in expected]
+    assert {thread for _, thread, _ in finished} == {"MainThread"}
+    is_ahead = (kind, num_workers) != (Augmented, 0)
+    assert {thread for _, thread, _ in begun[4:]} == {"ddp-read-ahead" if is_ahead else "MainThread"}
+    until_none_is_left()
+
+
+class Moving(torch.Tensor):
+    """A tensor that notes what would happen on a GPU."""
+
+    is_cuda = True
+
+    def to(self, *_: Any, **__: Any) -> Moving:
+        Streams.log.append(("copy", Streams.current))
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        Streams.log.append(("freed after", stream))
+
+
+class Streams:
+    """In the place of torch's streams: notes the order of calls."""
+
+    log: ClassVar[list[Any]] = []
+    current: Any = "step's"
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        Streams.current = self
+
+    def __exit__(self, *_: Any) -> None:
+        Streams.current = "step's"
+
+    def record_event(self) -> Any:
+        Streams.log.append(("event", self))
+        return "copied"
+
+    def wait_event(self, event: Any) -> None:
+        Streams.log.append(("wait", event))
+
+
+def test_a_step_waits_for_the_copy_and_the_allocator_for_the_step(monkeypatch):
+    steps = Streams("step's")
+    monkeypatch.setattr(torch.cuda, "Stream", Streams)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    copies = DeviceCopies(torch.device("cuda"))
+    batch = {"x": torch.zeros(2).as_subclass(Moving), "other": "a text"}
+    Streams.log.clear()
+    assert copies.finish(copies.begin(batch)) == batch
+    copying = copies._stream
+    assert Streams.log == [("copy", copying), ("event", copying), ("wait", "copied"), ("freed after", steps)]
 
 
 def test_two_threads_may_read_one_sequence_of_plans():

@@ -9,6 +9,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
+from ddp.data.loader import TrainLoader
+from ddp.data.sampler import TrainSampler
 from ddp.transport.process_group import NcclTransport, StagedGlooTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -114,3 +116,27 @@ def test_gradients_equal_those_on_the_cpu(world_size: int) -> None:
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((100_000,), float(index))}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_copied_ahead_and_whole(num_workers: int) -> None:
+    sampler = TrainSampler(400, global_batch=4, rank=0, world_size=1)
+    loader = TrainLoader(Rows(), sampler, num_workers=num_workers, device=torch.device("cuda"))
+    sums, expected = [], []
+    for plan, batches in loader.epoch():
+        for micro, batch in zip(plan.micros, batches, strict=True):
+            busy = torch.randn(2000, 2000, device="cuda")
+            for _ in range(5):
+                busy = busy @ busy / 2000  # so that the copies of the next batches go on meanwhile
+            sums.append(batch["x"].mean(dim=1))
+            expected.append(torch.tensor(micro.indices, dtype=torch.float32))
+    loader.close()
+    assert torch.equal(torch.cat(sums).cpu(), torch.cat(expected))
