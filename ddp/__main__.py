@@ -287,7 +287,7 @@ def where_question(questions: Questions) -> None:
     """Adds `where`: which samples were in a step of a run, or when and by whom was a sample read?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.dealing import where
+        from ddp.where import where
 
         return where(options.run, step=options.step, sample=options.sample, epoch=options.epoch)
 

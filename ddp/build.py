@@ -29,8 +29,9 @@ from ddp.comm.setup import init, shutdown
 from ddp.config import Config
 from ddp.config_checks import available_cores
 from ddp.data import standard_library, streams
+from ddp.data.loader import WholeBatches
 from ddp.data.splits import Splits
-from ddp.dealing import check_dealing, dealing
+from ddp.dealing import check_dealing, dealing, sampler_for
 from ddp.errors import ConfigError
 from ddp.garbage import collect_from_now_on
 from ddp.models.gpt import GPT, generate
@@ -47,8 +48,11 @@ from ddp.wording import setting_for, train_command, typed_settings
 # ------------------------------------------------------------------------------------------- the three entry points
 
 
-def check(config: Config) -> None:
+def check(config: Config) -> dict[str, Any] | None:
     """Finds out in one process, before any worker starts, whether the run can work.
+
+    Returns:
+        Step and sampler's state of the checkpoint that the run goes on from; None for a new run.
 
     Raises:
         ConfigError: data are missing, or the model or its optimizer cannot be built.
@@ -57,6 +61,10 @@ def check(config: Config) -> None:
     components.add_own_algorithm(config, check=True)
     splits = components.load_data(config, download=True)
     components.check_loss(config, splits)
+    if config.loader.cache and isinstance(splits.train, WholeBatches):
+        raise ConfigError(
+            f"loader.cache=true: data={config.data.name} hand out whole batches, which need no cache; leave it out"
+        )
     model = components.make_model_without_memory(config, splits)
     optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
@@ -64,10 +72,11 @@ def check(config: Config) -> None:
         check_dealing(config, splits, state=checkpoint.parts["position"]["sampler"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_optimizer(checkpoint, optimizer)
-        return
+        return {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
     check_dealing(config, splits)
     if config.init_from.path:
         _load_given_weights(config, components.make_model(config, splits))
+    return None
 
 
 def run(config: Config, run_dir: Path) -> None:
@@ -120,7 +129,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = optimization.make_optimizer(config, module)
-    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, splits.train)]):
+    sizes = sampler_for(config, splits, rank=comm.rank).sizes
+    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
         print("\n".join(notes), flush=True)
     collect_from_now_on()  # the optimizer has imported the last of torch
     fit(
@@ -140,7 +150,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         loader_workers=config.loader.num_workers,
         cache=config.loader.cache,
         collate=splits.collate,
-        schedule=optimization.make_schedule(config, splits.train),
+        schedule=optimization.make_schedule(config, sizes),
         clip_norm=config.clip_norm,
         precision=config.precision,
         checkpoint_dir=run_dir,

@@ -69,7 +69,7 @@ class Data:
         "stratified, by their classes; auto: blocks where files are dealt, else a permutation",
     )
     window: int | None = setting(
-        None, "samples that data.order=blocks mixes with each other; null: 4096, or the samples of four files if fewer"
+        None, "samples of blocks that are mixed with each other; null: 4096, or the samples of four files if fewer"
     )
     sharding: str = setting(
         "auto",
@@ -78,7 +78,7 @@ class Data:
     )
     skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
     max_unreadable: int = setting(
-        0, "most samples that a worker leaves out because they cannot be read; 0: the first one ends the run"
+        0, "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run"
     )
     debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 

@@ -200,6 +200,10 @@ def _order_problems(config: Config) -> Iterator[str]:
     data, batch = config.data, config.batch
     if data.sharding not in SHARDINGS and not is_address(data.sharding):
         yield f"data.sharding={data.sharding}: unknown; choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
+    if data.window is not None and data.order not in ("auto", "blocks"):
+        yield f"data.window={data.window}: mixes samples of files, and data.order={data.order} does not; leave one out"
+    if data.debug and data.sharding == "off":
+        yield "data.debug=true: refuses equal batches, which data.sharding=off is for; leave one out"
     if data.skip_steps and not (len(data.skip_steps) == 2 and 1 <= data.skip_steps[0] <= data.skip_steps[1]):
         yield f"data.skip_steps={data.skip_steps}: takes the first and the last step, counted from 1, as [4700,4710]"
     if batch.tokens is None:

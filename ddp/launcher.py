@@ -44,7 +44,7 @@ from typing import Any, NoReturn
 
 from ddp import sweep
 from ddp.address import is_address
-from ddp.config import CHOICES, OWN, Config, plain_defaults
+from ddp.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.config_checks import available_cores
 from ddp.config_reader import chosen_in, from_plain, unknown_choice, unknown_key
 from ddp.engine import run_workers
@@ -179,8 +179,8 @@ def _offer_settings() -> None:
             return "address"
 
         def load_config(self, config_path: str) -> ConfigResult:
-            name = config_path.removesuffix(".yaml").partition("/")[2]
-            content = OmegaConf.create({"name": name, "args": {}})
+            group, _, name = config_path.removesuffix(".yaml").partition("/")
+            content = OmegaConf.create(asdict(choose(group, name)))
             return ConfigResult(self.provider, self.full_path(), content, header={"package": None})
 
         def is_config(self, config_path: str) -> bool:

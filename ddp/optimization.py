@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ddp import config as settings
 from ddp.config import Config
 from ddp.data.splits import Samples
-from ddp.data.steps import BatchSizes, BatchWarmup, Steps
+from ddp.data.steps import BatchWarmup, Steps
 from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from ddp.optim import schedules
@@ -105,22 +105,17 @@ def _budget(config: Config, train: Samples) -> TokenBudget:
         raise ConfigError(f"batch.{error}") from error
 
 
-def warmup_samples(config: Config, train: Samples) -> float:
+def warmup_samples(config: Config, sizes: Steps) -> float:
     """Returns in how many samples of all workers the learning rate rises."""
-    schedule, optim, sizes = config.schedule, config.optim, _sizes(config, train)
+    schedule, optim = config.schedule, config.optim
     if schedule.warmup_steps is not None:
         return sizes.after(0, schedule.warmup_steps)
     times = config.batch.global_size / optim.base_batch if optim.lr_scaling == "legw" else 1
     if schedule.warmup_samples is not None:
         return times * schedule.warmup_samples
     if schedule.warmup_epochs is not None:
-        return times * schedule.warmup_epochs * len(train)
+        return times * schedule.warmup_epochs * sizes.length
     return times * (schedule.warmup_fraction or 0) * _samples_of_run(config, sizes)
-
-
-def _sizes(config: Config, train: Samples) -> Steps:
-    batch = batch_of(config, train)
-    return batch if isinstance(batch, TokenBudget) else BatchSizes(len(train), batch)
 
 
 def _samples_of_run(config: Config, sizes: Steps) -> int:
@@ -128,20 +123,19 @@ def _samples_of_run(config: Config, sizes: Steps) -> int:
     return num_samples
 
 
-def derived(config: Config, train: Samples) -> list[str]:
+def derived(config: Config, sizes: Steps) -> list[str]:
     """Returns what follows from the rules for large batches, a line each."""
-    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, train)
+    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, sizes)
     notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
     if rise:
-        sizes = _sizes(config, train)
         steps = counted(sizes.num_steps(0, math.ceil(rise)), "step")
         is_too_long = ": longer than the run" if rise > _samples_of_run(config, sizes) else ""
         notes.append(f"the learning rate rises over {math.ceil(rise):,} samples ({steps}){is_too_long}")
     return notes
 
 
-def make_schedule(config: Config, train: Samples) -> schedules.RateSchedule:
-    """Returns the learning-rate schedule for a data set."""
+def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
+    """Returns the learning-rate schedule for the steps of a run."""
     schedule = config.schedule
     match schedule:
         case settings.Cosine(final_factor=final_factor):
@@ -154,4 +148,4 @@ def make_schedule(config: Config, train: Samples) -> schedules.RateSchedule:
             factor = schedules.step(milestones=milestones, gamma=gamma)
         case _:
             factor = schedules.constant()
-    return schedules.with_warmup(factor, num_samples=warmup_samples(config, train))
+    return schedules.with_warmup(factor, num_samples=warmup_samples(config, sizes))

@@ -1,6 +1,7 @@
 """The folder of a run, before a worker starts: who may write it, what an earlier run left there, and config.yaml.
 
     RUN_DIR/config.yaml      every setting, as `ddp.config` has it; it exists once a run was prepared here
+            starts.jsonl     each start of the run: the settings, and the position that it went on from
             metrics.jsonl, summary.json, curves.png, logs/, checkpoints/      what workers and launcher write
             .lock            while a process writes here: see `files.hold`
 
@@ -13,8 +14,9 @@ Read before: `sweep.py`. Read next: `engine.py`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from ddp.errors import ConfigError
 from ddp.files import flush_folder, hold, write_whole
 from ddp.log import log
 from ddp.wording import setting_for
+
+STARTS = "starts.jsonl"
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
@@ -49,15 +53,24 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
         _refuse_reuse(config, run_dir)
     _try_writing(run_dir)
     resolve(config, local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
-    check(config)
+    position = check(config)
     for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
         stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
     text = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
     path = run_dir / "config.yaml"
     if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text)
+    _note_start(config, run_dir, position)
     for parent in run_dir.absolute().parents[:3]:  # Hydra has made the folder: runs/NAME, or runs/SWEEP/JOB
         flush_folder(parent)
+
+
+def _note_start(config: Config, run_dir: Path, position: Mapping[str, Any] | None) -> None:
+    """Adds a line to starts.jsonl, from which `where.py` knows the settings of every step."""
+    path = run_dir / STARTS
+    noted = path.read_text(encoding="utf-8") if path.exists() and config.resume != "none" else ""
+    start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config)}
+    write_whole(path, f"{noted}{json.dumps(start)}\n")
 
 
 def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config:

@@ -6,7 +6,7 @@ in question, and memory is written to that has become something else: a crash, m
 also keep alive what their frames refer to. So `faulthandler` writes down the stack here: it makes no objects, and no
 Python code runs meanwhile.
 
-Read before: `log.py`. Read next: `svg.py`.
+Read before: `parent_death.py`. Read next: `svg.py`.
 """
 
 from __future__ import annotations

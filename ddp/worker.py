@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import json
 import logging
@@ -52,6 +51,7 @@ from ddp.errors import (
 )
 from ddp.garbage import collect_from_now_on, collect_later
 from ddp.log import add_handler, follow_rank
+from ddp.parent_death import ask_for_signal
 from ddp.stack import stack_of
 from ddp.terminal import keep_writing
 from ddp.wording import shown, users_frame
@@ -126,7 +126,7 @@ def follow_parent(parent: int, *, grace_s: float) -> None:
     handler for SIGTERM even where the interpreter hangs. But during training SIGTERM only asks for an agreed stop. The
     ranks may be unable to agree, because the store was in the parent. So a thread ends the process after `grace_s`.
     """
-    asked = _ask_kernel_for_parent_death_signal()
+    asked = ask_for_signal(signal.SIGTERM)
     if os.getppid() != parent:  # it died before the kernel was asked
         os._exit(1)
 
@@ -139,14 +139,6 @@ def follow_parent(parent: int, *, grace_s: float) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="ddp-follow-parent", daemon=True).start()
-
-
-def _ask_kernel_for_parent_death_signal() -> bool:
-    if sys.platform != "linux":
-        return False
-    PR_SET_PDEATHSIG = 1
-    failed: int = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    return not failed
 
 
 def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:

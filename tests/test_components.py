@@ -9,10 +9,12 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp.components import load_data, make_model, make_model_without_memory, make_task
-from ddp.config import CHOICES
+from ddp.config import CHOICES, Config
 from ddp.config_checks import resolve
 from ddp.config_reader import from_plain
-from ddp.data.steps import BatchWarmup
+from ddp.data.splits import Splits
+from ddp.data.steps import BatchWarmup, Steps
+from ddp.dealing import sampler_for
 from ddp.errors import ConfigError
 from ddp.optim.lamb import PRESETS
 from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS
@@ -85,10 +87,14 @@ def test_optimizers_that_cannot_be_made(plain: dict[str, Any], says: str) -> Non
         optimizer_of(optim=plain, clip_norm=2.0)
 
 
+def sizes_of(config: Config, length: int = 1000) -> Steps:
+    return sampler_for(config, Splits(train=range(length), test=range(1)), rank=0).sizes
+
+
 def rises_over(**plain: Any) -> float:
     config = from_plain({"max_steps": None, "epochs": 4, **plain})
     resolve(config)
-    return warmup_samples(config, train=range(1000))
+    return warmup_samples(config, sizes_of(config))
 
 
 @pytest.mark.parametrize(
@@ -120,10 +126,16 @@ def test_legw_prolongs_the_warm_up_and_keeps_its_steps() -> None:
     in_steps = {"name": "cosine", "warmup_steps": 3}
     assert rises_over(schedule=in_steps) == 192 and rises_over(schedule=in_steps, **legw) == 768
     config = from_plain({**legw, "schedule": {"name": "cosine", "warmup_epochs": 0.192}, "epochs": 4})
-    assert derived(config, train=range(1000)) == [
+    assert derived(config, sizes_of(config)) == [
         "learning rate 0.008: 0.004 × 2 for this batch",
         "the learning rate rises over 768 samples (3 steps)",
     ]
+
+
+def test_a_warm_up_is_a_share_of_all_that_shards_read() -> None:
+    for sharding, samples in (("sample", 200), ("off", 400), ("full_shuffle", 400)):
+        data = {"name": "digits", "sharding": sharding}
+        assert rises_over(schedule={"name": "cosine"}, data=data, cluster={"workers": 2}) == samples
 
 
 def test_a_growing_batch_is_said_in_samples() -> None:

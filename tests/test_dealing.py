@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ddp.__main__ import main
 from ddp.config import Config, choose
+from ddp.data.orders import Checksum
 from ddp.data.sampler import TrainSampler, sampler_of
 from ddp.data.splits import Splits
-from ddp.dealing import check_dealing, dealing, place_of_sample, samples_of_step
+from ddp.dealing import check_dealing, dealing, sampler_for
 from ddp.errors import ConfigError
+from ddp.where import Start, place_of_sample, samples_of_step
 
 
 class Named(list):
@@ -64,16 +68,16 @@ def test_both_answers_are_what_the_samplers_plan(config):
                     for sample in micro.indices:
                         read.setdefault((plan.epoch, sample), []).append((here, rank, loader, micro.shard))
                     lines.append(f"rank {rank}, loader process {loader}, shard {micro.shard}")
-                answer = samples_of_step(config, SPLITS, here)
+                answer = samples_of_step([Start(config, SPLITS)], here)
                 assert answer.startswith(f"step {here}, in epoch {plan.epoch}: {plan.size} samples")
                 assert [line in answer for line in lines] == [True] * len(lines)
                 sampler.commit(plan)
-        assert samples_of_step(config, SPLITS, next(step) - 1)
+        assert samples_of_step([Start(config, SPLITS)], next(step) - 1)
         with pytest.raises(ConfigError, match="the run has steps 1 to"):
-            samples_of_step(config, SPLITS, next(step))
+            samples_of_step([Start(config, SPLITS)], next(step))
     for sample, file in ((0, "a.tar"), (17, "c.tar"), (39, "d.tar")):
         for epoch in range(3):
-            answer = place_of_sample(config, SPLITS, sample, epoch)
+            answer = place_of_sample([Start(config, SPLITS)], sample, epoch)
             expected = sorted(read.get((epoch, sample), []))
             found = [line.partition(", part")[0] for line in answer.splitlines() if ": step " in line]
             assert sorted(found) == sorted(
@@ -82,11 +86,54 @@ def test_both_answers_are_what_the_samplers_plan(config):
                 for step, rank, loader, shard in expected
             )
             if config.data.skip_steps and not expected:
-                assert "left out, by data.skip_steps=" in answer
+                assert "left out, by data.skip_steps" in answer
+
+
+def test_each_start_of_a_run_answers_for_its_own_steps():
+    """Ten steps an epoch; resumed after 5 by two workers, and after 7 with steps left out."""
+    first = config_of(1, batch={"global_size": 4, "num_shards": 2})
+    others = [
+        config_of(2, batch={"global_size": 4, "num_shards": 2}),
+        config_of(2, batch={"global_size": 4, "num_shards": 2}, skip_steps=[9, 10]),
+    ]
+    read: dict[int, list[tuple[int, int, int]]] = {}  # step → (rank, loader, sample)
+    starts: list[Start] = []
+    state = None
+    for config, begin, end in [(first, 0, 5), (others[0], 5, 7), (others[1], 7, 15)]:
+        starts = [each._replace(last_step=begin if each.last_step is None else each.last_step) for each in starts]
+        starts.append(Start(config, SPLITS, begin, state))
+        samplers = starts[-1].samplers()
+        for sampler in samplers:
+            for step, plan, loader in numbered(sampler, begin, end):
+                rank = sampler.rank
+                read.setdefault(step, []).extend((rank, loader[m.shard], i) for m in plan.micros for i in m.indices)
+        state = samplers[0].state_dict()
+    for step, who in read.items():
+        answer = samples_of_step(starts, step)
+        for rank, loader, sample in who:
+            lines = [line for line in answer.splitlines() if line.startswith(f"rank {rank}, loader process {loader}")]
+            assert lines and f" {sample} " in f"{answer} ".replace("\n", " ")
+            epoch = int(answer.split("in epoch ")[1].split(":")[0])
+            assert f"step {step}, rank {rank}, loader process {loader}" in place_of_sample(starts, sample, epoch)
+    left_out = set(range(40)) - {i for step, who in read.items() if step <= 8 for *_, i in who}
+    assert any("left out, by data.skip_steps" in place_of_sample(starts, sample, 0) for sample in left_out)
+
+
+def numbered(sampler, begin, end):
+    """Makes steps, and yields each with its number and, by shard, the loader process, of two."""
+    step, numbers = begin, count()
+    while step < end:
+        for plan in sampler.plans():
+            step += 1
+            yield step, plan, {micro.shard: next(numbers) % 2 for micro in plan.micros}
+            sampler.commit(plan)
+            if step == end:
+                return
+        numbers = count()
 
 
 def test_the_samples_of_a_step_stand_with_their_files():
-    answer = samples_of_step(CASES[4], SPLITS, 2)
+    answer = samples_of_step([Start(CASES[4], SPLITS)], 2)
     for line in answer.splitlines():
         if line.startswith("    "):
             *numbers, _, file = line.split()
@@ -113,14 +160,14 @@ def test_skipped_steps_are_left_out_at_any_world_size(skipped, world_size):
     assert num_steps == len(expected) and end == (3 * 47 if expected else end)
     for number, plan in enumerate(expected, start=1):
         if number % 4 == 0:  # go on from a state, by samplers that know nothing of the past
-            states = {tuple(sampler.state_dict().items()) for sampler in ranks}
+            states = {json.dumps(sampler.state_dict()) for sampler in ranks}
             assert len(states) == 1
             ranks = [
                 TrainSampler(47, global_batch=10, rank=r, world_size=world_size, num_shards=6, skip_steps=skipped)
                 for r in range(world_size)
             ]
             for sampler in ranks:
-                sampler.load_state_dict(dict(*states))
+                sampler.load_state_dict(json.loads(*states))
         theirs = [next(sampler.plans()) for sampler in ranks]
         assert sum((each.micros for each in theirs), ()) == plan.micros
         for sampler, mine in zip(ranks, theirs, strict=True):
@@ -141,9 +188,65 @@ def test_the_end_of_an_epoch_that_is_left_out_is_still_an_end():
     assert ends == [False, True, False, True]
 
 
+def test_what_is_left_out_may_begin_with_an_epoch_and_the_one_before_still_ends():
+    sampler = TrainSampler(40, global_batch=10, rank=0, world_size=1, skip_steps=(5, 6))
+    found = []
+    for _ in range(6):
+        sampler.commit(next(sampler.plans()))
+        if sampler.at_epoch_end:
+            found.append((sampler.state.epoch, sampler.take_seen() == sampler.promised(len(found))))
+    assert found == [(1, True), (2, True)]
+
+
+@pytest.mark.parametrize("made", range(1, 9))
+@pytest.mark.parametrize(("first", "last"), [(4, 5), (6, 6), (5, 8), (8, 12)])
+def test_steps_may_be_left_out_from_a_resume_on(made, first, last):
+    """The usual use: a run goes wrong, and is resumed from before that. Steps count as the run has made them."""
+    whole, plans = TrainSampler(47, global_batch=10, rank=0, world_size=1), []
+    for _ in range(30):
+        plans.append(next(whole.plans()))
+        whole.commit(plans[-1])
+
+    def going_on(state, skip_steps, number, length=47):
+        sampler = TrainSampler(length, global_batch=10, rank=0, world_size=1, skip_steps=skip_steps)
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+        found = []
+        for _ in range(number):
+            found.append(next(sampler.plans()))
+            sampler.commit(found[-1])
+        return found, sampler
+
+    _, sampler = going_on(TrainSampler(47, global_batch=10, rank=0, world_size=1).state_dict(), None, made)
+    if first <= made:
+        with pytest.raises(
+            ConfigError, match=rf"after step {made}, so that it is too late for step {first}; name later"
+        ):
+            going_on(sampler.state_dict(), (first, last), 1)
+        return
+    left_out = [*plans[made : first - 1], *plans[last:]]
+    found, once = going_on(sampler.state_dict(), (first, last), 7)
+    assert found == left_out[:7]
+    for skip_steps in ((first, last), None):  # and the run may be resumed again, with the setting or without
+        if skip_steps is None and made + 7 < first:
+            continue
+        found, twice = going_on(once.state_dict(), skip_steps, 5)
+        assert found == left_out[7:12] and twice.state_dict()["num_steps"] == made + 12
+    if (
+        first > made + 1
+    ):  # a second range counts from the steps that were made, not from those that there would have been
+        found, _ = going_on(once.state_dict(), (made + 9, made + 9), 4)
+        assert found == [left_out[7], *left_out[9:12]] or once.state_dict()["skipped"] == []
+    for epoch in range(3):
+        promised = Checksum.of(np.array([i for p in left_out if p.epoch == epoch for m in p.micros for i in m.indices]))
+        before = Checksum.of(
+            np.array([i for p in plans[:made] if p.epoch == epoch for m in p.micros for i in m.indices])
+        )
+        assert twice.promised(epoch) == promised.with_(before)
+
+
 def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for words, says in [
-        (("--step", "1"), f"{tmp_path} holds no config.yaml"),
+        (("--step", "1"), f"{tmp_path} holds no starts.jsonl"),
         ((), "ask for --step N, or for --sample N --epoch N"),
         (("--sample", "3"), "ask for"),
         (("--sample", "3", "--epoch", "1", "--step", "1"), "ask for"),
@@ -153,8 +256,9 @@ def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert says in capsys.readouterr().err
     for sample, epoch, says in [(40, 0, "samples 0 to 39"), (-1, 0, "--sample -1"), (3, -1, "--epoch -1")]:
         with pytest.raises(ConfigError, match=says):
-            place_of_sample(CASES[0], SPLITS, sample, epoch)
-    assert "never read: that would be in step 17, and the run has 12" in place_of_sample(CASES[0], SPLITS, 2, 4)
+            place_of_sample([Start(CASES[0], SPLITS)], sample, epoch)
+    answer = place_of_sample([Start(CASES[0], SPLITS)], 2, 4)
+    assert "never read: that would be in step 17, and the run has 12" in answer
 
 
 @pytest.mark.parametrize(
@@ -181,7 +285,7 @@ def test_orders_need_what_they_go_by(order):
 
 def test_the_parent_refuses_to_resume_in_the_middle_of_another_epoch():
     config = config_of(2, sharding="file", order="blocks", window=5)
-    state = {"seed": 0, "epoch": 1, "consumed": 24, "order": "blocks with a window of 5 in 4 lanes for a batch of 12"}
+    state = {"seed": 0, "epoch": 1, "consumed": 24, "order": sampler_for(config, SPLITS, rank=0).order.identity}
     check_dealing(config, SPLITS, state)
     check_dealing(config_of(3), SPLITS, {**state, "consumed": 0})  # between epochs anything goes
     words = r"^resume=none: the state is one after 24 of .* batch.num_shards, which is"

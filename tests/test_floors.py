@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     [
-        *("allocator", "clock", "dense", "errors", "files", "garbage", "log", "stack", "svg", "terminal", "vision"),
-        "wording",
+        *("allocator", "clock", "dense", "errors", "files", "garbage", "log", "parent_death", "stack", "svg"),
+        *("terminal", "vision", "wording"),
     ],
     ["transport", "collectives", "data", "optim", "models", "tasks"],
     ["comm"],
@@ -34,6 +34,7 @@ FLOORS = [
         "trained",
         "components",
         "dealing",
+        "where",
         "optimization",
         "address",
         "config",

@@ -97,10 +97,11 @@ def test_what_is_wrong_with_an_address_is_one_sentence(
 
 def test_addresses_compose_and_round_trip(folder: Path) -> None:
     overrides = ["model=my_package.models:Net", "model.args.width=64", "data=parts:make", "data.args={n: 9}"]
+    overrides += ["data.skip_steps=[2,3]", "data.order=weighted"]  # as with what `ddp` ships
     config, _ = composed([*overrides, "loss=parts:my_loss", "comm.algorithm=parts:chain"])
     assert composed([r"model=my_package.models\:Net"])[0].model.name == config.model.name, "a sweep passes on this form"
     assert config.model == OwnModel(name="my_package.models:Net", args={"width": 64})
-    assert config.data == OwnData(name="parts:make", args={"n": 9})
+    assert config.data == OwnData(name="parts:make", args={"n": 9}, order="weighted", skip_steps=[2, 3])
     resolve(config)
     assert config.run.code == str(folder)
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config

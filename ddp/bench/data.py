@@ -84,6 +84,8 @@ class Row(NamedTuple):
 class Rows(Dataset[Any]):
     """Samples that are made in Python, and counts how many are read; each waits as long as a disk would."""
 
+    may_read_ahead = True
+
     def __init__(self, length: int, *, wait_s: float = 0.0) -> None:
         self.length, self.wait_s, self.num_read = length, wait_s, 0
 

@@ -14,7 +14,8 @@ order (all but x86-64), readers compare the checksum.
 The memory comes from `allocate`. It should be nameless, so that a crash leaves nothing behind, and the same in all
 ranks of a host (`comm/host_share.py`). Only what is used takes real memory. A sample costs 6 µs and its copy.
 
-A sample must be the same each time that it is read. Random transforms go behind the cache: `Transformed`.
+A sample must be the same each time that it is read. Random transforms go behind the cache: `Transformed`. Samples that
+cannot be pickled, or not be made again of their bytes, are read each time.
 
 Read before: `distributed_sampler.py`. Read next: `device_copies.py`.
 """
@@ -36,6 +37,7 @@ from torch.utils.data import get_worker_info
 
 from ddp.data.streams import GeneratorStates
 from ddp.errors import ConfigError
+from ddp.log import log
 
 Allocate = Callable[[int], Tensor]
 """Returns [number of bytes] zeros, uint8, the same memory in all processes of a host."""
@@ -51,6 +53,8 @@ class Transformed:
         samples: map-style.
         transform: makes a sample of a sample.
     """
+
+    may_read_ahead = False  # the transform may draw, whatever the samples do
 
     def __init__(self, samples: Any, transform: Callable[[Any], Any]) -> None:
         self.samples, self.transform = samples, transform
@@ -91,7 +95,7 @@ class Cached:
     def __init__(
         self, samples: Any, allocate: Allocate, *, max_bytes: int, place: int, num_places: int, num_loaders: int = 0
     ) -> None:
-        self.samples, self._place, self._num_loaders = samples, place, num_loaders
+        self.samples, self._place, self._num_loaders, self._keeps = samples, place, num_loaders, True
         num_arenas = num_places * max(1, num_loaders)
         self._capacity = max_bytes // num_arenas // 8 * 8
         length, head = len(samples), 8 * (len(samples) + num_arenas)
@@ -105,11 +109,18 @@ class Cached:
 
     def __getitem__(self, index: int) -> Any:
         found = self._find(index)
-        if found is None:
-            sample = self._read(index)
+        if found is not None:
+            try:
+                return _loaded(found)
+            except Exception as error:  # of the sample's class
+                if self._keeps:
+                    cause = " ".join(f"{type(error).__name__}: {error}".split())
+                    log.warning("the cache keeps no more: sample %d cannot be made of its bytes (%s)", index, cause)
+                self._keeps = False
+        sample = self._read(index)
+        if self._keeps:
             self._keep(index, sample)
-            return sample
-        return _loaded(found)
+        return sample
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "samples":  # not there yet while it is unpickled
@@ -201,18 +212,29 @@ class _Pickler(pickle.Pickler):
     """Pickles a tensor as its bytes; torch's own way takes a hundred times as long."""
 
     def reducer_override(self, each: Any) -> Any:
-        if type(each) is not Tensor or each.device.type != "cpu" or each.requires_grad or each.is_sparse:
+        if not isinstance(each, Tensor) or each.device.type != "cpu" or each.layout != torch.strided:
             return NotImplemented
-        if each.is_quantized or each.layout != torch.strided:
-            return NotImplemented
+        if type(each) is not Tensor or each.is_quantized:
+            alone = _alone(each)
+            return NotImplemented if alone is each else alone.__reduce_ex__(5)
         flat = each.detach().contiguous().view(-1).view(torch.uint8) if each.numel() else torch.empty(0)
-        return _tensor, (flat.numpy().tobytes(), each.dtype, tuple(each.shape))
+        return _tensor, (flat.numpy().tobytes(), each.dtype, tuple(each.shape), each.requires_grad)
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _alone(each: Tensor) -> Tensor:
+    """Returns a tensor whose storage has nothing else, because torch pickles all of a storage."""
+    if each.untyped_storage().nbytes() <= each.numel() * each.element_size():
+        return each
+    copy = each.detach().clone().requires_grad_(each.requires_grad)
+    copy.__dict__.update(each.__dict__)
+    return copy if type(copy) is type(each) else each
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
     if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return flat.view(dtype).view(shape).requires_grad_(requires_grad)
 
 
 def _dumped(sample: Any) -> bytes | None:
@@ -220,7 +242,7 @@ def _dumped(sample: Any) -> bytes | None:
     stream = io.BytesIO()
     try:
         _Pickler(stream, protocol=5).dump(sample)
-    except (pickle.PicklingError, TypeError, AttributeError):
+    except Exception:  # of the sample's class, or of torch, or RecursionError
         return None
     return stream.getvalue()
 

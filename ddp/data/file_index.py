@@ -25,7 +25,7 @@ import json
 import os
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -73,6 +73,7 @@ class Format(ABC):
 
     kind: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]  # of the files to take from a folder
+    draws_nothing: bool = False  # `decode` draws nothing at random, and may be called in any thread
 
     def settings(self) -> dict[str, Any]:
         """Returns whatever the index depends on, for JSON."""
@@ -86,6 +87,19 @@ class Format(ABC):
             ConfigError: the file is cut off, or of another format.
         """
 
+    def check(  # noqa: B027  most formats have nothing to check
+        self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]
+    ) -> None:
+        """Checks, whenever a data set is opened, settings that the index does not depend on, such as column names.
+
+        Args:
+            files: of the index.
+            first: opens the first file, and returns it with first byte and end of its first sample.
+
+        Raises:
+            ConfigError: the files do not fit the settings.
+        """
+
     @abstractmethod
     def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
         """Returns a sample. Whatever it raises becomes an `UnreadableSample`."""
@@ -95,8 +109,8 @@ class Format(ABC):
         return f"sample {number}, at byte {start}"
 
     def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Returns the length of each sample in bytes or tokens, as far as the index tells."""
-        return num_bytes
+        """Returns the length of each sample in tokens; None if its number of bytes does not tell."""
+        return None
 
 
 class IndexedFile(NamedTuple):
@@ -278,7 +292,7 @@ def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
         content = json.loads(line)
         files = [_indexed_file(entry) for entry in content["files"]]
         found = content["format"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the latter: brackets within brackets …
         return None
     if found != _name(format):
         raise ConfigError(f"{path} is an index of format {found}, not of {_name(format)}: delete it, or take another")
@@ -289,7 +303,15 @@ def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
 
 
 def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
+    """Returns an entry of the line of JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: the line is damaged.
+    """
     regular = None if entry["regular"] is None else Regular(*entry["regular"])
+    for number in (entry["num_samples"], *(regular or ())):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r} is no number of samples or bytes")
     return IndexedFile(entry["address"], Facts(*entry["facts"]), entry["num_samples"], regular, entry["notes"])
 
 

@@ -27,6 +27,7 @@ from ddp.data.file_index import Format
 from ddp.data.files import FileSet
 from ddp.data.image_sets import folder_transforms
 from ddp.data.lines import Csv, JsonLines
+from ddp.data.listing import real_paths
 from ddp.data.splits import Splits
 from ddp.data.storage import Storage
 from ddp.data.tar_shards import TarSamples
@@ -61,7 +62,8 @@ class Files:
 
 def load_tar(files: Files, *, image_size: int, num_classes: int) -> Splits:
     """Returns images and classes from tar files."""
-    decoded = TarSamples(decode=ImageAndClass(transform=np.asarray))  # a cache keeps these, before they are augmented
+    # A cache keeps what this decodes, before it is augmented.
+    decoded = TarSamples(decode=ImageAndClass(transform=np.asarray, num_classes=num_classes))
     splits = _splits(files, decoded, sample_shape=(3, image_size, image_size), num_classes=num_classes)
     train, test = (
         Transformed(samples, OnInput(_Decoded(transform)))
@@ -85,13 +87,19 @@ def load_lines(
 ) -> Splits:
     """Returns pairs of numbers and a target from lines; the target is a class if there are classes."""
     dtype = torch.float32 if num_classes is None else torch.int64
-    format = (Csv if kind == "csv" else JsonLines)(inputs=list(inputs), target=target, target_dtype=dtype)
+    format = (Csv if kind == "csv" else JsonLines)(
+        inputs=list(inputs), target=target, target_dtype=dtype, num_classes=num_classes
+    )
     return _splits(files, format, sample_shape=None, num_classes=num_classes)
 
 
 def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> Splits:
     """Returns windows of tokens."""
-    train, test = (TokenSet(path, context=context, dtype=dtype, **options) for path, options in files.sides())
+    train, test = (
+        TokenSet(path, context=context, dtype=dtype, vocab_size=vocab_size, **options)
+        for path, options in files.sides()
+    )
+    _check_apart(files, train, test)
     return Splits(
         train=train, test=test, sample_shape=(context,), num_classes=vocab_size, name=_name(files, train, test)
     )
@@ -101,8 +109,27 @@ def _splits(
     files: Files, format: Format, *, sample_shape: tuple[int, ...] | None, num_classes: int | None
 ) -> Splits:
     train, test = (FileSet(path, format, **options) for path, options in files.sides())
+    _check_apart(files, train, test)
     shape = tuple(train[0][0].shape) if sample_shape is None else sample_shape
     return Splits(train=train, test=test, sample_shape=shape, num_classes=num_classes, name=_name(files, train, test))
+
+
+def _check_apart(files: Files, train: FileSet, test: FileSet) -> None:
+    """Checks that no file is on both sides, also under another name.
+
+    Raises:
+        ConfigError: one is.
+    """
+    if not files.build:  # the process that builds has compared them
+        return
+    known = dict(zip(real_paths(train.addresses), train.addresses, strict=True))
+    for address, real in zip(test.addresses, real_paths(test.addresses), strict=True):
+        if real in known:
+            also = "" if known[real] == address else f", there as {known[real]}"
+            raise ConfigError(
+                f"{address} belongs to test_path={files.test_path} and to path={files.path}{also}: held-out samples "
+                "must be others"
+            )
 
 
 def _name(files: Files, *sets: FileSet) -> str:

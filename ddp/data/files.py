@@ -12,7 +12,10 @@
 Each process opens files of its own and keeps the few that were used last, because samples are read in runs. A forked
 loader process opens them again instead of using its parent's, and a pickled copy has none.
 
-Cost: opening maps one index, however many samples it has; a sample costs one read, 2 us besides decoding it.
+A sample that cannot be decoded, or whose bytes a disk or a network does not hand out, is an `UnreadableSample`. A file
+that is missing, or has changed since it was indexed, ends the run.
+
+Cost: opening maps one index, however many samples it has; a sample costs one read, 3 us besides decoding it.
 
 Read before: `file_index.py`. Read next: `tar_shards.py`.
 """
@@ -31,7 +34,7 @@ from numpy.typing import NDArray
 
 from ddp.data.file_index import Format, IndexedFile, index_files, mapped_again, open_index
 from ddp.data.listing import Addresses
-from ddp.data.readers import Reader
+from ddp.data.readers import Reader, ReadFailed
 from ddp.data.remote import is_remote
 from ddp.data.storage import DIRECT, Storage
 from ddp.errors import ConfigError, UnreadableSample
@@ -49,11 +52,14 @@ class FileSet:
         num_open: files that a process keeps open; None: 64 local ones, or four remote ones, which have buffers.
 
     Raises:
-        ConfigError: as `index_files`; or, without `build`, there is no index.
+        ConfigError: as `index_files`; without `build`, there is no index; or the files have not the columns that
+            `format` wants.
 
     Attributes:
         addresses: of all files, in the order of their samples.
         file_sizes: samples in each file.
+        may_read_ahead: another thread may fetch samples while this one trains, because reading them draws nothing at
+            random.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class FileSet:
     ) -> None:
         if num_open is not None and num_open < 1:
             raise ConfigError(f"num_open={num_open}: a process must keep at least one file open")
-        self.format = format
+        self.format, self.may_read_ahead = format, format.draws_nothing
         if build:
             self._index = index_files(addresses, format, index_dir=index_dir, storage=storage)
         else:
@@ -79,10 +85,11 @@ class FileSet:
         self.file_sizes: NDArray[np.int64] = np.array([file.num_samples for file in self._index.files], dtype=np.int64)
         self._first_samples: list[int] = [0, *np.cumsum(self.file_sizes).tolist()]
         self._first_rows = self._index.first_rows()
+        format.check(self._index.files, lambda: (self._open[0], *self._span(0, 0)))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | None:
-        """Returns tokens or bytes of each sample [len(self)]; None if the index does not tell."""
+        """Returns tokens of each sample [len(self)]; None if the format does not tell."""
         spans = self._index.spans()
         return self.format.lengths(spans[:, 1] - spans[:, 0])
 
@@ -102,14 +109,25 @@ class FileSet:
             raise self._unreadable(index, error) from error
 
     def raw(self, index: int) -> tuple[bytes, dict[str, Any]]:
-        """Returns the bytes of a sample, and what the index notes about its file."""
+        """Returns the bytes of a sample, and what the index notes about its file.
+
+        Raises:
+            UnreadableSample: a disk or a network does not hand them out.
+            ConfigError: the file is missing, or has changed since it was indexed.
+        """
         file, number = self._where(index)
         start, end = self._span(file, number)
-        return self._open[file].read(start, end - start), self._index.files[file].notes
+        try:
+            return self._open[file].read(start, end - start), self._index.files[file].notes
+        except ReadFailed as error:
+            raise UnreadableSample(f"sample {number} of {error}") from error
 
     def _unreadable(self, index: int, error: Exception) -> UnreadableSample:
         file, number = self._where(index)
-        place = self.format.place(self._open[file], number, self._span(file, number)[0])
+        try:
+            place = self.format.place(self._open[file], number, self._span(file, number)[0])
+        except ReadFailed:  # a line's number has to be counted
+            place = f"sample {number}"
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         return UnreadableSample(
             f"{self.addresses[file]}, {place} cannot be decoded ({cause}): repair or remove it, or check the format"

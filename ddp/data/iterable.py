@@ -23,7 +23,10 @@ Read before: `source.py`. Read next: `digits.py`.
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
@@ -32,7 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp.data.device_copies import DeviceCopies
-from ddp.data.loader import CPU, Collate, leave_signals_to_the_trainer
+from ddp.data.loader import CPU, Collate, follow
 from ddp.data.orders import Checksum, Fixed, Order
 from ddp.data.sampler import SamplerState, StepPlan, TrainSampler
 from ddp.data.sharding import OwnSharding
@@ -41,6 +44,7 @@ from ddp.data.streams import preserved, seed_generators, stream_seed
 from ddp.errors import ConfigError
 
 Uneven = Literal["join", "stop_all", "raise"]
+_NUM_COMPARED = 4  # first samples of a stream
 ENDLESS = 1 << 62  # positions of an epoch whose end is not known
 
 
@@ -73,11 +77,14 @@ class IterableSampler(TrainSampler):
     Args:
         global_batch, rank, world_size, num_shards, micro_size, seed: as in `TrainSampler`.
         shares_itself: the data give each process its own samples.
+        num_processes: that read the stream on each rank.
     """
 
-    def __init__(self, *, global_batch: int, seed: int, shares_itself: bool, **shares: Any) -> None:
+    def __init__(
+        self, *, global_batch: int, seed: int, shares_itself: bool, num_processes: int = 1, **shares: Any
+    ) -> None:
         super().__init__(_Endless(), global_batch=global_batch, seed=seed, **shares)
-        self.shares_itself = shares_itself
+        self.shares_itself, self._num_processes = shares_itself, num_processes
         self.seen = None
         self.read: dict[int, Place] = {}  # by this rank's loader processes, until the last committed step
         self.read_after: dict[int, Place] = {}  # until the step that the loader has handed out
@@ -123,7 +130,7 @@ class IterableSampler(TrainSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the count of samples, equal on all ranks. `places` are to be saved beside it."""
-        return {**super().state_dict(), "before": self._before}
+        return {**super().state_dict(), "before": self._before, "num_processes": self._num_processes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, with its seed."""
@@ -131,8 +138,14 @@ class IterableSampler(TrainSampler):
             raise ConfigError(
                 "the state belongs to data with a length, and these are a stream: give the same data, or start without"
             )
+        num_processes = state.get("num_processes", self._num_processes)
+        if self.shares_itself and num_processes != self._num_processes and state["consumed"]:
+            raise ConfigError(
+                f"the data share themselves out, and have done so among {num_processes} processes of each worker, and "
+                f"now there are {self._num_processes}: go on with as many loader processes, or from the end of a pass"
+            )
         self._state = SamplerState(*(int(state[name]) for name in SamplerState._fields))
-        self._before = int(state["before"])
+        self._before, self._num_steps = int(state["before"]), int(state.get("num_steps", 0))
 
     def places(self) -> dict[int, tuple[int, Any]]:
         """Returns how far this rank's loader processes have read."""
@@ -215,21 +228,22 @@ class IterableLoader:
             collate_fn=cast(Any, _as_it_is),
             num_workers=num_workers,
             pin_memory=self._copies is not None,
-            worker_init_fn=leave_signals_to_the_trainer,
+            worker_init_fn=partial(follow, os.getpid()),
             generator=torch.Generator(),
         )
         self._fetched: Iterator[_Fetched] = iter(())
         self._ahead: _Fetched | None = None
 
-    def begin(self) -> str | None:
+    def begin(self) -> tuple[str, ...] | None:
         """Fetches the first batch from the sampler's state on.
 
         Returns:
-            A digest of the first sample that was read, equal where ranks read the same stream; None: there is no batch.
+            Digests of the first samples that were read, equal where ranks read the same stream, as far as both have
+            some; None: there is no batch.
         """
         self._fetched, self.num_samples = iter(self._loader), 0
         self._ahead = self._next()
-        return None if self._ahead is None else self._ahead.first
+        return None if self._ahead is None else self._ahead.firsts
 
     def steps(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
         """Yields plans without an end, each with an iterator over the batches that are left of this rank's stream."""
@@ -271,7 +285,7 @@ class _Fetched(NamedTuple):
     batch: Any
     process: int
     place: Place  # after it
-    first: str  # digest of the first sample that the process has read
+    firsts: tuple[str, ...]  # digests of the first samples that the process has read
 
 
 def _as_it_is(fetched: _Fetched) -> _Fetched:
@@ -299,7 +313,7 @@ class _Batches(IterableDataset[_Fetched]):
             if not (samples := reader.take(len(micro.indices))):
                 return
             batch = reader.collated(samples, self.collate)
-            yield _Fetched(len(samples), batch, process, reader.place(), reader.first)
+            yield _Fetched(len(samples), batch, process, reader.place(), reader.firsts)
 
 
 def _pretend(process: int | None) -> None:
@@ -322,7 +336,8 @@ class _Reader:
 
     def __init__(self, data: Any, place: Place, *, state: SamplerState, keys: tuple[int, ...]) -> None:
         self._seed_of_run, self._epoch, self._keys = state.seed, state.epoch, keys
-        self.count, self.first = 0, ""
+        self.count, self._num_compared = 0, _NUM_COMPARED
+        self.firsts: tuple[str, ...] = ()
         if hasattr(data, "set_epoch"):
             data.set_epoch(state.epoch)
         with preserved():
@@ -338,7 +353,7 @@ class _Reader:
         self.count = place.number
 
     def _seed(self) -> None:
-        keys = self._keys if self.count else ()  # equal streams must be seen to begin with equal samples
+        keys = self._keys if self.count >= _NUM_COMPARED else ()  # equal streams must be seen to begin alike
         seed_generators(stream_seed(self._seed_of_run, "iterable", self._epoch, *keys, self.count), device="cpu")
 
     def take(self, number: int) -> list[Any]:
@@ -353,8 +368,16 @@ class _Reader:
                     break
                 samples.append(sample)
                 self.count += 1
-                self.first = self.first or digest_of(sample)
+                if len(self.firsts) < self._num_compared:
+                    self._note(sample)
         return samples
+
+    def _note(self, sample: Any) -> None:
+        digest = digest_of(sample)
+        if digest is None:
+            self._num_compared = 0  # of objects that cannot be compared
+        else:
+            self.firsts = (*self.firsts, digest)
 
     def collated(self, samples: list[Any], collate: Collate) -> Any:
         """Returns a batch of the samples that were taken last."""
@@ -370,7 +393,8 @@ class _Reader:
 
     def place(self) -> Place:
         """Returns how far it has read."""
-        return Place(self.count, None if self._owner is None else self._owner.state_dict())
+        # A copy, because the data may go on changing what they return, and a batch is read ahead.
+        return Place(self.count, None if self._owner is None else copy.deepcopy(self._owner.state_dict()))
 
 
 def _has_state(each: Any) -> bool:

@@ -17,12 +17,15 @@ Read before: `token_budget.py`. Read next: `sharding.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddp.data.orders import Checksum, Order, key_of, starts_of
 from ddp.data.permutation import Indices, Permutations, indices
 from ddp.errors import ConfigError
+from ddp.wording import counted
 
 
 class Lanes(Order):
@@ -34,7 +37,7 @@ class Lanes(Order):
         batch: samples of a step, but for the last one of an epoch.
 
     Raises:
-        ConfigError: a lane is too short.
+        ConfigError: there are fewer samples than lanes, or a lane is too short.
     """
 
     def __init__(self, places: Order, lengths: Sequence[int] | Indices, *, batch: int) -> None:
@@ -42,6 +45,9 @@ class Lanes(Order):
         self.num_samples, self.length = places.num_samples, places.length
         self.lengths = indices(lengths)
         self.num_lanes = len(self.lengths)
+        if self.length < self.num_lanes:
+            shards = counted(self.num_lanes, "shard")
+            raise ConfigError(f"{counted(self.length, 'sample')} cannot be dealt to {shards}: take fewer shards")
         self._starts = starts_of(self.lengths)
         self._num_whole = self.length // batch
         edges = np.arange(self.num_lanes + 1) * batch // self.num_lanes
@@ -81,6 +87,10 @@ class Lanes(Order):
         """Returns what the samples of a whole epoch add up to."""
         return self.places.checksum()
 
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the order depends on."""
+        return (self.lengths, *self.places.contents())
+
     def in_words(self) -> str:
         """Returns the order's name and what it depends on."""
         return f"{self.places.in_words()} in {self.num_lanes} lanes for a batch of {self.batch}"
@@ -109,6 +119,10 @@ class Copies(Order):
         """Returns what the samples of a whole epoch add up to."""
         one = self.order.checksum()
         return None if one is None else one.times(self.number)
+
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the order depends on."""
+        return self.order.contents()
 
     def in_words(self) -> str:
         """Returns the order's name and what it depends on."""
@@ -141,6 +155,18 @@ class Listed(Order):
     def checksum(self) -> Checksum:
         """Returns what the samples of a whole epoch add up to."""
         return Checksum.of(self._listed)
+
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the order depends on."""
+        return self.sizes, self._listed
+
+    def note(self) -> str:
+        """Returns how many samples an epoch does not have, or has several times; "" if each is there once."""
+        times = np.bincount(self._listed, minlength=self.num_samples)
+        left_out, repeated = int((times == 0).sum()), int((times > 1).sum())
+        if not left_out and not repeated:
+            return ""
+        return f"of {self.num_samples:,} samples, an epoch leaves out {left_out:,} and has {repeated:,} several times"
 
 
 class Shuffles(Order):

@@ -9,6 +9,7 @@
 
 Files of a pattern or a folder are in the order of their addresses. Local addresses become absolute, because a worker
 may run in another folder. A file that exists under the very name that was given is that file, whatever signs it has.
+A local file that is found under two names, by a link or by `..`, is refused like one that is listed twice.
 
 Read before: `storage.py`. Read next: `file_index.py`.
 """
@@ -18,8 +19,9 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ddp.data.remote import file_system, is_remote, patiently
 from ddp.data.storage import Storage
@@ -31,8 +33,16 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 
 
 def as_given(addresses: Addresses) -> list[str]:
-    """Returns the addresses as a list of strings; local ones are absolute, without file://."""
-    given = [addresses] if isinstance(addresses, (str, os.PathLike)) else list(addresses)
+    """Returns the addresses as a list of strings; local ones are absolute, without file://.
+
+    Raises:
+        ConfigError: one of them is no string and no path.
+    """
+    given: Any = [addresses] if isinstance(addresses, (str, os.PathLike)) else addresses
+    given = list(given) if isinstance(given, Iterable) else [given]
+    for each in given:
+        if not isinstance(each, (str, os.PathLike)) or "\0" in os.fspath(each):
+            raise ConfigError(f"{each!r} is no address: give a file, a pattern, a folder, or a list of them")
     return [_absolute(os.fspath(each)) for each in given]
 
 
@@ -48,12 +58,31 @@ def listed(addresses: Addresses, *, suffixes: Sequence[str], storage: Storage) -
     files = [file for each in as_given(addresses) for file in _files_of(each, tuple(suffixes), storage)]
     if not files:
         raise ConfigError("the list of addresses is empty: give at least one file, folder or pattern")
-    seen = set[str]()
-    for file in files:
-        if file in seen:
-            raise ConfigError(f"{file} is listed twice, so its samples would be read twice an epoch: list it once")
-        seen.add(file)
+    real, seen = real_paths(files), set[str]()
+    for path in real:
+        if path in seen:
+            one, other = sorted((file for file, each in zip(files, real, strict=True) if each == path), key=len)[:2]
+            how = f"{one} is listed twice" if one == other else f"{one} and {other} are the same file"
+            raise ConfigError(f"{how}, so its samples would be read twice an epoch: list it once")
+        seen.add(path)
     return files
+
+
+def real_paths(addresses: Sequence[str]) -> list[str]:
+    """Returns for each address the one name that a local file has, without links; a remote address as it is."""
+    folders: dict[str, str] = {}  # because most files share theirs, and looking for links in it takes 20 us
+
+    def real_path(address: str) -> str:
+        if is_remote(address):
+            return address
+        if Path(address).is_symlink():
+            return os.path.realpath(address)
+        folder, _, name = address.rpartition("/")
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder or "/")
+        return f"{folders[folder]}/{name}"
+
+    return [real_path(address) for address in addresses]
 
 
 def _absolute(address: str) -> str:
@@ -66,11 +95,18 @@ def _files_of(address: str, suffixes: tuple[str, ...], storage: Storage) -> Iter
     if is_remote(address):
         for each in _expanded(address):
             yield from _remote(each, suffixes, storage)
-    elif Path(address).is_file():
-        yield address
-    else:
+        return
+    try:
+        if Path(address).is_file():
+            yield address
+            return
         for each in _expanded(address):
             yield from _local(each, suffixes)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or address} cannot be looked up ({error.strerror or error}): correct its name, or the "
+            "link that it is"
+        ) from error
 
 
 def _expanded(address: str) -> Iterator[str]:
@@ -87,12 +123,14 @@ def _expanded(address: str) -> Iterator[str]:
 
 def _local(address: str, suffixes: tuple[str, ...]) -> list[str]:
     if Path(address).is_dir():
-        found = [entry.path for entry in os.scandir(address) if _is_wanted(entry.name, suffixes) and entry.is_file()]
+        with os.scandir(address) as entries:
+            found = [entry.path for entry in entries if _is_wanted(entry.name, suffixes) and entry.is_file()]
         return _some(found, f"{address} has no file that ends with {' or '.join(suffixes)}: give a pattern")
     if glob.has_magic(address):
         # Path.glob would also find hidden files.
         found = [path for path in glob.glob(address, recursive=True) if Path(path).is_file()]  # noqa: PTH207
-        return _some(found, f"{address} matches no file: check the pattern, and that the disk is mounted")
+        hint = " ([ begins a choice of signs; for a name with [, write [[])" if "[" in address else ""
+        return _some(found, f"{address} matches no file: check the pattern{hint}, and that the disk is mounted")
     return [address]
 
 

@@ -13,9 +13,9 @@ Seeding takes 11 us, more than reading a small sample. So a batch is fetched wit
 have drawn nothing, it is right as it is. Otherwise it is fetched again with seeds, as all later ones are.
 
 A data set in memory may derive from `WholeBatches`; its `batch` is then called once for each micro-batch, unless the
-samples are to be collated in another way.
+samples are to be collated in another way. A data set with a true attribute `may_read_ahead` may be read by a thread.
 
-A sample that cannot be read ends the run, unless some may be left out: these are counted and warned of.
+A sample that cannot be read ends the run, unless some may be left out: each of these is counted and warned of once.
 
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
 
@@ -25,11 +25,13 @@ Read before: `prefetch.py`. Read next: `splits.py`.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -44,6 +46,7 @@ from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
 from ddp.data.streams import GeneratorStates, augmentation_stream, collation_stream, preserved
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.log import log
+from ddp.parent_death import ask_for_signal
 from ddp.wording import counted
 
 CPU = torch.device("cpu")
@@ -53,6 +56,8 @@ Collate = Callable[[list[Any]], Any]
 
 class WholeBatches(ABC):
     """A data set that can hand out a collated batch at once, faster than sample by sample."""
+
+    may_read_ahead = True
 
     @abstractmethod
     def batch(self, indices: Sequence[int]) -> Any:
@@ -74,9 +79,10 @@ class TrainLoader:
         num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
         device: where batches are needed. To a GPU they are copied ahead (`device_copies.py`); else this process's.
         max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
+        known_unreadable: samples that a run has left out before it was resumed. They do not count again.
 
     Attributes:
-        num_unreadable: samples that this rank has left out.
+        unreadable: numbers of the samples that this rank has left out, the known ones included.
 
     Raises:
         ConfigError: the sampler was made for another length.
@@ -91,14 +97,15 @@ class TrainLoader:
         num_workers: int = 0,
         device: torch.device = CPU,
         max_unreadable: int = 0,
+        known_unreadable: Iterable[int] = (),
     ) -> None:
         if len(dataset) != sampler.order.num_samples:
             raise ConfigError(
                 f"the sampler was made for {sampler.order.num_samples} samples, the data set has {len(dataset)}: "
                 "make the sampler with len(dataset)"
             )
-        self.sampler, self.num_unreadable = sampler, 0
-        self._max_unreadable = max_unreadable
+        self.sampler, self.unreadable = sampler, set(known_unreadable)
+        self._max_unreadable, self._num_known = max_unreadable, len(self.unreadable)
         self._repeats = sampler.order.checksum() != Checksum.of_range(len(dataset))
         self._requests = _Requests()
         self._keyed = _Keyed(dataset, collate, tolerated=UNREADABLE)
@@ -148,25 +155,41 @@ class TrainLoader:
         """Returns True if batches may be fetched in a thread, because nothing is drawn at random in this process."""
         if self._loader.num_workers:
             return True
+        if not getattr(self._keyed.dataset, "may_read_ahead", False):
+            return False
         if self._keyed.draws:
             log.info("samples are drawn at random, so no thread reads ahead; loader_workers=1 takes a process for it")
         self._keyed.is_beside = not self._keyed.draws
         return self._keyed.is_beside
 
     def _readable(self, fetched: Iterator[_Fetched]) -> Iterator[Any]:
-        """Yields batches, None for one of which nothing is left, and counts what was left out.
+        """Yields batches, None for one of which nothing is left, and notes what was left out.
 
         Raises:
             UnreadableSample: that was too much.
+            RuntimeError: a loader process has died.
         """
-        for batch, errors in fetched:
-            self.num_unreadable += len(errors)
-            if errors and self.num_unreadable > self._max_unreadable:
-                what = f"{counted(self.num_unreadable, 'sample')} cannot be read"
-                raise UnreadableSample(f"{what}, max_unreadable={self._max_unreadable}: {errors[-1]}")
-            for error in errors:
-                log.warning("left out, %d of at most %d: %s", self.num_unreadable, self._max_unreadable, error)
+        while True:
+            try:
+                batch, errors = next(fetched)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise RuntimeError(f"{error}: the memory may have run out; take fewer loader processes") from error
+            for sample, why in errors:
+                if sample not in self.unreadable:
+                    self._leave_out(sample, why)
             yield batch
+
+    def _leave_out(self, sample: int, why: str) -> None:
+        self.unreadable.add(sample)
+        number = len(self.unreadable) - self._num_known
+        if number > self._max_unreadable:
+            what = f"{counted(number, 'sample')} cannot be read"
+            raise UnreadableSample(f"{what}, max_unreadable={self._max_unreadable}: sample {sample}: {why}")
+        log.warning("left out, %d of at most %d: sample %d: %s", number, self._max_unreadable, sample, why)
 
     def ended(self, num_ending: int) -> None:
         """Does nothing: data with a length end where the sampler says."""
@@ -258,7 +281,7 @@ class _Fetched(NamedTuple):
     """A batch, or None, without the samples that could not be read, and why, for each of those."""
 
     batch: Any
-    errors: list[str]
+    errors: list[tuple[int, str]]
 
 
 class _Keyed(Dataset[_Fetched]):
@@ -301,7 +324,7 @@ class _Keyed(Dataset[_Fetched]):
             try:
                 samples.append(self.dataset[index])
             except self.tolerated as error:
-                errors.append(f"sample {index}: {' '.join(str(error).split())}")
+                errors.append((index, " ".join(str(error).split())))
         if seeded:
             collation_stream(request.seed, request.epoch, request.keys[0])
         return _Fetched(self.collate(samples) if samples else None, errors)
@@ -327,11 +350,17 @@ def _data_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=persistent and num_workers > 0,
-        worker_init_fn=leave_signals_to_the_trainer,
+        worker_init_fn=partial(follow, os.getpid()),
         generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator
     )
 
 
-def leave_signals_to_the_trainer(_worker: int) -> None:
-    """Leaves the trainer's process group, which a launcher signals as a whole; the trainer ends its loaders itself."""
+def follow(trainer: int, _worker: int) -> None:
+    """Leaves the trainer's process group, which a launcher signals as a whole: the trainer ends its loaders itself.
+
+    If the trainer is killed, the kernel ends them, even in a read that never returns.
+    """
     os.setpgid(0, 0)
+    ask_for_signal(signal.SIGKILL)
+    if os.getppid() != trainer:  # it has died before
+        os._exit(1)

@@ -4,8 +4,9 @@
     cache/.part-3f9c…-shard-000.tar    a download in progress, locked by the process that makes it
 
 The first of several processes locks the part, downloads, and renames it. The others wait for the lock and then find
-the copy. The kernel releases the lock of a process that is killed; the next one begins the same part again. A remote
-file that has changed has another name here. Nothing is ever deleted: the folder needs room for all files.
+the copy. The kernel releases the lock of a process that is killed; the next one begins the same part again. A process
+whose download fails removes the part. A remote file that has changed has another name here. No copy is ever deleted:
+the folder needs room for all files.
 
 The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
 
@@ -34,15 +35,20 @@ def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries)
     """
     digest = hashlib.sha256(f"{address} {facts.size} {facts.version}".encode()).hexdigest()[:16]
     copy = cache_dir / f"{digest}-{_base_name(address)}"
+    part = copy.with_name(f".part-{copy.name}")
     if copy.exists():
         return copy
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(copy.with_name(f".part-{copy.name}"), until=copy) as descriptor:
+        with _locked(part, until=copy) as descriptor:
             if descriptor is not None:
-                _download(address, facts.size, descriptor, retries)
-                check_unchanged(address, facts, remote_facts(address, retries=retries))
-                copy.with_name(f".part-{copy.name}").rename(copy)
+                try:
+                    _download(address, facts.size, descriptor, retries)
+                    check_unchanged(address, facts, remote_facts(address, retries=retries))
+                    part.rename(copy)
+                except BaseException:
+                    part.unlink(missing_ok=True)  # nobody else writes to it while this process has the lock
+                    raise
     except OSError as error:
         raise ConfigError(
             f"{address} cannot be copied to {cache_dir} ({error.strerror}): take a cache_dir that can be written and "

@@ -13,18 +13,19 @@ epoch, and the same samples are in a step at any number of workers. The key is (
 Cost: Permutation, Fixed: no memory. Blocks: 8 bytes a file. Weighted, Stratified: 8 and 16 bytes a sample. About 0.1 to
 1 µs a position, in blocks of thousands.
 
-Read before: `permutation.py`. Read next: `steps.py`.
+Read before: `per_sample.py`. Read next: `steps.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from ddp.data.per_sample import digest_of_numbers, labels_of, length_of, numbers_of
 from ddp.data.permutation import Indices, Permutations, uniform
 from ddp.data.streams import stream_seed
 from ddp.errors import ConfigError
@@ -63,6 +64,16 @@ class Order(ABC):
         """Returns the order's name, and the choices that it depends on beside the data set."""
         return type(self).__name__.lower()
 
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the order depends on."""
+        return ()
+
+    @cached_property
+    def identity(self) -> str:
+        """Returns a text that is the same for equal orders only, because a position in an epoch is one of its order."""
+        contents = self.contents()
+        return f"{self.in_words()} ({digest_of_numbers(*contents)})" if contents else self.in_words()
+
 
 class Checksum(NamedTuple):
     """Number, sum (modulo 2⁶⁴) and exclusive or of sample numbers: enough to notice a missing or a repeated one."""
@@ -73,27 +84,27 @@ class Checksum(NamedTuple):
 
     @classmethod
     def of(cls, samples: Indices) -> Checksum:
-        """Returns that of these samples."""
-        words = samples.view(np.uint64)
+        """Returns the checksum of these samples."""
+        words = samples.astype(np.int64, copy=False).view(np.uint64)
         return cls(len(words), int(words.sum(dtype=np.uint64)), int(np.bitwise_xor.reduce(words)) if len(words) else 0)
 
     @classmethod
     def of_range(cls, length: int) -> Checksum:
-        """Returns that of 0 … length − 1."""
+        """Returns the checksum of 0 … length − 1."""
         last = length - 1
         xor = (last, 1, last + 1, 0)[last % 4]
         return cls(length, length * last // 2 % 2**64, xor)
 
     def with_(self, other: Checksum) -> Checksum:
-        """Returns that of both together."""
+        """Returns the checksum of both together."""
         return Checksum(self.num + other.num, (self.total + other.total) % 2**64, self.xor ^ other.xor)
 
     def without(self, other: Checksum) -> Checksum:
-        """Returns that of the samples that are not among the other ones."""
+        """Returns the checksum of the samples that are not among the other ones."""
         return Checksum(self.num - other.num, (self.total - other.total) % 2**64, self.xor ^ other.xor)
 
     def times(self, number: int) -> Checksum:
-        """Returns that of so many copies."""
+        """Returns the checksum of all samples, each `number` times."""
         return Checksum(self.num * number, self.total * number % 2**64, self.xor * (number % 2))
 
 
@@ -106,7 +117,7 @@ class Permutation(Order):
     """Each sample once, in a random order."""
 
     def __init__(self, num_samples: int) -> None:
-        self.num_samples = self.length = num_samples
+        self.num_samples = self.length = length_of(num_samples, what="num_samples")
 
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
@@ -124,7 +135,7 @@ class Fixed(Order):
     """Each sample once, as the data set has them, in each epoch alike."""
 
     def __init__(self, num_samples: int) -> None:
-        self.num_samples = self.length = num_samples
+        self.num_samples = self.length = length_of(num_samples, what="num_samples")
 
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
@@ -151,13 +162,13 @@ class Blocks(Order):
     """
 
     def __init__(self, file_sizes: ArrayLike, *, window: int | None = None, lanes: ArrayLike | None = None) -> None:
-        self.file_sizes = np.asarray(file_sizes, dtype=np.int64)
+        self.file_sizes = numbers_of(file_sizes, what="file_sizes", kind="whole")
         self.num_samples = self.length = int(self.file_sizes.sum())
         if window is None:
             window = max(1, min(4096, 4 * self.length // max(1, int(np.count_nonzero(self.file_sizes)))))
-        if window < 1:
+        if length_of(window, what="window") < 1:
             raise ConfigError(f"window={window}: samples that are mixed; must be at least 1")
-        self.window = window
+        self.window = min(int(window), max(1, self.length))
         self._first_samples = starts_of(self.file_sizes)
         self._lanes = np.asarray([self.length] if lanes is None else lanes, dtype=np.int64)
         self._lane_starts = starts_of(self._lanes)
@@ -206,6 +217,10 @@ class Blocks(Order):
         """Returns the order's name and window."""
         return f"blocks with a window of {self.window}"
 
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the order depends on."""
+        return (self.file_sizes, self._lanes)
+
 
 def starts_of(sizes: Indices) -> Indices:
     """Returns where each of several runs begins that lie one after the other."""
@@ -227,16 +242,12 @@ class Weighted(Order):
     """
 
     def __init__(self, weights: ArrayLike, *, length: int | None = None) -> None:
-        values = np.asarray(weights, dtype=np.float64)
-        if values.ndim != 1 or not len(values):
-            raise ConfigError(f"weights has the shape {list(values.shape)}: give one number for each sample")
-        if not np.isfinite(values).all() or values.min() < 0:
-            worst = int(np.argmax(~(values >= 0) | np.isinf(values)))
-            raise ConfigError(f"weights[{worst}]={values[worst]:g}: a weight is a finite number, at least 0")
+        values = numbers_of(weights, what="weights", kind="real")
         if not values.any():
             raise ConfigError(f"all {len(values)} weights are 0: no sample could ever be drawn; give some a weight")
-        self.num_samples, self.length = len(values), len(values) if length is None else length
-        self._chances = np.cumsum(values)
+        self.num_samples = len(values)
+        self.length = self.num_samples if length is None else length_of(length, what="length")
+        self._chances = np.cumsum(values / values.max())  # large weights would add up to infinity
         self._chances /= self._chances[-1]
 
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
@@ -246,6 +257,10 @@ class Weighted(Order):
 
     def checksum(self) -> None:
         """Returns None, because each epoch draws other samples."""
+
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the order depends on."""
+        return (self._chances,)
 
 
 class Stratified(Order):
@@ -259,9 +274,7 @@ class Stratified(Order):
     """
 
     def __init__(self, classes: ArrayLike) -> None:
-        _, label = np.unique(np.asarray(classes), return_inverse=True)
-        if label.ndim != 1 or not len(label):
-            raise ConfigError(f"classes has the shape {list(label.shape)}: give one for each sample")
+        label = labels_of(classes, what="classes")
         self.num_samples = self.length = len(label)
         self._sizes = np.bincount(label).astype(np.int64)
         self._starts = starts_of(self._sizes)
@@ -280,12 +293,6 @@ class Stratified(Order):
         found: Indices = self._members[self._starts[label] + mixed]
         return found
 
-
-NAMED: dict[str, Callable[..., Order]] = {
-    "permutation": Permutation,
-    "blocks": Blocks,
-    "weighted": Weighted,
-    "stratified": Stratified,
-    "fixed": Fixed,
-}
-"""The words for orders on the command line."""
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the order depends on."""
+        return (self._sizes, self._members)

@@ -11,8 +11,9 @@ is measured: time that passed less time of the processor. Where it is short, no 
 On a GPU it always pays: the training waits for the GPU then, and not for the interpreter, and the thread copies batches
 there (`device_copies.py`), also those that loader processes have fetched.
 
-A thread shares the random generators with the forward that runs beside it. So samples that draw from them, such as
-augmented images, are not read ahead; `loader_workers=1` gives them a process of their own.
+A thread shares the random generators with the forward that runs beside it, and a connection to a data base may be bound
+to the thread that has opened it. So only data that say so are read ahead: those with a true attribute `may_read_ahead`,
+as files have whose format draws nothing. `loader_workers=1` gives all others a process of their own.
 
 Batches, their order and their random numbers are the same with and without the thread.
 

@@ -6,7 +6,8 @@
 
 Samples are read in runs from a few files. So a block serves many of them, and a file of up to 64 MiB is fetched once;
 the blocks take up to 64 MiB of memory for each file that a process keeps open. Samples in random order of larger files
-would fetch a block each: copy those to a disk of the host (`local_copies.py`).
+would fetch a block each: copy those to a disk of the host (`local_copies.py`). After each block, the reader compares
+the file's size and version with those at its opening, so that blocks of two versions are never mixed.
 
 Python cannot interrupt a call that hangs. A helper thread makes it, so that the reader can stop waiting: the thread is
 left alone, ends when its call does, and the next try has a new thread, with a file system object and a connection of
@@ -33,7 +34,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
-from ddp.data.readers import Facts, Reader, unopened
+from ddp.data.readers import Facts, Reader, ReadFailed, check_unchanged, unopened
 from ddp.errors import ConfigError
 
 T = TypeVar("T")
@@ -91,7 +92,8 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
         what: for errors, what cannot be done if it fails, such as "its size could not be read".
 
     Raises:
-        ConfigError: no try was successful.
+        ReadFailed: no try was successful.
+        ConfigError: there is no such file, or no such file system.
     """
     check_protocol(address)
     for attempt in range(retries.num_retries + 1):
@@ -104,7 +106,7 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
         except Exception as error:  # each service has errors of its own
             failure = error
     cause = " ".join(f"{type(failure).__name__}: {failure}".split())
-    raise ConfigError(
+    raise ReadFailed(
         f"{address}: {what} in {retries.num_retries + 1} tries, each with a deadline of {retries.deadline_s:g} s "
         f"({cause}): check the network and the service, or copy the files to a disk of this host"
     ) from failure
@@ -179,7 +181,8 @@ def remote_range(address: str, start: int, end: int, *, retries: Retries) -> byt
     """Returns the bytes from `start` to `end` of a remote file, by a handle of its own.
 
     Raises:
-        ConfigError: no try was successful.
+        ReadFailed: no try was successful.
+        ConfigError: there is no such file.
     """
     what = f"{end - start} bytes at offset {start} could not be read"
     return patiently(lambda: _range(address, start, end), what=what, address=address, retries=retries)
@@ -188,6 +191,8 @@ def remote_range(address: str, start: int, end: int, *, retries: Retries) -> byt
 def _range(address: str, start: int, end: int) -> bytes:
     system, path = file_system(address)
     data: bytes = system.cat_file(path, start=start, end=end)
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(f"its file system returned {type(data).__name__} instead of bytes")
     if len(data) != end - start:  # a connection that was cut, or a server that cannot send parts of a file
         raise OSError(f"{len(data)} bytes received instead of {end - start}")
     return data
@@ -217,6 +222,7 @@ class RemoteReader(Reader):
             start = number * BLOCK_BYTES
             end = min(start + BLOCK_BYTES, self.facts.size)
             block = remote_range(self.address, start, end, retries=self._retries)
+            check_unchanged(self.address, self.facts, remote_facts(self.address, retries=self._retries))
             while len(self._blocks) >= _NUM_BLOCKS:
                 self._blocks.popitem(last=False)
         self._blocks[number] = block

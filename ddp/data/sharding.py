@@ -59,11 +59,11 @@ def dealt(
     if order is not None and order.num_samples != len(samples):
         raise ConfigError(f"the order is made for {order.num_samples} samples, and the data have {len(samples)}")
     blocks = order if isinstance(order, Blocks) else _blocks_of(samples) if order is None else None
+    note = ""
     if sharding == "auto":
-        can_deal = blocks is not None and batch is not None and _num_files(blocks) >= num_shards
-        sharding = "file" if can_deal else "sample"
+        sharding, note = _chosen(blocks, num_shards=num_shards, can_follow_files=batch is not None)
     if sharding == "sample":
-        return Dealt(order or Permutation(len(samples)), "")
+        return Dealt(order or Permutation(len(samples)), note)
     name = "file" if sharding == "file" else f"{sharding}" if isinstance(sharding, str) else "a function"
     if batch is None:
         raise ConfigError(
@@ -71,10 +71,10 @@ def dealt(
             "inside an epoch; take sharding=sample, or a batch of constant size"
         )
     if sharding == "file":
-        return _by_file(blocks, num_shards=num_shards, batch=batch)
+        return _by_file(blocks, order, num_shards=num_shards, batch=batch)
     if callable(sharding):
         lists = _own_lists(sharding, len(samples), num_shards)
-        return Dealt(Lanes(lists, lists.sizes, batch=batch), "")
+        return Dealt(Lanes(lists, lists.sizes, batch=batch), lists.note())
     if batch % num_shards:
         raise ConfigError(f"sharding={name}: all lanes are equally long; take a batch that {num_shards} shards divide")
     if sharding == "off":
@@ -88,31 +88,57 @@ def dealt(
 
 
 def _blocks_of(samples: Any) -> Blocks | None:
-    """Returns the usual order of samples that lie in files; None if they do not say in which."""
+    """Returns the usual order of samples that lie in files; None if they do not say in which.
+
+    Raises:
+        ConfigError: what they say is wrong.
+    """
     sizes = getattr(samples, "file_sizes", None)
-    return None if sizes is None else Blocks(sizes)
+    if sizes is None:
+        return None
+    blocks = Blocks(sizes)
+    if blocks.num_samples != len(samples):
+        found = f"add up to {blocks.num_samples}, and they have {len(samples)} samples"
+        raise ConfigError(f"the file_sizes of the data {found}: give the number of samples in each file")
+    return blocks
 
 
 def _num_files(blocks: Blocks) -> int:
     return int(np.count_nonzero(blocks.file_sizes))
 
 
-def _by_file(blocks: Blocks | None, *, num_shards: int, batch: int) -> Dealt:
+def _chosen(blocks: Blocks | None, *, num_shards: int, can_follow_files: bool) -> tuple[str, str]:
+    """Returns the sharding that "auto" stands for, and in words why files are not followed, if there are any."""
+    if blocks is None:
+        return "sample", ""
+    if can_follow_files and _num_files(blocks) >= num_shards:
+        return "file", ""
+    why = f"{counted(_num_files(blocks), 'file')} for {counted(num_shards, 'shard')}"
+    why = why if can_follow_files else "the batch changes inside an epoch"
+    return "sample", f"{why}: shards do not follow files, so a worker opens all of them"
+
+
+def _by_file(blocks: Blocks | None, order: Order | None, *, num_shards: int, batch: int) -> Dealt:
     """Returns an order in which each shard follows a run of files of its own."""
+    if blocks is None and order is not None:
+        raise ConfigError(
+            f"sharding=file: the order ({order.in_words()}) does not keep to files; take one of blocks, or leave it out"
+        )
     if blocks is None:
         raise ConfigError(
-            "sharding=file: it is not known which samples lie in one file (the data have no file_sizes), or the order "
-            "is not one of blocks; take sharding=sample, or order=blocks"
+            "sharding=file: it is not known which samples lie in one file, because the data have no attribute "
+            "`file_sizes`; take sharding=sample"
         )
     files = counted(_num_files(blocks), "file")
     if _num_files(blocks) < num_shards:
         raise ConfigError(
             f"sharding=file: {files} cannot be dealt to {counted(num_shards, 'shard')}; write more and smaller files, "
-            f"set num_shards to {_num_files(blocks)} or less, or take sharding=sample"
+            "take sharding=sample, or fewer shards (num_shards, at least one for each worker)"
         )
     lengths = _equal_lanes(blocks.length, num_shards, batch)
     order = Lanes(Blocks(blocks.file_sizes, window=blocks.window, lanes=lengths), lengths, batch=batch)
-    return Dealt(order, f"{files} are dealt to {counted(num_shards, 'shard')}, samples mixed {blocks.window} at a time")
+    mixed = min(blocks.window, int(lengths.max()))
+    return Dealt(order, f"{files} are dealt to {counted(num_shards, 'shard')}, samples mixed {mixed} at a time")
 
 
 def _equal_lanes(length: int, num_shards: int, batch: int) -> Indices:
@@ -124,15 +150,31 @@ def _equal_lanes(length: int, num_shards: int, batch: int) -> Indices:
 
 def _own_lists(function: OwnSharding, num_samples: int, num_shards: int) -> Listed:
     """Returns the lanes of the user's own function."""
-    lists = []
-    for shard in range(num_shards):
-        mine = indices(function(shard, num_shards))
-        if len(mine) and not 0 <= mine.min() <= mine.max() < num_samples:
-            raise ConfigError(
-                f"the sharding function returned sample {mine.min() if mine.min() < 0 else mine.max()} for shard "
-                f"{shard}, and the data have samples 0 … {num_samples - 1}"
-            )
-        lists.append(mine)
+    lists = [_own_list(function, shard, num_samples, num_shards) for shard in range(num_shards)]
     if not sum(map(len, lists)):
         raise ConfigError(f"the sharding function returned no sample for any of {counted(num_shards, 'shard')}")
     return Listed(lists, num_samples=num_samples)
+
+
+def _own_list(function: OwnSharding, shard: int, num_samples: int, num_shards: int) -> Indices:
+    """Returns the samples of one lane."""
+    call = f"the sharding function, called with ({shard}, {num_shards}),"
+    try:
+        returned: Any = function(shard, num_shards)
+    except Exception as error:
+        raise ConfigError(f"{call} failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    try:
+        found = np.asarray(returned if hasattr(returned, "__array__") else list(returned))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{call} returned {returned!r:.60}: return the numbers of samples, such as a list") from None
+    if not found.size:
+        return indices([])
+    if found.dtype.kind == "b":
+        raise ConfigError(f"{call} returned true and false: return the numbers of samples, as np.flatnonzero(mask)")
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        what = f"{found.dtype.name} {list(found.shape)}"
+        raise ConfigError(f"{call} returned {what}: return whole numbers of samples, in one dimension")
+    if not 0 <= found.min() <= found.max() < num_samples:
+        wrong = found.min() if found.min() < 0 else found.max()
+        raise ConfigError(f"{call} returned sample {wrong}, and the data have samples 0 … {num_samples - 1}")
+    return indices(found)

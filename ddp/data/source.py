@@ -120,15 +120,18 @@ def fingerprint(source: Source) -> str | None:
         return None
 
 
-def digest_of(values: Any) -> str:
-    """Returns a hash of tensors, arrays, numbers and texts in any nested form."""
+def digest_of(values: Any) -> str | None:
+    """Returns a hash of tensors, arrays, images, numbers and texts in any nested form; None of anything else."""
     digest = hashlib.sha256()
     for leaf in tree_leaves(values):
-        plain = leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
-        if isinstance(plain, (np.ndarray, np.generic)):
-            digest.update(np.ascontiguousarray(plain).tobytes())
-        elif isinstance(plain, (int, float, str, bytes)):
-            digest.update(repr(plain).encode())
+        if isinstance(leaf, Tensor):
+            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif hasattr(leaf, "__array_interface__") and (array := np.asarray(leaf)).dtype != object:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        elif leaf is None or isinstance(leaf, (int, float, str, bytes)):
+            digest.update(repr(leaf).encode())
+        else:
+            return None
     return digest.hexdigest()
 
 

@@ -12,6 +12,7 @@ hidden files and members such as __meta__ are left out. The members of a sample 
 Python's `tarfile` reads the headers, so long names (GNU's and pax) are no special case. Indexing seeks over contents:
 about 20 us a member, whatever its size. A tar file ends with blocks of zeros. If they are missing, the file was cut
 off. If anything but zeros comes after the last member, `tarfile` has stopped at a damaged header. Both are refused.
+So are sparse members, whose size is not the number of their bytes in the file.
 
 Read before: `files.py`. Read next: `decoders.py`.
 """
@@ -48,7 +49,7 @@ class TarSamples(Format):
     suffixes = (".tar",)
 
     def __init__(self, *, decode: Callable[[dict[str, Any]], Any] | None = None) -> None:
-        self._decode = decode
+        self._decode, self.draws_nothing = decode, decode is None
 
     def index(self, reader: Reader) -> Layout:
         """Finds runs of members with the same key."""
@@ -72,9 +73,14 @@ class TarSamples(Format):
         sample: dict[str, Any] = {}
         for info in tarfile.TarFile(fileobj=BytesIO(data)):
             if (name := _key_and_extension(info)) is not None:
-                sample["__key__"] = name[0]
+                if sample.setdefault("__key__", name[0]) != name[0]:
+                    raise ValueError(f"it has members of {sample['__key__']} and of {name[0]}, so delete the index")
                 sample[name[1]] = data[info.offset_data : info.offset_data + info.size]
         return sample if self._decode is None else self._decode(sample)
+
+
+class SparseMember(ValueError):
+    """A member is stored without its zeros, so that its size is not the number of its bytes in the file."""
 
 
 class _Member(NamedTuple):
@@ -88,7 +94,7 @@ def _members(reader: Reader) -> Iterator[_Member]:
     """Yields the members that belong to samples.
 
     Raises:
-        ConfigError: the file is no tar file, or cut off.
+        ConfigError: the file is no tar file, or cut off, or has a sparse member.
     """
     try:
         with tarfile.TarFile(fileobj=ReaderFile(reader)) as archive:  # type: ignore[arg-type]
@@ -98,6 +104,8 @@ def _members(reader: Reader) -> Iterator[_Member]:
                     size = -(-info.size // _BLOCK) * _BLOCK
                     yield _Member(*name, info.offset, info.offset_data + size)
             _check_end(reader, archive.offset)
+    except SparseMember as error:
+        raise ConfigError(f"{reader.address}: {error}") from error
     except tarfile.TarError as error:
         if reader.read(0, min(5, reader.facts.size)).startswith(_COMPRESSED):
             raise ConfigError(f"{reader.address} is compressed, so no sample can be found in it: unpack it") from error
@@ -123,8 +131,14 @@ def _check_end(reader: Reader, end: int) -> None:
 
 
 def _key_and_extension(info: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Returns how a member is named as part of a sample; None if it is no part of one."""
+    """Returns how a member is named as part of a sample; None if it is no part of one.
+
+    Raises:
+        SparseMember: the member is one.
+    """
     match = _NAME.fullmatch(info.name) if info.isreg() else None
     if match is None or match[1].rpartition("/")[2].startswith("__"):
         return None
+    if info.issparse():
+        raise SparseMember(f"its member {info.name} is sparse, so parts of it are missing; write it without --sparse")
     return match[1], match[2].lower()

@@ -212,7 +212,7 @@ def with_cache(source: Source, comm: Communicator) -> Source:
     if source.is_stream:
         raise ConfigError("cache=True: data is a stream, whose samples have no number; leave the cache out")
     if isinstance(source.samples, WholeBatches):
-        raise ConfigError("cache=True: the data are in memory, and hand out whole batches; leave the cache out")
+        raise ConfigError("cache=True: the data hand out whole batches, which need no cache; leave it out")
     host = next(host for host in comm.hosts if comm.rank in host)
     room = min(all_gather_object(comm, int(min(available_bytes(), LARGEST_CACHE) * CACHE_SHARE)))
     samples = cached(
@@ -289,7 +289,7 @@ def settings_of(
             for group in groups
         ],
         "global_batch": sampler.sizes.setting,
-        "order": sampler.order.in_words(),
+        "order": sampler.order.identity,
         "num_shards": sampler.num_shards,
         "micro_size": sampler.micro_size,
         "seed": sampler.state.seed,

@@ -63,8 +63,8 @@ def save_checkpoint(
     optimizer = state.update.state_dict()
     compression = state.model.compression
     hook = None if compression is None else gathered(compression, state.comm)
-    theirs = all_gather_object(state.comm, (_random_states(state.comm), state.sampler.places(), state.sampler.seen))
-    random_states, places, seen = map(list, zip(*theirs, strict=True))
+    mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
+    random_states, places, seen, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
     meta = {
         "identity": _with_data(identity, state),
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
@@ -79,7 +79,12 @@ def save_checkpoint(
         parts = {
             "model": state.weights(),
             "optimizer": _plain(optimizer),
-            "position": {**state.position(), "seen": _together(seen), "places": places},
+            "position": {
+                **state.position(),
+                "seen": _together(seen),
+                "places": places,
+                "unreadable": sorted(set[int]().union(*unreadable)),
+            },
             "slots": {"random": random_states},
         }
         if state.schedule is not None:
@@ -154,8 +159,10 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     if (order := checkpoint.meta.get("gradient_order")) is not None:
         state.model.adopt_gradient_order(order)  # the same buckets as then, because a ring's bits depend on them
     _restore_hook(checkpoint, state)
-    seen = parts["position"].get("seen")
+    is_same_epoch = parts["position"]["sampler"].get("epoch") == state.sampler.state.epoch
+    seen = parts["position"].get("seen") if is_same_epoch else ()
     state.sampler.seen = None if seen is None else Checksum(*seen) if state.comm.rank == 0 else Checksum()
+    state.unreadable = set(parts["position"].get("unreadable", ()))
     state.sampler.load_places(parts["position"].get("places", [None]))
     random_states = parts["slots"]["random"]
     if len(random_states) == state.comm.world_size:

@@ -73,7 +73,8 @@ class EqualBatches(Callback):
         """Takes note of a batch of this rank."""
         if self._num_steps:
             process = f", loader process {self._num_batches % self._num_processes}" if self._num_processes else ""
-            self._mine.append((digest_of(batch), f"rank {self._rank}{process}"))
+            if (digest := digest_of(batch)) is not None:
+                self._mine.append((digest, f"rank {self._rank}{process}"))
             self._num_batches += 1
 
     def step_end(self, state: TrainState, report: StepReport) -> None:

@@ -36,7 +36,7 @@ from ddp.data.cache import cache_of
 from ddp.data.iterable import IterableSampler, Uneven, sampler_of_stream
 from ddp.data.loader import Collate
 from ddp.data.orders import Order
-from ddp.data.sampler import TrainSampler, sampler_of
+from ddp.data.sampler import TrainSampler, checked_range, sampler_of
 from ddp.data.sharding import OwnSharding
 from ddp.data.source import Source, source_of
 from ddp.data.steps import BatchWarmup
@@ -169,8 +169,8 @@ def fit(
             `ddp/data/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
         skip_steps: first and last of the steps whose samples are left out, counted from 1.
         uneven: what happens where an iterable ends on one rank before another: "join", "stop_all" or "raise".
-        max_unreadable: most samples that a rank leaves out, with a warning, because they cannot be read (OSError or
-            `ddp.data.UnreadableSample`); 0: the first one ends the run.
+        max_unreadable: most training samples that a rank leaves out, with a warning, because they cannot be read
+            (OSError or `ddp.data.UnreadableSample`); 0: the first one ends the run. Held-out ones must be readable.
         cache: keeps samples in memory once they are read, one copy for all ranks of a host and their loader processes
             (`ddp/data/cache.py`). Random transforms go behind it: `ddp.data.Transformed(samples, transform)`.
         debug_data: refuses ranks or loader processes that begin with equal batches.
@@ -243,8 +243,12 @@ def fit(
         checkpoint_every_steps=checkpoint_every_steps,
     )
     check_callbacks(callbacks)
-    if not isinstance(sharded, bool):
-        raise ConfigError(f"sharded={sharded!r}: must be True or False")
+    for name, value in (("sharded", sharded), ("cache", cache), ("debug_data", debug_data)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: must be True or False")
+    if not (order is None or isinstance(order, Order)):
+        raise ConfigError(f"order={order!r:.60}: give an order of ddp.data, such as ddp.data.Fixed(len(data)), or None")
+    skip_steps = None if skip_steps is None else checked_range(skip_steps)
     if uneven not in get_args(Uneven):
         raise ConfigError(f"uneven={uneven!r}: take one of {', '.join(get_args(Uneven))}")
     if precision not in get_args(Precision):
@@ -270,7 +274,11 @@ def fit(
     shares: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size, "num_shards": num_shards}
     shares |= {"global_batch": global_batch, "micro_size": micro_size, "seed": seed, "skip_steps": skip_steps}
     if source.is_stream:
-        sampler: TrainSampler = sampler_of_stream(sharding, order=order, max_steps=max_steps, **shares)
+        if max_unreadable:
+            raise ConfigError(f"max_unreadable={max_unreadable}: data is a stream, which must leave samples out itself")
+        sampler: TrainSampler = sampler_of_stream(
+            sharding, order=order, max_steps=max_steps, num_processes=max(1, source.num_workers), **shares
+        )
         dealing = ""
     else:
         sampler, dealing = sampler_of(source.samples, order=order, sharding=sharding, **shares)
@@ -300,6 +308,8 @@ def fit(
     if start is not None:
         restore(read_checkpoint(comm, start), state, identity=identity)
     num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
+    if not num_steps and skip_steps is not None:
+        raise ConfigError(f"skip_steps={list(skip_steps)}: leaves out all steps of the run; name fewer")
     begins_anew, num_left = resume is not None and start is None, num_steps - state.step
     notes = _headline(state, num_steps)
     notes += [dealing] if dealing else []

@@ -105,6 +105,7 @@ def train_loop(
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
     feed = _feed(state, source, uneven, max_unreadable)
+    state.unreadable = feed.unreadable
     _check_replica(state, uneven)
     state.stopped_by = ""
     state.model.train()
@@ -133,7 +134,7 @@ def train_loop(
         if evaluation and not state.stopped_by and state.evaluated_at != state.step:
             _evaluate(state, task, evaluation, callbacks, stop)
         if max_unreadable:
-            state.num_unreadable += sum(all_gather_object(state.comm, feed.num_unreadable))
+            state.unreadable = set[int]().union(*all_gather_object(state.comm, state.unreadable))
         for callback in callbacks:
             callback.fit_end(state)
     except BaseException as error:
@@ -156,7 +157,8 @@ def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int
     if isinstance(state.sampler, IterableSampler):
         loader = IterableLoader(source.samples, state.sampler, **choices)
         return StreamFeed(state.comm, loader, uneven=uneven)
-    return TrainLoader(source.samples, state.sampler, max_unreadable=max_unreadable, **choices)
+    choices |= {"max_unreadable": max_unreadable, "known_unreadable": state.unreadable}
+    return TrainLoader(source.samples, state.sampler, **choices)
 
 
 def _check_replica(state: TrainState, uneven: Uneven) -> None:

@@ -57,7 +57,7 @@ def summary_of(
         "verified": [checks, checks] if checks else None,  # a check that fails ends the run
         "steps": state.step,
         "epochs": round(state.epochs_done, 2),
-        "unreadable_samples": state.num_unreadable,
+        "unreadable_samples": len(state.unreadable),
         "epochs_as_promised": [epochs_seen.num_as_promised, epochs_seen.num_checked],
         "samples_per_s": round(whole.samples_per_s, 1),
         "compute_fraction": round(whole.compute_fraction, 4),

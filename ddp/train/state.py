@@ -34,7 +34,7 @@ class TrainState:
         loss_scale: with precision="fp16".
         masters: with precision="bf16_pure".
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
-        num_unreadable: samples that all ranks together have left out, because they could not be read.
+        unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
         update: makes the optimizer's step.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
     """
@@ -51,7 +51,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     masters: MasterWeights | None = None
     schedule: TorchSchedule | None = None
-    num_unreadable: int = 0
+    unreadable: set[int] = field(default_factory=set)
     update: Update = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
 

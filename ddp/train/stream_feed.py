@@ -1,6 +1,6 @@
 """Feeds the loop from a stream: what the ranks must agree on, because nobody knows where a stream ends.
 
-    a pass begins      one message: has everyone a batch, and have all (or no two) ranks begun with the same sample?
+    a pass begins      one message: has everyone a batch, and have all (or no two) ranks begun with the same samples?
     each step          nothing: the totals count the ranks whose stream ends with it
     a pass ends        one message: how many samples it had
 
@@ -9,6 +9,7 @@ Read before: `data/iterable.py`, `step.py`. Read next: `first_look.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ class StreamFeed:
     def __init__(self, comm: Communicator, loader: IterableLoader, *, uneven: Uneven) -> None:
         self._comm, self._loader, self._uneven = comm, loader, uneven
         self._is_over, self._is_last = False, False
-        self.num_unreadable = 0  # nothing can be left out of a stream from outside
+        self.unreadable: set[int] = set()  # nothing can be left out of a stream from outside
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
         """Yields each plan with an iterator over this rank's batches. Collective.
@@ -70,20 +71,23 @@ class StreamFeed:
             sampler.end_pass(self._consumed + num_samples)
             self._is_over = True
 
-    def _check(self, firsts: list[str | None]) -> None:
+    def _check(self, firsts: list[tuple[str, ...] | None]) -> None:
         """Raises ConfigError if a stream that all ranks should share is not one, or the other way round."""
-        found = [first for first in firsts if first is not None]
-        if len(found) < 2:
+        known = {rank: first for rank, first in enumerate(firsts) if first is not None}
+        num_compared = min(map(len, known.values()), default=0)
+        if len(known) < 2 or not num_compared:
             return
-        if self._loader.sampler.shares_itself and len(set(found)) < len(found):
-            twice = [rank for rank, first in enumerate(firsts) if first == max(found, key=found.count)]
+        found = {rank: first[:num_compared] for rank, first in known.items()}
+        most = Counter(found.values()).most_common(1)[0][0]
+        if self._loader.sampler.shares_itself and len(set(found.values())) < len(found):
+            twice = [rank for rank, first in found.items() if first == most]
             raise ConfigError(
-                f"sharding='off': ranks {', '.join(map(str, twice))} begin with the same sample, so they read the same "
-                "stream; leave sharding out, or let the data share themselves out by rank"
+                f"sharding='off': ranks {', '.join(map(str, twice))} begin with the same samples, so they read the "
+                "same stream; leave sharding out, or let the data share themselves out by rank"
             )
-        if not self._loader.sampler.shares_itself and len(set(found)) > 1:
+        if not self._loader.sampler.shares_itself and len(set(found.values())) > 1:
             raise ConfigError(
-                f"the streams of {counted(len(found), 'rank')} do not begin with the same sample: if the data share "
+                f"the streams of {counted(len(found), 'rank')} do not begin with the same samples: if the data share "
                 "themselves out by rank, take sharding='off'; if they are shuffled, that needs a seed"
             )
 

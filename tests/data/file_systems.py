@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,5 +68,19 @@ class Counted(LocalFileSystem):
         return super().cat_file(path, start, end)
 
 
-for _system in (EveryFifthFails, Hangs, Counted):
+class Odd(MemoryFileSystem):
+    """Hands out what `answer` makes of the bytes that are read."""
+
+    protocol = "odd"
+    answer: ClassVar[Callable[[bytes], Any]] = staticmethod(bytes)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return after_protocol(path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> Any:
+        return type(self).answer(super().cat_file(path, start, end))
+
+
+for _system in (EveryFifthFails, Hangs, Counted, Odd):
     fsspec.register_implementation(_system.protocol, _system, clobber=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,86 @@ def test_what_cannot_be_pickled_is_read_each_time(tmp_path):
     assert [both[4]() for _ in range(3)] == [4] * 3 and odd.reads() == [4] * 3 and both.num_cached == 0
     with pytest.raises(ConfigError, match="must be forked"):
         pickle.dumps(both)
+
+
+class Unmade(Exception):
+    """Is pickled without its second argument, so it cannot be made again."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+
+
+def test_what_cannot_be_made_again_is_read_each_time(tmp_path):
+    class Odd(Counted):
+        def __getitem__(self, index: int) -> Any:
+            super().__getitem__(index)
+            return Unmade(index, 1)
+
+    odd = Odd(tmp_path / "reads")
+    both = alone(odd)
+    assert [both[4].args for _ in range(3)] == [(4,)] * 3 and odd.reads() == [4] * 3
+    assert both[5].args == (5,) and both.num_cached == 1  # nothing more is kept
+
+
+class Raising:
+    def __reduce__(self) -> Any:
+        raise ValueError("of its own")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.tensor([1 + 2j]).conj().imag,  # negative bit
+        reduce(lambda inner, _: [inner], range(5000), 0),
+        Raising(),
+    ],
+    ids=["negative", "deep", "raising"],
+)
+def test_what_pickle_or_torch_refuse_is_not_kept(sample):
+    both = alone([sample])
+    assert both[0] is sample and both[0] is sample and both.num_cached == 0
+
+
+class Named(torch.Tensor):
+    """A tensor of another type, which torch pickles with all of its storage."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda base: base.requires_grad_()[1:3].detach().requires_grad_(),
+        lambda base: base.requires_grad_()[1:3],
+        lambda base: base.as_subclass(Named)[1:3],
+        lambda base: torch.nn.Parameter(base[1:3]),
+        lambda base: torch.quantize_per_tensor(base, 0.5, 0, torch.quint8)[1:3],
+    ],
+    ids=["leaf", "inner", "subclass", "parameter", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore")  # quantized tensors are to be removed
+def test_a_view_does_not_keep_the_rest(make):
+    view = make(torch.arange(100_000.0))
+    both = alone([view])
+    both[0]
+    assert both.num_cached == 1 and both.num_bytes < 1000
+    again = both[0]
+    assert type(again) is type(view) and again.requires_grad == view.requires_grad and again.is_leaf
+    assert torch.equal(again.dequantize() if again.is_quantized else again, torch.tensor([1.0, 2.0]))
+
+
+def test_a_view_of_another_type_keeps_its_attributes():
+    view = torch.arange(100_000.0).as_subclass(Named)[1:3]
+    view.label = "second"  # type: ignore[attr-defined]
+    both = alone([view])
+    both[0]
+    assert both[0].label == "second" and both.num_bytes < 1000
+
+
+def test_a_transform_says_that_no_other_thread_may_read_ahead(tmp_path):
+    class Ahead(Counted):
+        may_read_ahead = True
+
+    ahead = Ahead(tmp_path / "reads")
+    assert alone(ahead).may_read_ahead and not Transformed(ahead, OnInput(torch.neg)).may_read_ahead
 
 
 def test_a_rank_writes_into_its_own_arena(tmp_path):

@@ -179,6 +179,12 @@ def promises() -> None:
             assert sum(map(len, files)) <= len(sizes) + shards - 1
             seen.add(tuple(flat))
         assert len(seen) == 3
+    skipping = TrainSampler(20, global_batch=6, rank=0, world_size=1, skip_steps=(3, 5))
+    for number, position in enumerate((0, 6, 26, 32), start=1):
+        plan = next(skipping.plans())
+        assert skipping.position == position
+        skipping.commit(plan)
+        assert skipping.state_dict()["num_steps"] == number
 
 
 HARMLESS = {
@@ -186,6 +192,8 @@ HARMLESS = {
     "self._files = found": "the sequence is made again",
     "largest=min(self.window, self.length)": "more rounds",
     "if left.min() < 0": "an argument that another test checks",
+    "if self.length < self.num_lanes": "the same",
+    "shards = counted": "words",
     "lane = int(left.argmin())": "words",
     "raise ConfigError": "words",
     "f'": "words",

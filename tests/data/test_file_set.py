@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from file_systems import EveryFifthFails
+from file_systems import EveryFifthFails, Odd
 from torch.utils.data import DataLoader
 
+from ddp.data.decoders import objects
 from ddp.data.file_index import Format, Layout, Regular, index_files, index_path, open_index
 from ddp.data.files import FileSet
+from ddp.data.lines import Csv, JsonLines
 from ddp.data.listing import listed
 from ddp.data.readers import Reader
 from ddp.data.remote import Retries
 from ddp.data.storage import DIRECT, Storage
+from ddp.data.tar_shards import TarSamples
+from ddp.data.tokens import TokenFiles
 from ddp.errors import ConfigError, UnreadableSample
 
 FORK = multiprocessing.get_context("fork")
@@ -52,6 +57,9 @@ class Words(Format):
         if data == b"bad":
             raise ValueError("a bad\nword")
         return (data.upper() if self.upper else data).decode(), notes["size"]
+
+    def lengths(self, num_bytes: np.ndarray) -> np.ndarray:
+        return num_bytes
 
 
 class Letters(Words):
@@ -214,9 +222,61 @@ def test_a_file_that_changed_since_its_index_is_named(content: str | None, tmp_p
 
 def test_a_file_that_is_cut_off_while_it_is_open_is_named(words: FileSet, tmp_path: Path) -> None:
     words[0]
-    os.truncate(tmp_path / "000.words", 3)
-    with pytest.raises(ConfigError, match=r"^\S+/000.words ends after 3 bytes, before byte "):
+    size = (tmp_path / "000.words").stat().st_size
+    os.truncate(tmp_path / "000.words", size - 1)
+    with pytest.raises(ConfigError, match=rf"/000.words ends after {size - 1} bytes, before byte {size}") as failure:
         words[int(words.file_sizes[0]) - 1]
+    assert not isinstance(failure.value, UnreadableSample)  # all of its samples are in doubt
+    with pytest.raises(ConfigError, match=rf"^\S+/000.words has changed from {size} to {size - 1} bytes since"):
+        words[0]
+
+
+def test_a_file_that_is_written_over_while_it_is_open_is_named(words: FileSet, tmp_path: Path) -> None:
+    before, path = words[0], tmp_path / "000.words"
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content.swapcase())
+    os.utime(path, ns=(5, 5))  # as if clocks were too coarse
+    with pytest.raises(ConfigError, match=r"^\S+/000.words has changed in time, with the same size since") as failure:
+        words[0]
+    assert not isinstance(failure.value, UnreadableSample)
+    assert words[len(words) - 1] and before
+
+
+def test_a_disk_that_fails_makes_one_sample_unreadable(words: FileSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, real, (start, _) = words[2], os.pread, words._span(0, 1)
+
+    def pread(descriptor: int, length: int, offset: int) -> bytes:
+        if offset == start:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    message = rf"^sample 1 of \S+/000.words: \d+ bytes at offset {start} could not be read \(Input/output error\): ."
+    with pytest.raises(UnreadableSample, match=message):
+        words[1]
+    assert words[2] == expected
+
+
+@pytest.mark.parametrize(
+    ("format", "draws_nothing"),
+    [
+        (JsonLines(), True),
+        (Csv(), True),
+        (TokenFiles(context=1), True),
+        (TarSamples(), True),
+        (TarSamples(decode=objects), False),
+        (Words(), False),
+    ],
+)
+def test_formats_say_if_another_thread_may_read_ahead(format: Format, draws_nothing: bool) -> None:
+    assert format.draws_nothing is draws_nothing
+
+
+def test_a_set_says_if_another_thread_may_read_ahead(words: FileSet, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    lines = FileSet(tmp_path, JsonLines(), index_dir=tmp_path / "index")
+    assert (words.may_read_ahead, lines.may_read_ahead) == (False, True)
 
 
 @pytest.mark.parametrize("kept", [0, 10, -1])
@@ -229,6 +289,24 @@ def test_a_damaged_index_is_made_again_by_the_parent_alone(kept: int, words: Fil
         open_index(tmp_path, Words(), index_dir=tmp_path / "index")
     again = FileSet(tmp_path, Words(), index_dir=tmp_path / "index")
     assert list(again) == expected  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("found", "damaged"),
+    [
+        (rb'"num_samples": \d+', b'"num_samples": null'),
+        (rb'"num_samples": (\d+)', rb'"num_samples": "\1"'),
+        (rb'"num_samples": (\d+)', rb'"num_samples": -\1'),
+        (rb"(?s).*", b"[" * 100_000),
+    ],
+)
+def test_an_index_of_nonsense_is_none(found: bytes, damaged: bytes, tmp_path: Path) -> None:
+    expected = write_words(tmp_path)
+    path = index_files(tmp_path, Words(), index_dir=tmp_path / "index").path
+    path.write_bytes(re.sub(found, damaged, path.read_bytes(), count=1))
+    with pytest.raises(ConfigError, match="index is missing or damaged"):
+        open_index(tmp_path, Words(), index_dir=tmp_path / "index")
+    assert list(FileSet(tmp_path, Words(), index_dir=tmp_path / "index")) == expected  # type: ignore[call-overload]
 
 
 def test_formats_have_an_index_each_and_none_takes_anothers(words: FileSet, tmp_path: Path) -> None:
@@ -338,14 +416,34 @@ def test_lists_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["a.words", "*.words"], r"a.words is listed twice, .*: list it once"),
         ([], r"the list of addresses is empty: ."),
         (["empty.words"], r"empty.words is empty: ."),
+        (["a.words", "sub/../a.words"], r"a.words and \S+/sub/../a.words are the same file, .*: list it once"),
+        (["links"], r"x.words and \S+/links/y.words are the same file"),
+        (["links/[xy].*"], r"x.words and \S+/links/y.words are the same file"),
+        (["sub/**/*.tar"], r"sub/b.tar and \S+/sub/again/b.tar are the same file"),
+        (["again/b.tar", "sub/b.tar"], r"sub/b.tar and \S+/again/b.tar are the same file"),
+        (["loop"], r"loop/self.words cannot be looked up \(Too many levels of symbolic links\): ."),
+        (["a" * 5000], r"a+ cannot be looked up \(File name too long\): ."),
+        (["a\0b"], r"a.x00b' is no address: ."),
+        (["[1]/*.words"], r"\[1\]/\*.words matches no file: .*for a name with \[, write \[\[\]\), and"),
     ],
 )
 def test_addresses_that_mean_nothing_are_named(addresses: list[str], message: str, tmp_path: Path) -> None:
     make(tmp_path, "a.words", "sub/b.tar")
     (tmp_path / "empty.words").write_text("")
+    make(tmp_path, "links/x.words", "loop/x.words", "[1]/x.words")
+    for link, target in (("links/y.words", "x.words"), ("loop/self.words", "self.words")):
+        (tmp_path / link).symlink_to(target)
+    for link in ("again", "sub/again"):
+        (tmp_path / link).symlink_to(tmp_path / "sub")
     with pytest.raises(ConfigError, match=rf"^(\S+/)?{message}") as failure:
         FileSet([f"{tmp_path}/{each}" for each in addresses], Words(), index_dir=tmp_path / "index")
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("addresses", [None, 5, ["a", None], b"a"])
+def test_what_is_no_address_is_named(addresses: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no address: give a file"):
+        FileSet(addresses, Words(), index_dir=tmp_path)
 
 
 # Remote files
@@ -379,3 +477,16 @@ def test_remote_files_are_the_same_set(protocol: str, is_cached: bool, memory: A
     if not is_cached:
         with pytest.raises(ConfigError, match=r"set/000.words has changed from \d+ to 7 bytes since"):
             unread[0]
+
+
+def test_a_network_that_fails_makes_one_sample_unreadable(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.pipe_file("/set/a.words", b"one two")
+    storage = Storage(Retries(num_retries=0))
+    words = FileSet("odd://set/a.words", Words(), index_dir=tmp_path, storage=storage)
+    monkeypatch.setattr(Odd, "answer", staticmethod(lambda data: data[1:]))
+    with pytest.raises(UnreadableSample, match=r"^sample 1 of odd://set/a.words: .* could not be read in 1 tries"):
+        words[1]
+    monkeypatch.undo()
+    assert words[1] == ("two", 7)

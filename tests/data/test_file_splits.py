@@ -17,7 +17,7 @@ from ddp.components import load_data, make_task
 from ddp.config import Config, choose
 from ddp.config_checks import validate
 from ddp.data.sampler import sampler_of
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, UnreadableSample
 
 
 def written(folder: Path) -> Path:
@@ -102,3 +102,28 @@ def test_held_out_files_are_others(tmp_path: Path) -> None:
     config.data.test_path = config.data.path  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="held-out samples must be others"):
         load_data(config, download=True)
+
+
+@pytest.mark.parametrize(("name", "suffix", "settings"), [case[:3] for case in CASES])
+def test_no_file_is_on_both_sides(name: str, suffix: str, settings: Any, tmp_path: Path) -> None:
+    (written(tmp_path) / "held-out").symlink_to(tmp_path)
+    for path, also in ((f"train-3.{suffix}", ""), (f"held-out/train-3.{suffix}", ", there as .*/train-3")):
+        config = config_of(tmp_path, name, suffix, **settings)
+        config.data.test_path = f"{tmp_path}/{path}"  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=rf"{path} belongs to test_path=.* and to path=\S+{also}.*must be others"):
+            load_data(config, download=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "settings", "words"),
+    [
+        ("tar", "tar", {"image_size": 8, "num_classes": 2}, "cls is 2, and num_classes=2"),
+        ("csv", "csv", {**COLUMNS, "target": "y"}, "y is 2, and num_classes=2"),
+        ("jsonl", "jsonl", {**COLUMNS, "target": "y"}, "y is 2, and num_classes=2"),
+        ("tokens", "bin", {"context": 8, "vocab_size": 20}, "the token 24, and vocab_size=20"),
+    ],
+)
+def test_targets_that_no_model_can_have_are_named(name, suffix, settings, words, tmp_path) -> None:
+    train = load_data(config_of(written(tmp_path), name, suffix, **settings), download=True).train
+    with pytest.raises(UnreadableSample, match=words):
+        train[2]

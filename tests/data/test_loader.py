@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
+from multiprocessing import active_children
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,6 +262,56 @@ def test_nothing_is_left_of_an_abandoned_iteration():
             os.kill(pid, 0)
 
 
+ORPHANS = """
+import os, signal, time
+from multiprocessing import active_children
+from ddp.data.loader import TrainLoader
+from ddp.data.sampler import TrainSampler
+class Hangs(list):
+    def __getitem__(self, index):
+        time.sleep(1000)
+loader = TrainLoader(Hangs(range(64)), TrainSampler(64, global_batch=4, rank=0, world_size=1), num_workers=2)
+def die(*_):
+    print(*(child.pid for child in active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGALRM, die)
+signal.setitimer(signal.ITIMER_REAL, 1.5)
+next(next(loader.epoch())[1])
+"""
+
+
+def test_loader_processes_end_with_a_trainer_that_is_killed_even_in_a_read_that_hangs():
+    done = subprocess.run([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True, timeout=60)
+    pids = done.stdout.split()
+    assert done.returncode == -9 and len(pids) == 2
+    deadline_s = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def is_alive(pid: str) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_loader_process_that_is_killed_is_told_with_a_remedy():
+    loader = TrainLoader(Waits(40), sampler_of(length=40), num_workers=1)
+    batches = (batch for _, micros in loader.epoch() for batch in micros)
+    next(batches)
+    os.kill(active_children()[0].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* the memory may have run out; take fewer loader pro"):
+        list(batches)
+    loader.close()
+
+
+class Waits(Augmented):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
 class ProcessGroups(Dataset[int]):
     """Samples are the process group of whoever fetches them."""
 
@@ -288,7 +343,7 @@ def test_what_cannot_be_read_is_left_out_and_counted_up_to_a_limit(num_workers, 
     options = {"num_workers": num_workers, "max_unreadable": 3}
     loader = TrainLoader(Damaged(13), sampler_of(micro_size=None, num_shards=1), **options)
     rows = [row for _, micros in loader.epoch() for batch in micros for row in batch.tolist()]
-    assert sorted(rows) == [whole[index] for index in range(13) if index % 5 != 2] and loader.num_unreadable == 3
+    assert sorted(rows) == [whole[index] for index in range(13) if index % 5 != 2] and loader.unreadable == {2, 7, 12}
     assert caplog.text.count("left out") == 3 and "sample 12: file.tar, member 12" in caplog.text
     loader.close()
     few = TrainLoader(Damaged(13), sampler_of(micro_size=None, num_shards=1), **{**options, "max_unreadable": 2})
@@ -321,7 +376,7 @@ class PartlyGone(WholeBatches, Damaged):
 
 def test_a_batch_of_which_nothing_can_be_read_is_none_and_whole_batches_are_looked_through(caplog):
     gone = TrainLoader(Gone(5), sampler_of(length=5, num_shards=1, micro_size=None), max_unreadable=5)
-    assert read_through(gone) == [None] and gone.num_unreadable == 5 and "No such file: '4.png'" in caplog.text
+    assert read_through(gone) == [None] and gone.unreadable == set(range(5)) and "No such file: '4.png'" in caplog.text
     with pytest.raises(UnreadableSample, match=r"^5 samples cannot be read, max_unreadable=4: sample"):
         read_through(TrainLoader(Gone(5), sampler_of(length=5, num_shards=1, micro_size=None), max_unreadable=4))
     caplog.clear()

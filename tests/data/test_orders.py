@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from ddp.data.lanes import Copies, Lanes, Listed, Shuffles
 from ddp.data.orders import Blocks, Checksum, Fixed, Order, Permutation, Stratified, Weighted
 from ddp.data.permutation import Permutations
+from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError
 
 NUM_KEYS = 2000
@@ -52,9 +54,26 @@ def test_each_sample_once_and_every_position_by_itself(file_sizes, seed, epoch, 
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    for order in (Permutation(50), Blocks([10] * 5, window=7), Stratified([0, 1] * 25), Weighted(np.ones(50))):
+    for order in (
+        *(Permutation(50), Blocks([10] * 5, window=7), Stratified([0, 1] * 25), Weighted(np.ones(50))),
+        *(TokenBudget(40, np.arange(1, 31)), Shuffles(50, 2), Copies(Permutation(50), 2)),
+        Listed([np.arange(10, 30), np.arange(20)], num_samples=50),
+    ):
         found = [epoch_of(order, seed, epoch) for seed, epoch in product((0, 1), (0, 1, 2))]
         assert len(set(map(tuple, found))) == 6 and found[0] == epoch_of(order)
+
+
+def test_a_budget_mixes_batches_in_each_epoch_and_who_shares_one_in_each_epoch_and_seed():
+    budget = TokenBudget(40, np.arange(1, 31).repeat(3))
+    sizes, sharing = set(), set()
+    for seed, epoch in product((0, 1), (0, 1, 2)):
+        samples, begin, batches = epoch_of(budget, seed, epoch), 0, []
+        while begin < budget.length:
+            batches.append(samples[begin : begin + budget.size_at(epoch * budget.length + begin)])
+            begin += len(batches[-1])
+        sizes.add(tuple(map(len, batches)))
+        sharing.add(frozenset(map(frozenset, batches)))
+    assert len(sizes) == 3 and len(sharing) == 6
 
 
 @settings(deadline=None, max_examples=60)
@@ -149,6 +168,33 @@ def test_weights_are_chances():
     assert order.positions(1, seed=0, epoch=0) == [] and order.checksum() is None
 
 
+def test_weights_may_be_large_tensors_or_of_any_type():
+    for weights in ([1e308] * 4, torch.tensor([0.5] * 4, dtype=torch.bfloat16), torch.ones(4, requires_grad=True)):
+        assert epoch_of(Weighted(weights, length=50)) == epoch_of(Weighted([1.0] * 4, length=50))
+    assert set(epoch_of(Weighted([1e308] * 4, length=200))) == {0, 1, 2, 3}
+
+
+def test_equal_orders_have_equal_names_and_others_have_not():
+    """A position in the middle of an epoch is good for the very same order only."""
+    makers = [
+        lambda: Permutation(8),
+        lambda: Fixed(8),
+        *(lambda sizes=sizes: Blocks(sizes, window=2) for sizes in ([4, 4], [3, 5], [2, 6])),
+        lambda: Blocks([4, 4], window=3),
+        *(lambda classes=classes: Stratified(classes) for classes in ([0, 1] * 4, [0, 0, 1, 1] * 2)),
+        *(lambda weights=weights: Weighted(weights) for weights in ([1, 2] * 4, [2, 1] * 4)),
+        *(lambda lengths=lengths: TokenBudget(9, lengths) for lengths in ([1, 2] * 4, [2, 1] * 4)),
+        lambda: Listed([np.array([1, 2]), np.array([3])], num_samples=8),
+        lambda: Listed([np.array([1]), np.array([2, 3])], num_samples=8),
+        lambda: Copies(Stratified([0, 1] * 4), 2),
+        lambda: Copies(Stratified([0, 0, 1, 1] * 2), 2),
+        lambda: Lanes(Blocks([4, 4], window=2, lanes=[4, 4]), [4, 4], batch=4),
+        lambda: Lanes(Blocks([3, 5], window=2, lanes=[4, 4]), [4, 4], batch=4),
+    ]
+    names = [make().identity for make in makers]
+    assert names == [make().identity for make in makers] and len(set(names)) == len(names)
+
+
 def test_every_batch_has_its_share_of_every_class():
     classes = np.repeat([0, 1, 2], [60, 30, 10])
     order = Stratified(classes)
@@ -169,6 +215,19 @@ def test_every_batch_has_its_share_of_every_class():
     ("make", "words"),
     [
         (lambda: Weighted([1.0, -2, 3]), r"weights\[1\]=-2: .* at least 0"),
+        (lambda: Weighted(["a", "b"]), "weights holds str"),
+        (lambda: Weighted({0: 1.0}), "weights is a dict"),
+        (lambda: Weighted([1.0, [2]]), "weights is a list"),
+        (lambda: Weighted([1.0], length=-3), "length=-3: must be a whole number"),
+        (lambda: Permutation(3.5), "num_samples=3.5"),
+        (lambda: Permutation(-1), "num_samples=-1"),
+        (lambda: Blocks(None), "file_sizes is a NoneType"),
+        (lambda: Blocks([3, -1]), r"file_sizes\[1\]=-1"),
+        (lambda: Blocks([3.5, 2]), r"file_sizes\[0\]=3.5: must be a whole number"),
+        (lambda: Blocks([[3, 2]]), r"file_sizes has the shape \[1, 2\]"),
+        (lambda: Blocks([3, 4], window=1.5), "window=1.5"),
+        (lambda: Stratified([1, "a", None]), "classes holds object|classes holds str"),
+        (lambda: Stratified([[1], [1, 2]]), "classes is a list"),
         (lambda: Weighted([1.0, float("nan")]), r"weights\[1\]=nan"),
         (lambda: Weighted([1.0, float("inf")]), r"weights\[1\]=inf"),
         (lambda: Weighted([0.0, 0, 0]), "all 3 weights are 0"),

@@ -25,6 +25,7 @@ LENGTH = 60
 class Slow(Dataset[Any]):
     """Waits for each sample, as for a disk."""
 
+    may_read_ahead = True
     wait_s = 0.4e-3
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import fsspec
 import pytest
-from file_systems import EveryFifthFails, Hangs
+from file_systems import EveryFifthFails, Hangs, Odd
 
 from ddp.data import remote
 from ddp.data.listing import listed
 from ddp.data.local_copies import _locked, local_copy
-from ddp.data.readers import Facts
+from ddp.data.readers import Facts, ReadFailed
 from ddp.data.remote import RemoteReader, Retries, remote_facts
 from ddp.data.storage import DIRECT, Storage
 from ddp.errors import ConfigError
@@ -106,6 +106,26 @@ def test_a_read_that_hangs_once_is_tried_again(memory: Any) -> None:
     reader = RemoteReader("hangs://a.bin", retries=Retries(deadline_s=0.05, first_pause_s=0.0))
     Hangs.num_hanging = 1
     assert reader.read(1, 2) == b"bc"
+
+
+def test_blocks_of_two_versions_are_not_mixed(memory: Any, small_blocks: None) -> None:
+    memory.pipe_file("/a.bin", b"1" * 200)
+    reader = RemoteReader("memory://a.bin", retries=AT_ONCE)
+    assert reader.read(0, 10) == b"1" * 10
+    memory.pipe_file("/a.bin", b"2" * 200)
+    with pytest.raises(ConfigError, match=r"^memory://a.bin has changed in time, with the same size since") as failure:
+        reader.read(60, 10)
+    assert not isinstance(failure.value, ReadFailed)
+    assert reader.read(0, 10) == b"1" * 10
+
+
+def test_a_file_system_that_returns_no_bytes_is_named(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe_file("/a.bin", b"abc")
+    reader = RemoteReader("odd://a.bin", retries=Retries(num_retries=0))
+    for answer, kind in ((bytes.decode, "str"), (lambda _: None, "NoneType")):
+        monkeypatch.setattr(Odd, "answer", staticmethod(answer))
+        with pytest.raises(ReadFailed, match=rf"^odd://a.bin: .*its file system returned {kind} instead of bytes"):
+            reader.read(0, 3)
 
 
 def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +261,20 @@ def test_a_download_that_was_killed_is_begun_again(tmp_path: Path, memory: Any) 
     copy = local_copy("hangs://a.bin", facts, cache_dir=cache, retries=AT_ONCE)
     assert list(cache.iterdir()) == [copy]
     assert copy.read_bytes() == b"whole"
+
+
+def test_a_download_that_fails_leaves_nothing_behind(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.pipe_file("/a.bin", b"whole")
+    storage = Storage(Retries(num_retries=0), cache_dir=tmp_path)
+    (facts,) = storage.facts(["odd://a.bin"])
+    monkeypatch.setattr(Odd, "answer", staticmethod(lambda data: data[1:]))
+    with pytest.raises(ReadFailed, match="4 bytes received instead of 5"):
+        storage.reader("odd://a.bin", facts)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert storage.reader("odd://a.bin", facts).read(0, 5) == b"whole"
 
 
 def test_a_copy_is_of_the_version_that_was_indexed(tmp_path: Path, memory: Any) -> None:

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp import config_checks
 from ddp.data.lanes import Lanes
 from ddp.data.orders import Blocks, Checksum, Fixed, Order, Permutation, Stratified
 from ddp.data.sampler import TrainSampler
 from ddp.data.sharding import SHARDINGS, dealt
 from ddp.errors import ConfigError
+
+
+class Odd(list):
+    file_sizes = (20, 3)
 
 
 class Files(list):
@@ -135,19 +140,49 @@ def test_auto_takes_files_where_there_are_enough():
     assert kind(Files([4] * 6), 3, batch=None) is Permutation  # it grows
 
 
+def test_the_command_line_knows_the_same_words():
+    assert config_checks.SHARDINGS == SHARDINGS
+
+
+def test_what_was_chosen_is_said():
+    def note(data, sharding, batch=12, num_shards=3):
+        return dealt(data, None, sharding, num_shards=num_shards, batch=batch).note
+
+    assert note(Files([4] * 6), "auto") == "6 files are dealt to 3 shards, samples mixed 8 at a time"
+    assert note(Files([24]), "auto") == "1 file for 3 shards: shards do not follow files, so a worker opens all of them"
+    assert note(Files([4] * 6), "auto", batch=None).startswith("the batch changes inside an epoch: shards do not")
+    assert note(list(range(24)), "auto") == note(Files([24]), strided_24) == ""
+    assert note(list(range(3)), lambda v, V: [v], batch=3) == ""  # one sample for each shard
+    dense = note(Files([24]), lambda v, V: range(16))
+    assert dense == "of 24 samples, an epoch leaves out 8 and has 16 several times"
+
+
+def strided_24(shard: int, num_shards: int) -> range:
+    return range(shard, 24, num_shards)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"sharding": "files"}, "sharding='files': take one of auto, file, sample"),
-        ({"sharding": "file", "num_shards": 7}, "6 files cannot be dealt to 7 shards; .* num_shards to 6"),
-        ({"sharding": "file", "data": list(range(24))}, "take sharding=sample"),
-        ({"sharding": "file", "order": Fixed(24)}, "order=blocks"),
+        ({"sharding": "file", "num_shards": 7}, "6 files cannot be dealt to 7 shards; write more .* sharding=sample"),
+        ({"sharding": "file", "data": list(range(24))}, "no attribute `file_sizes`; take sharding=sample"),
+        ({"sharding": "file", "order": Fixed(24)}, r"the order \(fixed\) does not keep to files"),
+        ({"data": Odd(range(24))}, "file_sizes of the data add up to 23, and they have 24 samples"),
         ({"sharding": "file", "batch": None}, "changes inside an epoch; take sharding=sample"),
         ({"sharding": "off", "num_shards": 5}, "a batch that 5 shards divide"),
         ({"sharding": "full_shuffle", "order": Fixed(24)}, r"leave the order \(fixed\) out"),
         ({"order": Fixed(23)}, "made for 23 samples, and the data have 24"),
-        ({"sharding": lambda v, V: [24]}, "returned sample 24 for shard 0, and the data have samples 0 … 23"),
+        ({"sharding": lambda v, V: [24]}, r"called with \(0, 3\), returned sample 24, .* have samples 0 … 23"),
+        ({"sharding": lambda v, V: np.arange(24) % V == v}, r"returned true and false: .* np.flatnonzero\(mask\)"),
+        ({"sharding": lambda v, V: [i % V == v for i in range(24)]}, "returned true and false"),
+        ({"sharding": lambda v, V: np.arange(4.0)}, r"returned float64 \[4\]: return whole numbers"),
+        ({"sharding": lambda v, V: np.arange(4).reshape(2, 2)}, r"returned int64 \[2, 2\]"),
+        ({"sharding": lambda v, V: None}, "returned None: return the numbers of samples"),
+        ({"sharding": lambda v, V: ["a"]}, r"returned str32 \[1\]"),
+        ({"sharding": lambda v: [v]}, "failed: TypeError: .* takes 1 positional"),
         ({"sharding": lambda v, V: [-1]}, "returned sample -1"),
+        ({"sharding": lambda v, V: range(v, 2)[:1], "batch": 3}, "2 samples cannot be dealt to 3 shards: take fewer"),
         ({"sharding": lambda v, V: []}, "no sample for any of 3 shards"),
         ({"sharding": lambda v, V: range(8 * (v == 0), 24)}, "shard 0 of 3 has 16 samples, .* give all shards about"),
     ],

@@ -145,6 +145,24 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     refused((tmp_path / "a.tar").read_bytes(), "has two members a.jpg one after the other")
 
 
+def test_a_sparse_member_is_named(tmp_path: Path) -> None:
+    """Its size is that of the whole content, of which the file has but a part: its neighbours would be read with it."""
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, headers in (("README", True), ("a.cls", False), ("b.npy", True), ("c.cls", False)):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = 512, {"GNU.sparse.map": "0,512", "GNU.sparse.size": "4096"} if headers else {}
+            archive.addfile(info, io.BytesIO(bytes(512)))
+    with pytest.raises(ConfigError, match=r"^\S+/a.tar: its member b.npy is sparse, .* without --sparse") as failure:
+        open_tar(tmp_path)
+    assert "\n" not in str(failure.value)
+
+
+def test_members_of_two_samples_are_not_one(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("a.jpg", b"1"), ("b.cls", b"2")])
+    with pytest.raises(ValueError, match="it has members of a and of b"):
+        TarSamples().decode((tmp_path / "a.tar").read_bytes(), {})
+
+
 def test_a_streamed_tar_is_the_same(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", members(30))
     memory = fsspec.filesystem("memory")
@@ -219,7 +237,10 @@ def test_samples_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
 
     write_tar(
         tmp_path / "a.tar",
-        [("a.jpg", b"no image"), ("a.cls", b"1"), ("b.txt", b"x"), ("c.pth", saved(torch.save, Harmful()))],
+        [
+            *[("a.jpg", b"no image"), ("a.cls", b"1"), ("b.txt", b"x"), ("c.pth", saved(torch.save, Harmful()))],
+            *[("d.png", encoded("PNG", np.zeros((2, 2, 3), dtype=np.uint8))), ("d.cls", b"2")],
+        ],
     )
     with pytest.raises(
         UnreadableSample, match=r"/a.tar, sample 0, at byte 0 cannot be decoded \(UnidentifiedImageError"
@@ -230,3 +251,6 @@ def test_samples_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnreadableSample, match=r"sample 2"):
         open_tar(tmp_path, decode=objects)[2]
     assert not (tmp_path / "harm").exists()
+    with pytest.raises(UnreadableSample, match=r"sample 3, .* cls is 2, and num_classes=2 has the classes 0 … 1\)"):
+        open_tar(tmp_path, decode=ImageAndClass(num_classes=2))[3]
+    assert open_tar(tmp_path, decode=ImageAndClass(num_classes=3))[3][1] == 2

@@ -67,9 +67,27 @@ def test_batches_have_little_padding_and_all_lengths_come_at_any_time():
         padded += size * longest[-1]
         begin += size
     assert drawn.sum() / padded > 0.92
+    assert len({tuple(sorted(budget.samples(np.arange(9), seed=seed, epoch=0))) for seed in range(20)}) > 15
     halves = [np.mean(half) for half in np.array_split(longest, 2)]
     assert abs(halves[0] - halves[1]) < 0.15 * np.mean(longest)
     assert np.mean(longest[:10]) > 1.2 * min(longest)  # not the short ones first
+
+
+@pytest.mark.parametrize("num_shards", [2, 4, 7])
+def test_shards_of_a_step_have_about_equally_many_tokens(num_shards):
+    """torch.randperm over all samples is the yardstick: equal counts at random."""
+    drawn = np.random.default_rng(0).integers(1, 2001, 20_000)
+    budget = TokenBudget(16_384, drawn)
+    sampler = TrainSampler(budget, global_batch=budget, rank=0, world_size=1, num_shards=num_shards)
+    over, at_random = [], []
+    for plan in sampler.plans():
+        sums = [drawn[list(micro.indices)].sum() for micro in plan.micros]
+        if plan.size % num_shards == 0:
+            over.append(max(sums) / min(sums))
+            mixed = np.random.default_rng(len(over)).permutation([i for micro in plan.micros for i in micro.indices])
+            sums = [drawn[part].sum() for part in np.split(mixed, num_shards)]
+            at_random.append(max(sums) / min(sums))
+    assert len(over) > 100 and np.median(over) < 1.08 and np.median(over) <= np.median(at_random)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -97,7 +115,12 @@ def test_every_rank_has_the_same_steps(world_size):
     ("make", "words"),
     [
         (lambda: TokenBudget(10, [3, 11]), "tokens=10: sample 1 alone has 11; take a budget of at least that"),
-        (lambda: TokenBudget(10, [3, -1]), r"lengths\[1\]=-1"),
+        (lambda: TokenBudget(10, [3, -1]), r"lengths\[1\]=-1: must be a whole number from 0"),
+        (lambda: TokenBudget(10, [3, 9.9]), r"lengths\[1\]=9.9: must be a whole number"),
+        (lambda: TokenBudget(10, [3, None]), "lengths holds object"),
+        (lambda: TokenBudget(2**62, [2**61, 2**61, 3]), r"lengths\[0\]=2.30584e\+18: must be .* to 72057594037927936"),
+        (lambda: TokenBudget(0, [0, 0]), "tokens=0"),
+        (lambda: TokenBudget("5", [3]), "tokens='5': must be a whole number"),
         (lambda: TokenBudget(10, []), r"shape \[0\]"),
         (lambda: TrainSampler(Fixed(2), global_batch=TokenBudget(9, [3, 4]), rank=0, world_size=1), r"order \(fixed\)"),
         (lambda: TrainSampler(3, global_batch=TokenBudget(9, [3, 4]), rank=0, world_size=1), "2 samples, .* have 3"),

@@ -15,7 +15,7 @@ from ddp.data.loader import TrainLoader, WholeBatches
 from ddp.data.sampler import TrainSampler
 from ddp.data.standard_library import ByteWindows
 from ddp.data.tokens import TokenSet
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, UnreadableSample
 
 DTYPES = ["uint8", "uint16", "int32", "uint32"]
 
@@ -99,6 +99,23 @@ def test_each_context_has_an_index(tmp_path: Path) -> None:
     assert [len(each) for each in sets] == [10 + 3 + 3 + 5, 20 + 6 + 6 + 11, 21]
 
 
+@pytest.mark.parametrize(("dtype", "token"), [("uint16", 500), ("int32", -1), ("uint32", 2**32 - 1)])
+def test_a_token_that_is_not_in_the_vocabulary_is_named(dtype: str, token: int, tmp_path: Path) -> None:
+    array = np.arange(41, dtype=dtype)
+    array[15] = token
+    array.tofile(tmp_path / "a.bin")
+    ask: Any = {"context": 10, "dtype": dtype, "index_dir": tmp_path / "index"}
+    tokens = TokenSet(tmp_path / "a.bin", vocab_size=500, **ask)
+    assert tokens.batch([0, 2, 3])[1].max() == 40 and tokens.batch([])[0].shape == (0, 10)
+    for read in (lambda: tokens[1], lambda: tokens.batch([0, 1, 2])):
+        with pytest.raises(UnreadableSample, match=rf"a.bin, sample 1, .* the token {token}, and vocab_size=500, so"):
+            read()
+    unlimited = TokenSet(tmp_path / "a.bin", **ask)
+    assert token in unlimited[1][0] and token in unlimited.batch([1])[0]
+    with pytest.raises(ConfigError, match="vocab_size=0"):
+        TokenSet(tmp_path / "a.bin", vocab_size=0, **ask)
+
+
 def test_files_that_hold_no_windows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
 
@@ -124,6 +141,9 @@ def test_files_that_hold_no_windows_are_named(tmp_path: Path) -> None:
     ):
         (tmp_path / "a.npy").write_bytes(whole[:cut])
         refused(rf"^\S+/a.npy {message}")
+    header = b"{'descr': ('<u2', 'fortran_order': (((".ljust(69) + b"\n"  # Python's tokenizer raises errors of its own
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00\x46\x00" + header + bytes(50))
+    refused(r"^\S+/a.npy is cut off or no .npy file \(.+\): write it again")
     for array in (np.zeros(50), np.zeros((50, 2), dtype="uint16")):
         np.save(tmp_path / "a.npy", array)
         refused(rf"^\S+/a.npy holds {array.dtype.name} \[50.*: save the tokens as one dimension")

@@ -30,6 +30,47 @@ class Careless(Order):
         return np.where(positions == 5, 6, positions)
 
 
+class Own(Careless):
+    """Returns what it was given."""
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+    def samples(self, positions, *, seed, epoch):
+        return self.returned(positions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"order": Own(lambda positions: positions[:-1])}, r"the order \(own\) returned int64 \[46\] for 47 positions"),
+        ({"order": Own(lambda positions: positions / 2)}, "returned float64 .* return one whole number for each"),
+        ({"order": Own(lambda positions: positions - 1)}, "returned sample -1, and the data have samples 0 … 46"),
+        ({"order": Own(lambda positions: positions + 1)}, "returned sample 47"),
+        ({"order": "permutation"}, "order='permutation': give an order of ddp.data"),
+        ({"order": ddp.data.Permutation}, "give an order of ddp.data"),
+        ({"skip_steps": (5,)}, r"skip_steps=\(5,\): takes the first and the last step"),
+        ({"skip_steps": 5}, "skip_steps=5: takes"),
+        ({"skip_steps": (1.5, 2.5)}, "takes the first and the last step"),
+        ({"skip_steps": (3, 2)}, "takes the first and the last step"),
+        ({"skip_steps": (1, 99)}, r"skip_steps=\[1, 99\]: leaves out all steps of the run"),
+        ({"debug_data": "no"}, "debug_data='no': must be True or False"),
+    ],
+)
+def test_wrong_orders_and_steps(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trained(**changes)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint64, list, torch.as_tensor])
+def test_an_own_order_may_return_whole_numbers_of_any_kind(kind: Any, tmp_path: Path) -> None:
+    returned = Own(
+        lambda positions: kind(positions) if not isinstance(kind, type) or kind is list else positions.astype(kind)
+    )
+    trained(order=returned, checkpoint_dir=tmp_path / "run", skip_steps=(2, 3))
+    assert summary(tmp_path / "run") == [3, 3]
+
+
 class Deaf(Dataset[Any]):
     """Does not look at the index."""
 
@@ -144,7 +185,7 @@ def losses_of(data: Any, **changes: Any) -> tuple[list[Any], Any]:
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = trained(data=data, model_=model, optimizer=optimizer, **changes)
-    return [state.num_unreadable, state.step], model.weight.detach().clone()
+    return [len(state.unreadable), state.step], model.weight.detach().clone()
 
 
 def without_the_unreadable(micro_size: int) -> list[Any]:
@@ -160,3 +201,21 @@ def without_the_unreadable(micro_size: int) -> list[Any]:
 @pytest.mark.parametrize("micro_size", [1, 4, 47])
 def test_what_is_left_out_changes_nothing_else(micro_size: int) -> None:
     assert run_ranks(without_the_unreadable, 3, micro_size) == [[9, 1]] * 3
+
+
+def test_a_sample_counts_once_however_often_it_is_left_out(tmp_path: Path) -> None:
+    """Nine samples cannot be read; in another epoch, and after a resume, they are known."""
+    torch.manual_seed(0)
+    whole = trained(data=(Damaged()), model_=nn.Linear(3, 2).double(), max_unreadable=9)
+    assert whole.unreadable == {index for index in range(47) if index % 5 == 3}
+    for max_steps, left_out in ((3, 6), (6, 9), (15, 9)):
+        choices = {
+            "checkpoint_dir": tmp_path / "run",
+            "resume": "auto",
+            "max_steps": max_steps,
+            "max_unreadable": left_out,
+        }
+        state = trained(data=Damaged(), model_=nn.Linear(3, 2).double(), **choices)
+        assert len(state.unreadable) <= left_out
+    assert state.unreadable == whole.unreadable
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["unreadable_samples"] == 9

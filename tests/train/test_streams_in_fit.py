@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -59,9 +61,9 @@ class Stateful(Stream):
 
     num_read = 0
 
-    def __init__(self, length: int | None = None) -> None:
+    def __init__(self, length: int | None = None, *, lends_state: bool = False) -> None:
         super().__init__(length)
-        self._next = 0
+        self._next, self._lent = 0, {"next": 0} if lends_state else None
 
     def __iter__(self) -> Iterator[Any]:
         while self.length is None or self._next < self.length:
@@ -71,6 +73,9 @@ class Stateful(Stream):
         self._next = 0
 
     def state_dict(self) -> dict[str, int]:
+        if self._lent is not None:  # the same object each time, which goes on changing
+            self._lent["next"] = self._next
+            return self._lent
         return {"next": self._next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -154,7 +159,7 @@ def test_an_endless_stream_ends_at_max_steps_and_epochs_end_a_finite_one() -> No
     assert run((sample(index) for index in range(30)), epochs=1)[1:4] == (3, 1, 30)
 
 
-@pytest.mark.parametrize("kind", [Stream, Stateful])
+@pytest.mark.parametrize("kind", [Stream, Stateful, partial(Stateful, lends_state=True)])
 def test_a_run_goes_on_at_another_world_size(kind: Any, tmp_path: Path) -> None:
     whole = run(kind(70), max_steps=14)
     parts = []
@@ -208,6 +213,30 @@ def test_data_that_share_themselves_out_among_loader_processes_go_on_exactly(tmp
     assert numbers([whole]) == [*range(60)]
     parts = [resumed(Shared([60]), str(tmp_path / "run"), max_steps=max_steps, **choices) for max_steps in (1, 2, 5, 6)]
     assert together(parts) == whole[0] and torch.equal(parts[-1][4], whole[4])
+    resumed(Shared([60]), str(tmp_path / "other"), max_steps=2, **choices)
+    with pytest.raises(ConfigError, match="among 2 processes of each worker, and now there are 1"):
+        resumed(Shared([60]), str(tmp_path / "other"), max_steps=3, **{**choices, "loader_workers": 0})
+
+
+class Strange(Stream):
+    """Samples that cannot be compared."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Pair(*sample(index)) for index in range(24))
+
+
+@dataclass
+class Pair:
+    inputs: Tensor
+    target: Tensor
+
+
+def pairs(samples: list[Pair]) -> tuple[Tensor, Tensor]:
+    return torch.stack([each.inputs for each in samples]), torch.stack([each.target for each in samples])
+
+
+def test_samples_that_cannot_be_compared_are_trusted() -> None:
+    assert {each[1:4] for each in on_ranks(2, Strange(), sharding="off", epochs=1, collate=pairs)} == {(4, 1, 48)}
 
 
 class Deaf(Stream):
@@ -226,7 +255,7 @@ def wrong_sharding() -> list[str]:
 
 def test_a_wrong_sharding_is_told_from_the_first_samples() -> None:
     same, other = run_ranks(wrong_sharding, 2)[1]
-    assert "ranks 0, 1 begin with the same sample" in same
+    assert "ranks 0, 1 begin with the same samples" in same
     assert "take sharding='off'" in other and "needs a seed" in other
 
 
@@ -238,6 +267,7 @@ def test_a_wrong_sharding_is_told_from_the_first_samples() -> None:
         ({"sharding": "file"}, "sharding='file': data is a stream"),
         ({"skip_steps": (2, 3)}, "skip_steps: data is a stream"),
         ({"global_batch": ddp.BatchWarmup(4, 8, 100)}, "for a stream, give a number"),
+        ({"max_unreadable": 3}, "max_unreadable=3: data is a stream"),
         ({"uneven": "wait"}, "uneven='wait': take one of join, stop_all, raise"),
         ({"data": Stream(0)}, "the data have given no sample"),
         ({"data": iter([sample(0)] * 12)}, "used up"),
