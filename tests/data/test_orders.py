@@ -18,7 +18,7 @@ from ddp.data.permutation import Permutations
 from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError
 
-NUM_KEYS = 2000
+NUM_KEYS = 1000
 
 
 def epoch_of(order: Order, seed: int = 0, epoch: int = 0) -> list[int]:

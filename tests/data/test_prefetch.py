@@ -252,7 +252,7 @@ def test_two_threads_may_read_one_sequence_of_plans():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(20):
+        for _ in range(6):
             sampler = TrainSampler(3000, global_batch=1, rank=0, world_size=1)
             mine, theirs = _two_readers(sampler.plans())
             found: list[Any] = []

@@ -11,7 +11,8 @@ Samplers say which samples a rank reads, in which order. Their state is three nu
     EvaluationSampler    each sample exactly once over all ranks, one contiguous run per rank
 
 The state is (seed, epoch, consumed), and `consumed` counts *global* samples of the epoch. No rank occurs in it, so it
-is O(1), equal on all ranks, and valid at any other world size. A saved state also names the order that it belongs to.
+is O(1), equal on all ranks, and valid at any other world size. A saved state also names the order that it belongs to,
+the number of steps that were made, and the ranges of steps that were left out.
 
 TrainSampler cuts an epoch like this (B = 10 samples a step, V = 4 shards, W = 2 workers, micro-batches of at most 2):
 
@@ -36,22 +37,26 @@ Read before: `steps.py`, `sharding.py`. Read next: `epoch_picture.py`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from ddp.data.orders import Checksum, Order, Permutation
-from ddp.data.permutation import indices
+from ddp.data.per_sample import length_of
+from ddp.data.permutation import Indices, indices
 from ddp.data.sharding import OwnSharding, dealt
 from ddp.data.steps import BatchSizes, BatchWarmup, Steps
 from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError
+from ddp.wording import counted
 
 _LOOKED_UP = 4096  # samples that are looked up together
+_PROMISED = 1 << 16  # samples that are left out, and added up together
 
 
 class SamplerState(NamedTuple):
@@ -68,6 +73,15 @@ class Micro(NamedTuple):
     shard: int
     part: int
     indices: Sequence[int]  # never empty
+
+
+class Skipped(NamedTuple):
+    """A range of steps that is left out, as steps and as positions of the run."""
+
+    first: int  # steps, counted from 1
+    last: int
+    start: int  # positions
+    stop: int
 
 
 class StepPlan(NamedTuple):
@@ -104,7 +118,8 @@ class TrainSampler:
             is a multiple of the world size, shares differ by at most one sample.
         micro_size: most samples in one forward; None for whole shards.
         seed: of the order.
-        skip_steps: first and last of the steps, counted from 1, whose samples are left out.
+        skip_steps: first and last of the steps, counted from 1, whose samples are left out. A run that is resumed
+            counts on from the steps that it has made.
 
     Attributes:
         seen: what the samples of this rank add up to since the epoch began, to be compared with what was promised; None
@@ -129,7 +144,7 @@ class TrainSampler:
         num_shards = world_size if num_shards is None else num_shards
         if isinstance(global_batch, TokenBudget):
             order = _only_order(order, global_batch)
-        order = order if isinstance(order, Order) else Permutation(order)
+        order = _checked_order(order) if isinstance(order, Order) else Permutation(order)
         length = order.length
         if length < 1:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
@@ -148,13 +163,29 @@ class TrainSampler:
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
         self.seen: Checksum | None = Checksum()
-        self._skipped = range(0)  # positions of the run
-        if skip_steps is not None:
-            first, last = skip_steps
-            if not 1 <= first <= last:
-                raise ConfigError(f"skip_steps={list(skip_steps)}: takes the first and the last step, counted from 1")
-            self._skipped = range(self.sizes.after(0, first - 1), self.sizes.after(0, last))
-        self._state = self._settled(SamplerState(seed, epoch=0, consumed=0))
+        self._skip_steps = None if skip_steps is None else checked_range(skip_steps)
+        self._begin(SamplerState(seed, epoch=0, consumed=0), num_steps=0, skipped=())
+
+    def _begin(self, state: SamplerState, *, num_steps: int, skipped: Sequence[Skipped]) -> None:
+        """Goes on from a state.
+
+        Args:
+            num_steps: steps that were made.
+            skipped: ranges that were left out.
+        """
+        position = state.epoch * self.length + state.consumed
+        self._skips = [each for each in skipped if each.stop <= position]
+        if self._skip_steps is not None and self._skip_steps not in [each[:2] for each in self._skips]:
+            first, last = self._skip_steps
+            if first <= num_steps:
+                raise ConfigError(
+                    f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, so that it is too late for "
+                    f"step {first}; name later steps, or go back to a checkpoint before them"
+                )
+            start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
+            self._skips.append(Skipped(first, last, start, stop))
+        self._state = self._settled(state)
+        self._num_steps, self._origin = num_steps, (num_steps, self._state)
 
     @property
     def num_samples(self) -> int | None:
@@ -179,9 +210,10 @@ class TrainSampler:
     @property
     def at_epoch_end(self) -> bool:
         """Returns True if no step of an epoch is left after the last committed one."""
-        starts_at, ends_at = (edge // self.length for edge in (self._skipped.start, self._skipped.stop))
-        skipped_an_end = self.position == self._skipped.stop and starts_at < ends_at
-        return self._state.consumed == 0 or skipped_an_end
+        if self._state.consumed == 0:
+            return True
+        epoch = self._state.epoch
+        return any(each.stop == self.position and 0 < each.start <= epoch * self.length for each in self._skips)
 
     def position_of(self, plan: StepPlan) -> int:
         """Returns how many samples the run has trained on before a step."""
@@ -196,10 +228,30 @@ class TrainSampler:
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
             micros = [list(self.parts(step)) for step in ahead]
             positions = indices(position for those in micros for micro in those for position in micro.indices)
-            samples = iter(self.order.samples(positions, seed=state.seed, epoch=state.epoch).tolist())
+            samples = iter(self._samples(positions, state).tolist())
             for step, those in zip(ahead, micros, strict=True):
                 found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.indices)))) for micro in those)
                 yield StepPlan(state.epoch, step.start, len(step), found)
+
+    def _samples(self, positions: Indices, state: SamplerState) -> Indices:
+        """Returns the samples at positions of an epoch.
+
+        Raises:
+            ConfigError: an order of the user's own returned something else.
+        """
+        found = np.asarray(self.order.samples(positions, seed=state.seed, epoch=state.epoch))
+        if found.shape != positions.shape or found.dtype.kind not in "iu":
+            raise ConfigError(
+                f"the order ({self.order.in_words()}) returned {found.dtype.name} {list(found.shape)} for "
+                f"{counted(len(positions), 'position')}: return one whole number for each"
+            )
+        if len(found) and not 0 <= found.min() <= found.max() < self.order.num_samples:
+            wrong = found.min() if found.min() < 0 else found.max()
+            raise ConfigError(
+                f"the order ({self.order.in_words()}) returned sample {wrong}, and the data have samples 0 … "
+                f"{self.order.num_samples - 1}"
+            )
+        return indices(found)
 
     def _steps_from(self, state: SamplerState) -> Iterator[range]:
         """Yields the positions of each step from a state to the end of its epoch."""
@@ -214,8 +266,8 @@ class TrainSampler:
     def _settled(self, state: SamplerState) -> SamplerState:
         """Returns where the next step begins: past what is skipped, and not at the end of an epoch."""
         position = state.epoch * self.length + state.consumed
-        if position in self._skipped:
-            position = self._skipped.stop
+        for each in self._skips:
+            position = each.stop if each.start <= position < each.stop else position
         return SamplerState(state.seed, *divmod(position, self.length))
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
@@ -225,34 +277,36 @@ class TrainSampler:
             epochs: of the whole run; None for no limit.
             num_steps: most steps from now on; None for no limit.
         """
-        skipped = self._skipped
-        if not skipped or self.position >= skipped.stop:
-            return self.sizes.end(self.position, epochs=epochs, num_steps=num_steps)
-        before = self.sizes.num_steps(self.position, skipped.start)
         left, end = self.sizes.end(self.position, epochs=epochs, num_steps=num_steps)
-        if left <= before:
+        ahead = self._skips[-1] if self._skips else Skipped(0, 0, 0, 0)
+        before = self.sizes.num_steps(self.position, ahead.start)
+        if self.position >= ahead.stop or left <= before:
             return left, end
         rest = None if num_steps is None else num_steps - before
-        left, end = self.sizes.end(skipped.stop, epochs=epochs, num_steps=rest)
+        left, end = self.sizes.end(ahead.stop, epochs=epochs, num_steps=rest)
         return before + left, end
 
-    def step_at(self, position: int) -> int | None:
-        """Returns the number of the run's step that has the sample at a position of the run; None if it is skipped."""
-        if position in self._skipped:
-            return None
-        number = self.sizes.num_steps(0, position + 1)
-        left_out = self._skipped if position >= self._skipped.stop else range(0)
-        return number - self.sizes.num_steps(left_out.start, left_out.stop)
+    def is_left_out(self, position: int) -> bool:
+        """Returns True if the sample at a position of the run is skipped."""
+        return any(each.start <= position < each.stop for each in self._skips)
+
+    def step_at(self, position: int) -> int:
+        """Returns the number of the run's step that has the sample at a position, not before the state loaded."""
+        num_steps, begin = self._origin
+        first = begin.epoch * self.length + begin.consumed
+        number = num_steps + self.sizes.num_steps(first, position + 1)
+        left_out = [each for each in self._skips if first <= each.start and each.stop <= position]
+        return number - sum(self.sizes.num_steps(each.start, each.stop) for each in left_out)
 
     def steps_before(self, plan: StepPlan) -> list[range]:
-        """Returns the steps of an epoch that come before one of its steps, if it is run through without a break."""
-        begin = self._settled(SamplerState(self._state.seed, plan.epoch, 0))
+        """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
+        begin = max(self._origin[1], self._settled(SamplerState(self._state.seed, plan.epoch, 0)))
         return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin)))
 
     def seek(self, step: int) -> None:
-        """Moves the state to where the run's step with this number, counted from 1, begins."""
-        self._state = self._settled(SamplerState(self._state.seed, epoch=0, consumed=0))
-        _, position = self.end(epochs=None, num_steps=step - 1)
+        """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
+        num_steps, self._state = self._origin
+        _, position = self.end(epochs=None, num_steps=step - 1 - num_steps)
         self._state = self._settled(SamplerState(self._state.seed, *divmod(position, self.length)))
 
     def parts(self, step: Sequence[int]) -> Iterator[Micro]:
@@ -278,6 +332,7 @@ class TrainSampler:
                 f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
             )
         self._state = self._settled(SamplerState(seed, epoch, consumed + plan.size))
+        self._num_steps += 1
         if self.seen is not None:
             samples = indices(index for micro in plan.micros for index in micro.indices)
             self.seen = self.seen.with_(Checksum.of(samples))
@@ -289,16 +344,19 @@ class TrainSampler:
 
     def promised(self, epoch: int) -> Checksum | None:
         """Returns what the samples of all ranks add up to in an epoch; None if the order does not say."""
-        whole, first = self.order.checksum(), epoch * self.length
-        left_out = range(max(first, self._skipped.start), min(first + self.length, self._skipped.stop))
-        if whole is None or not left_out:
-            return whole
-        positions = np.arange(left_out.start, left_out.stop) - first
-        return whole.without(Checksum.of(self.order.samples(positions, seed=self._state.seed, epoch=epoch)))
+        promised, first = self.order.checksum(), epoch * self.length
+        state = SamplerState(self._state.seed, epoch, 0)
+        for each in self._skips:
+            begin, end = max(first, each.start) - first, min(first + self.length, each.stop) - first
+            for block in range(begin, end, _PROMISED) if promised is not None else ():
+                positions = np.arange(block, min(block + _PROMISED, end))
+                promised = cast(Checksum, promised).without(Checksum.of(self._samples(positions, state)))
+        return promised
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns {seed, epoch, consumed, order}: equal on all ranks, and valid at any world size."""
-        return {**self._state._asdict(), "order": self.order.in_words()}
+        """Returns seed, epoch, consumed, and what they belong to: equal on all ranks, and valid at any world size."""
+        done = [list(each) for each in self._skips if each.stop <= self.position]
+        return {**self._state._asdict(), "order": self.order.identity, "num_steps": self._num_steps, "skipped": done}
 
     def places(self) -> Any:
         """Returns what a state needs beside the state of all ranks: nothing, but for data that are a stream."""
@@ -313,15 +371,17 @@ class TrainSampler:
         Raises:
             ConfigError: a field is missing, the position lies outside this data set, or in an epoch of another order.
         """
-        loaded, mine = read_state(state, length=self.length), self.order.in_words()
-        saved = state.get("order", "a torch.randperm of an earlier version")
+        loaded, mine = read_state(state, length=self.length), self.order.identity
+        saved = state.get("order", "not noted")
         if loaded.consumed and saved != mine:
             raise ConfigError(
                 f"the state is one after {loaded.consumed} of {self.length} samples of an epoch whose order was "
                 f"{saved}, and this order is {mine}, so that samples would be read twice or never: give back that "
-                "order, its sharding, shards and batch, or go on from the end of an epoch"
+                "order, its data, its sharding, shards and batch, or go on from the end of an epoch"
             )
-        self._state = self._settled(loaded)
+        position = loaded.epoch * self.length + loaded.consumed
+        num_steps = int(state.get("num_steps", self.sizes.num_steps(0, position)))
+        self._begin(loaded, num_steps=num_steps, skipped=[Skipped(*each) for each in state.get("skipped", ())])
 
 
 class EvaluationSampler(Sampler[int]):
@@ -386,6 +446,13 @@ def sampler_of(
 # -------------------------------------------------------------------------------------------------- arguments and state
 
 
+def _checked_order(order: Order) -> Order:
+    """Returns an order of the user's own that says how long it is."""
+    for name in ("num_samples", "length"):
+        length_of(getattr(order, name, None), what=f"{type(order).__name__}.{name}")
+    return order
+
+
 def _only_order(order: Order | int, budget: TokenBudget) -> Order:
     """Returns the order of a budget.
 
@@ -412,6 +479,22 @@ def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:
             f"a batch that grows from {smallest} samples cannot be cut into {num_shards} shards: begin with "
             f"{num_shards} samples or more, or set num_shards={smallest}"
         )
+
+
+def checked_range(steps: Any) -> tuple[int, int]:
+    """Returns the first and the last of a range of steps.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        first, last = (operator.index(step) for step in steps)
+        is_range = 1 <= first <= last
+    except (TypeError, ValueError):
+        is_range = False
+    if not is_range:
+        raise ConfigError(f"skip_steps={steps!r}: takes the first and the last step, counted from 1, as (4700, 4710)")
+    return first, last
 
 
 def replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
