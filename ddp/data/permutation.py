@@ -24,7 +24,7 @@ Read before: `streams.py`. Read next: `per_sample.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,16 +76,26 @@ class Permutations:
 
 def _swapped_or_not(keys: Words, x: Indices, size: Indices, group: Indices) -> Indices:
     """Returns x after all rounds. `size` and `group` are [k] or [1]."""
-    salt = _mixed(group.view(np.uint64) * _STEP)
-    for first, second in keys:
-        pairing = (_mixed(salt ^ first) % size.view(np.uint64)).view(np.int64)
+    for pairing, shift in _rounds(keys, _mixed(group.view(np.uint64) * _STEP), size):
         partner = pairing - x
         partner += (partner >> 63) & size  # modulo the size, without a division
-        coin = (np.maximum(x, partner).view(np.uint64) + salt) * _STEP + second
+        coin = np.maximum(x, partner).view(np.uint64) * _STEP
+        coin += shift
         coin ^= coin >> np.uint64(32)
         coin *= _FIRST
         x = np.where(coin.view(np.int64) < 0, partner, x)
     return x
+
+
+def _rounds(keys: Words, salt: Words, size: Indices) -> Iterator[tuple[Indices, Words]]:
+    """Yields K of each round, and what makes its coins others: all at once where all numbers share them."""
+    sizes, shift = size.view(np.uint64), salt * _STEP
+    if len(salt) == len(sizes) == 1:
+        pairings = (_mixed(salt ^ keys[:, :1]) % sizes).view(np.int64)
+        yield from zip(pairings, shift + keys[:, 1:], strict=True)
+        return
+    for first, second in keys:
+        yield (_mixed(salt ^ first) % sizes).view(np.int64), shift + second
 
 
 def _mixed(x: Words) -> Words:

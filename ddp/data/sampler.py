@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -333,8 +333,7 @@ class TrainSampler:
         self._state = self._settled(SamplerState(seed, epoch, consumed + plan.size))
         self._num_steps += 1
         if self.seen is not None:
-            samples = indices(index for micro in plan.micros for index in micro.indices)
-            self.seen = self.seen.with_(Checksum.of(samples))
+            self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
 
     def take_seen(self) -> Checksum | None:
         """Returns `seen` at the end of an epoch, and begins anew."""

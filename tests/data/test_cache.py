@@ -367,7 +367,7 @@ STREAM = (sample for sample in [(torch.ones(2), 0)])
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [((torch.ones(8, 2), torch.zeros(8).long()), "hand out whole batches"), (STREAM, "data is a stream, whose samples")],
+    [((torch.ones(8, 2), torch.zeros(8).long()), "whole batches"), (STREAM, "data is a stream, whose samples")],
 )
 def test_fit_refuses_a_cache_that_keeps_nothing(data, words):
     model = torch.nn.Linear(2, 2)
