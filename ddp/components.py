@@ -51,8 +51,8 @@ def load_data(config: Config, *, download: bool = False) -> Splits:
             return image_sets.load_mnist(root, download=download)
         case settings.Data(name="cifar10", root=root):
             return image_sets.load_cifar10(root, download=download)
-        case settings.ImageFolder(path=path, image_size=image_size):
-            return image_sets.load_folder(cast(str, path), image_size=image_size)
+        case settings.ImageFolder(path=path, image_size=image_size, index_dir=index_dir):
+            return image_sets.load_folder(cast(str, path), image_size=image_size, index_dir=index_dir, build=download)
         case settings.DataFiles():
             return _data_files(config.data, build=download)
         case settings.StandardLibrary(context=context):

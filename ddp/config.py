@@ -87,6 +87,7 @@ class Data:
 class ImageFolder(Data):
     name: str = "image_folder"
     path: str | None = setting(None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given")
+    index_dir: str = setting("data/index", "folder with the lists of images, which the parent makes")
     image_size: int = setting(224, "height and width that images are brought to, in pixels")
 
 

@@ -25,8 +25,10 @@ import fcntl
 import json
 import os
 import socket
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ddp.errors import ConfigError
 from ddp.log import log
@@ -54,6 +56,20 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yields a file that takes the place of `path` if the block ends well. Several processes may write one at once."""
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:

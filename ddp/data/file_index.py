@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +36,7 @@ from ddp.data.readers import Facts, Reader
 from ddp.data.remote import is_remote
 from ddp.data.storage import DIRECT, Storage
 from ddp.errors import ConfigError
+from ddp.files import whole_file
 from ddp.log import log
 
 _ALIGNMENT = 64
@@ -221,24 +220,17 @@ def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout])
     ]
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with whole_file(path) as file:
             file.write(line)
             for each in layouts.values():
                 if not isinstance(each.spans, Regular):
                     file.write(np.ascontiguousarray(each.spans, dtype="<i8").data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         raise ConfigError(
             f"index_dir {path.parent} cannot be written ({error.strerror}): give a folder that can be"
         ) from error
-    finally:
-        if temporary.exists():
-            temporary.unlink()
 
 
 def _name(format: Format) -> dict[str, Any]:

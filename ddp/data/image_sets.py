@@ -9,7 +9,7 @@ Every image becomes float32 and is normalised per channel with the statistics of
 from torch's global generator, as torchvision's transforms do; `loader.py` seeds it for each sample. Images that are not
 augmented lie in memory as bytes and are read in whole batches.
 
-Read before: `vision.py`. Read next: `standard_library.py`.
+Read before: `vision.py`. Read next: `image_index.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ddp.data.cache import OnInput, Transformed
+from ddp.data.image_index import image_folder
 from ddp.data.splits import Splits, TensorSet
 from ddp.errors import ConfigError
 from ddp.vision import torchvision
@@ -87,16 +88,19 @@ def load_cifar10(root: str | Path, *, download: bool = False) -> Splits:
 # Folders: one folder per class, as ImageNet is unpacked
 
 
-def load_folder(root: str | Path, *, image_size: int = 224) -> Splits:
+def load_folder(root: str | Path, *, index_dir: str | Path, image_size: int = 224, build: bool = True) -> Splits:
     """Returns the images under `root`, decoded when they are used.
 
     Of a test image the middle is taken, after resizing it to 8/7 of the size.
+
+    Args:
+        index_dir, build: as in `image_index.py`.
 
     Raises:
         ConfigError: a folder is missing or holds no images, or train and val have different classes.
     """
     of_train, of_test = folder_transforms(image_size)
-    train, test = _folder(Path(root) / "train"), _folder(Path(root) / "val")
+    train, test = (image_folder(Path(root) / side, index_dir=Path(index_dir), build=build) for side in ("train", "val"))
     if train.classes != test.classes:
         differing = sorted(set(train.classes) ^ set(test.classes))
         raise ConfigError(
@@ -118,16 +122,6 @@ def folder_transforms(image_size: int) -> tuple[Callable[[Any], Tensor], Callabl
     middle = [transforms.Resize(round(image_size * 8 / 7)), transforms.CenterCrop(image_size)]
     to_normalised = _to_normalised(_IMAGENET_STATISTICS)
     return transforms.Compose([*cut_out, *to_normalised]), transforms.Compose([*middle, *to_normalised])
-
-
-def _folder(path: Path) -> Any:
-    try:
-        return torchvision().datasets.ImageFolder(path)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"no images to use under {path}: {error}. Expected {path}/CLASS/*.jpg (or .png …), one folder per class; "
-            "data=digits needs no files"
-        ) from error
 
 
 # Shared steps

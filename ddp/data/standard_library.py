@@ -16,7 +16,7 @@ corpus has no tests, no generated tables (`encodings`, `pydoc_data`: hundreds of
 give away the other), no files of this one build (`_sysconfigdata…`, `config-…`), and nothing that was installed later.
 The bytes depend on Python's version; `Splits.name` has it, with a digest.
 
-Read before: `image_sets.py`. Read next: `readers.py`.
+Read before: `image_index.py`. Read next: `readers.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import pickle
+import pickle
 import shutil
 import socket
 import struct
@@ -204,8 +205,7 @@ def make_folder(root: Path, side: str, classes: list[str], *, num_images: int = 
 def test_folder_layout(tmp_path: Path) -> None:
     make_folder(tmp_path, "train", ["cat", "dog"])
     make_folder(tmp_path, "val", ["cat", "dog"], num_images=1)
-    load_folder(tmp_path)
-    splits = load_folder(tmp_path, image_size=14)
+    splits = load_folder(tmp_path, image_size=14, index_dir=tmp_path / "index")
     assert (len(splits.train), len(splits.test), splits.num_classes) == (4, 2, 2)
     assert [label for _, label in splits.train] == [0, 0, 1, 1]  # type: ignore[attr-defined]
     torch.manual_seed(0)
@@ -222,19 +222,39 @@ def test_folder_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(splits.test[1][0].double(), (middle - mean) / deviation, rtol=1e-4, atol=1e-4)
 
 
+def test_a_folder_is_listed_once_and_all_processes_have_that_list(tmp_path: Path) -> None:
+    for side in ("train", "val"):
+        make_folder(tmp_path, side, ["cat", "dog"])
+    choices = {"image_size": 14, "index_dir": tmp_path / "index"}
+    with pytest.raises(ConfigError, match=r"is missing or damaged, so the images under .*train are not known"):
+        load_folder(tmp_path, **choices, build=False)
+    parent = load_folder(tmp_path, **choices)
+    shutil.copy(tmp_path / "train/cat/0.png", tmp_path / "train/cat/00.png")  # one is added meanwhile
+    worker = load_folder(tmp_path, **choices, build=False)
+    assert worker.train.samples.samples == parent.train.samples.samples and len(worker.train) == 4
+    assert pickle.loads(pickle.dumps(worker.train.samples)).samples == worker.train.samples.samples
+    assert worker.train.classes == ["cat", "dog"] and worker.train.targets == [0, 0, 1, 1]
+    assert len(load_folder(tmp_path, **choices).train) == 5  # the next run
+    [index, _] = sorted((tmp_path / "index").iterdir())
+    index.write_text(index.read_text()[:40])
+    with pytest.raises(ConfigError, match="is missing or damaged"):
+        load_folder(tmp_path, **choices, build=False)
+        load_folder(tmp_path, **choices, build=False)
+
+
 def test_folder_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train/CLASS/\*\.jpg.*data=digits"):
-        load_folder(tmp_path)
+        load_folder(tmp_path, index_dir=tmp_path / "index")
     make_folder(tmp_path, "train", ["cat", "dog"])
     with pytest.raises(ConfigError, match=r"val/CLASS/\*\.jpg"):
-        load_folder(tmp_path)
+        load_folder(tmp_path, index_dir=tmp_path / "index")
     make_folder(tmp_path, "val", ["cat", "mouse"])
     with pytest.raises(ConfigError, match=r"\['dog', 'mouse'\]"):
-        load_folder(tmp_path)
+        load_folder(tmp_path, index_dir=tmp_path / "index")
     shutil.rmtree(tmp_path / "val")
     make_folder(tmp_path, "val", ["cat", "dog"], num_images=0)
     with pytest.raises(ConfigError, match="no images"):
-        load_folder(tmp_path)
+        load_folder(tmp_path, index_dir=tmp_path / "index")
 
 
 # Without a network
