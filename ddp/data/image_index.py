@@ -40,8 +40,8 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
         classes, files = list(listed["classes"]), [(str(path / name), int(label)) for name, label in listed["files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{index} is missing or damaged, so the images under {path} are not known: start the run again, so that the "
-            "parent lists them"
+            f"{index} is missing or damaged, so the images under {path} are not known: start the run again, so that "
+            "the parent lists them"
         ) from error
 
     class Listed(torchvision().datasets.ImageFolder):  # type: ignore[misc]  # it looks for files in its constructor

@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import pickle
-import pickle
 import shutil
 import socket
 import struct
