@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ddp.data.prefetch import THREAD
 from ddp.data.streams import GeneratorStates
 from ddp.errors import ConfigError
 from ddp.log import log
@@ -154,7 +155,7 @@ class Cached:
         Raises:
             ConfigError: it was drawn at random, so it must not stay the same.
         """
-        if threading.current_thread() is not threading.main_thread():  # others draw meanwhile; `loader.py` has looked
+        if threading.current_thread().name == THREAD:  # others draw meanwhile, and what it reads draws nothing
             return self.samples[index]
         before = GeneratorStates.now()
         sample = self.samples[index]
@@ -214,7 +215,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, each: Any) -> Any:
         if not isinstance(each, Tensor) or each.device.type != "cpu" or each.layout != torch.strided:
             return NotImplemented
-        if type(each) is not Tensor or each.is_quantized:
+        if type(each) is not Tensor or each.is_quantized or each.__dict__:
             alone = _alone(each)
             return NotImplemented if alone is each else alone.__reduce_ex__(5)
         flat = each.detach().contiguous().view(-1).view(torch.uint8) if each.numel() else torch.empty(0)

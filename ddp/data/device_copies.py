@@ -13,17 +13,18 @@ from the second stream:
 
 The host's memory must be page-locked; a copy from other memory keeps the processor waiting.
 
-Tensors are copied, at any depth of the batch. What else has a method `to` moves when the step asks for it.
+Tensors are copied, at any depth of tuples, lists and dicts. All other objects are left as they are: what has a method
+`to` moves itself when the step asks for it.
 
 Read before: `cache.py`. Read next: `prefetch.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 
@@ -47,12 +48,25 @@ class DeviceCopies:
     def begin(self, batch: Any) -> Copy:
         """Starts the copies of a batch's tensors, without waiting for them."""
         with torch.cuda.stream(self._stream):  # also makes the device this thread's
-            moved = apply_to_collection(batch, Tensor, lambda each: each.to(self._device, non_blocking=True))
+            moved = _with_tensors(batch, lambda each: each.to(self._device, non_blocking=True))
             return Copy(moved, self._stream.record_event())
 
     def finish(self, copy: Copy) -> Any:
         """Returns the batch, for use on the current stream of the caller."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(copy.event)
-        apply_to_collection(copy.batch, Tensor, lambda each: each.record_stream(current) if each.is_cuda else None)
+        _with_tensors(copy.batch, lambda each: each.record_stream(current))
         return copy.batch
+
+
+def _with_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Returns a batch with each tensor replaced by a function of it."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if type(batch) in (list, tuple):
+        return type(batch)(_with_tensors(each, function) for each in batch)
+    if type(batch) is dict:
+        return {key: _with_tensors(each, function) for key, each in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "to"):  # a NamedTuple
+        return type(batch)(*(_with_tensors(each, function) for each in batch))
+    return batch

@@ -12,6 +12,7 @@ Read before: `tokens.py`. Read next: `synthetic.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,9 @@ from ddp.data.splits import Splits
 from ddp.data.storage import Storage
 from ddp.data.tar_shards import TarSamples
 from ddp.data.tokens import TokenSet
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, UnreadableSample
+
+_NUM_TRIED = 100  # samples, of which one must be readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +113,16 @@ def _splits(
 ) -> Splits:
     train, test = (FileSet(path, format, **options) for path, options in files.sides())
     _check_apart(files, train, test)
-    shape = tuple(train[0][0].shape) if sample_shape is None else sample_shape
+    shape = _shape_of(train) if sample_shape is None else sample_shape
     return Splits(train=train, test=test, sample_shape=shape, num_classes=num_classes, name=_name(files, train, test))
+
+
+def _shape_of(train: FileSet) -> tuple[int, ...]:
+    """Returns the shape of the first input that can be read; some that cannot may be left out later."""
+    for index in range(min(_NUM_TRIED, len(train)) - 1):
+        with suppress(UnreadableSample):
+            return tuple(train[index][0].shape)
+    return tuple(train[min(_NUM_TRIED, len(train)) - 1][0].shape)
 
 
 def _check_apart(files: Files, train: FileSet, test: FileSet) -> None:

@@ -24,9 +24,7 @@ Read before: `source.py`. Read next: `digits.py`.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
@@ -35,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp.data.device_copies import DeviceCopies
-from ddp.data.loader import CPU, Collate, follow
+from ddp.data.loader import CPU, Collate, follow_the_trainer
 from ddp.data.orders import Checksum, Fixed, Order
 from ddp.data.sampler import SamplerState, StepPlan, TrainSampler
 from ddp.data.sharding import OwnSharding
@@ -228,7 +226,7 @@ class IterableLoader:
             collate_fn=cast(Any, _as_it_is),
             num_workers=num_workers,
             pin_memory=self._copies is not None,
-            worker_init_fn=partial(follow, os.getpid()),
+            worker_init_fn=follow_the_trainer,
             generator=torch.Generator(),
         )
         self._fetched: Iterator[_Fetched] = iter(())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,14 +125,28 @@ def _expanded(address: str) -> Iterator[str]:
 def _local(address: str, suffixes: tuple[str, ...]) -> list[str]:
     if Path(address).is_dir():
         with os.scandir(address) as entries:
-            found = [entry.path for entry in entries if _is_wanted(entry.name, suffixes) and entry.is_file()]
+            found = [entry.path for entry in entries if _is_wanted(entry.name, suffixes) and _is_file(entry.path)]
         return _some(found, f"{address} has no file that ends with {' or '.join(suffixes)}: give a pattern")
     if glob.has_magic(address):
         # Path.glob would also find hidden files.
-        found = [path for path in glob.glob(address, recursive=True) if Path(path).is_file()]  # noqa: PTH207
+        found = [path for path in glob.glob(address, recursive=True) if _is_file(path)]  # noqa: PTH207
         hint = " ([ begins a choice of signs; for a name with [, write [[])" if "[" in address else ""
         return _some(found, f"{address} matches no file: check the pattern{hint}, and that the disk is mounted")
     return [address]
+
+
+def _is_file(path: str) -> bool:
+    """Returns True for a file, also behind a link.
+
+    Raises:
+        ConfigError: it is a link to nothing, so a file is missing.
+    """
+    try:
+        return stat.S_ISREG(Path(path).stat().st_mode)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path} is a link to a file that does not exist: restore the file, or remove the link"
+        ) from error
 
 
 def _remote(address: str, suffixes: tuple[str, ...], storage: Storage) -> list[str]:

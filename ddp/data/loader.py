@@ -9,11 +9,12 @@ generators) gives a sample the same crop in whichever process fetches it, while 
 Where an epoch has a sample several times, positions take the place of indices in the keys. The generators are restored
 after each batch: loading leaves no trace in the randomness of the rest of the program.
 
-Seeding takes 11 us, more than reading a small sample. So a batch is fetched without seeds first, and if its samples
-have drawn nothing, it is right as it is. Otherwise it is fetched again with seeds, as all later ones are.
+Seeding takes 12 us, more than reading a small sample. Data that draw nothing are spared it, if they say so by a true
+attribute `may_read_ahead`; lists and TensorDatasets need not. Others cannot be found out, because a sample may read a
+generator and leave no trace there, as with `torch.initial_seed()` or `fork_rng()`.
 
 A data set in memory may derive from `WholeBatches`; its `batch` is then called once for each micro-batch, unless the
-samples are to be collated in another way. A data set with a true attribute `may_read_ahead` may be read by a thread.
+samples are to be collated in another way.
 
 A sample that cannot be read ends the run, unless some may be left out: each of these is counted and warned of once.
 
@@ -24,26 +25,26 @@ Read before: `prefetch.py`. Read next: `splits.py`.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ddp.data.device_copies import DeviceCopies
 from ddp.data.orders import Checksum
 from ddp.data.prefetch import ReadAhead
 from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
-from ddp.data.streams import GeneratorStates, augmentation_stream, collation_stream, preserved
+from ddp.data.streams import augmentation_stream, collation_stream, preserved
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.log import log
 from ddp.parent_death import ask_for_signal
@@ -153,14 +154,7 @@ class TrainLoader:
 
     def _may_use_thread(self) -> bool:
         """Returns True if batches may be fetched in a thread, because nothing is drawn at random in this process."""
-        if self._loader.num_workers:
-            return True
-        if not getattr(self._keyed.dataset, "may_read_ahead", False):
-            return False
-        if self._keyed.draws:
-            log.info("samples are drawn at random, so no thread reads ahead; loader_workers=1 takes a process for it")
-        self._keyed.is_beside = not self._keyed.draws
-        return self._keyed.is_beside
+        return self._loader.num_workers > 0 or not (self._keyed.samples_draw or self._keyed.collate_draws)
 
     def _readable(self, fetched: Iterator[_Fetched]) -> Iterator[Any]:
         """Yields batches, None for one of which nothing is left, and notes what was left out.
@@ -292,40 +286,33 @@ class _Keyed(Dataset[_Fetched]):
         tolerated: errors for which a sample is left out.
 
     Attributes:
-        draws: some samples were seen to draw from the process's generators, so they are seeded for each one.
-        is_beside: another thread draws meanwhile; generators are left alone, because samples do not draw.
+        samples_draw, collate_draws: they may draw from the process's generators, which are seeded for each.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, *, tolerated: tuple[type[Exception], ...] = ()) -> None:
         self.dataset, self.collate, self.tolerated = dataset, collate or default_collate, tolerated
         self.at_once = isinstance(dataset, WholeBatches) and collate is None
-        self.draws, self.is_beside = False, False
+        is_plain = getattr(dataset, "may_read_ahead", False) or type(dataset) in (list, tuple, TensorDataset)
+        self.samples_draw, self.collate_draws = not is_plain, self.collate is not default_collate
 
     def __getitems__(self, request: _Request) -> _Fetched:
         """Returns a finished batch."""
         if self.at_once:
             with suppress(*self.tolerated):  # else sample by sample, to find out which it is
                 return _Fetched(self.dataset.batch(request.indices), [])
-        if not self.draws:
-            before = None if self.is_beside else GeneratorStates.now()
-            fetched = self._fetch(request, seeded=False)
-            if before is None or before == GeneratorStates.now():
-                return fetched
-            before.restore()
-            self.draws = True
-        with preserved():
-            return self._fetch(request, seeded=True)
+        with preserved() if self.samples_draw or self.collate_draws else nullcontext():
+            return self._fetch(request)
 
-    def _fetch(self, request: _Request, *, seeded: bool) -> _Fetched:
+    def _fetch(self, request: _Request) -> _Fetched:
         samples, errors = [], []
         for index, key in zip(request.indices, request.keys, strict=True):
-            if seeded:
+            if self.samples_draw:
                 augmentation_stream(request.seed, request.epoch, key)
             try:
                 samples.append(self.dataset[index])
             except self.tolerated as error:
                 errors.append((index, " ".join(str(error).split())))
-        if seeded:
+        if self.collate_draws:
             collation_stream(request.seed, request.epoch, request.keys[0])
         return _Fetched(self.collate(samples) if samples else None, errors)
 
@@ -350,17 +337,18 @@ def _data_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=persistent and num_workers > 0,
-        worker_init_fn=partial(follow, os.getpid()),
+        worker_init_fn=follow_the_trainer,
         generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator
     )
 
 
-def follow(trainer: int, _worker: int) -> None:
+def follow_the_trainer(_worker: int) -> None:
     """Leaves the trainer's process group, which a launcher signals as a whole: the trainer ends its loaders itself.
 
     If the trainer is killed, the kernel ends them, even in a read that never returns.
     """
     os.setpgid(0, 0)
     ask_for_signal(signal.SIGKILL)
-    if os.getppid() != trainer:  # it has died before
+    trainer = multiprocessing.parent_process()  # also where a fork server is the parent that the kernel knows
+    if trainer is not None and not trainer.is_alive():  # it has died before
         os._exit(1)

@@ -59,8 +59,11 @@ class Order(ABC):
         return found
 
     def checksum(self) -> Checksum | None:
-        """Returns what the samples of a whole epoch add up to; None if that differs from epoch to epoch."""
-        return Checksum.of_range(self.num_samples)
+        """Returns what the samples of an epoch add up to; None if that is not known, or differs from epoch to epoch.
+
+        If `length` is `num_samples`, each sample is expected once.
+        """
+        return Checksum.of_range(self.num_samples) if self.length == self.num_samples else None
 
     def in_words(self) -> str:
         """Returns the order's name, and the choices that it depends on beside the data set."""

@@ -13,7 +13,8 @@ there (`device_copies.py`), also those that loader processes have fetched.
 
 A thread shares the random generators with the forward that runs beside it, and a connection to a data base may be bound
 to the thread that has opened it. So only data that say so are read ahead: those with a true attribute `may_read_ahead`,
-as files have whose format draws nothing. `loader_workers=1` gives all others a process of their own.
+as files have whose format draws nothing, and without a `collate` of the user's own. `loader_workers=1` gives the others
+a process of their own.
 
 Batches, their order and their random numbers are the same with and without the thread.
 
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+THREAD = "ddp-read-ahead"  # its name
 AHEAD = 2  # batches
 _NUM_MEASURED = 3  # batches, after the first, which opens files
 _WORTH_S = 0.5e-3  # of waiting for a batch; handing one over takes a tenth of that
@@ -84,7 +86,7 @@ class ReadAhead:
         is_wanted = self._is_wanted = threading.Event()
         is_wanted.set()
         arguments = (batches, fetched, is_wanted)
-        self._thread = threading.Thread(target=_fetch, args=arguments, name="ddp-read-ahead", daemon=True)
+        self._thread = threading.Thread(target=_fetch, args=arguments, name=THREAD, daemon=True)
         self._thread.start()
         try:
             while (batch := _taken(fetched, is_wanted)) is not _END:

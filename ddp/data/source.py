@@ -125,7 +125,10 @@ def digest_of(values: Any) -> str | None:
     digest = hashlib.sha256()
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            if leaf.layout != torch.strided or leaf.is_meta or leaf.is_nested:
+                return None
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            digest.update(plain.view(-1).view(torch.uint8).numpy().tobytes())
         elif hasattr(leaf, "__array_interface__") and (array := np.asarray(leaf)).dtype != object:
             digest.update(np.ascontiguousarray(array).tobytes())
         elif leaf is None or isinstance(leaf, (int, float, str, bytes)):

@@ -18,6 +18,7 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.iterable import IterableLoader, Uneven
 from ddp.data.sampler import StepPlan
 from ddp.errors import ConfigError
+from ddp.log import log
 from ddp.wording import counted
 
 
@@ -72,18 +73,19 @@ class StreamFeed:
             self._is_over = True
 
     def _check(self, firsts: list[tuple[str, ...] | None]) -> None:
-        """Raises ConfigError if a stream that all ranks should share is not one, or the other way round."""
+        """Raises ConfigError if ranks should share one stream and do not; warns if they should not and seem to."""
         known = {rank: first for rank, first in enumerate(firsts) if first is not None}
         num_compared = min(map(len, known.values()), default=0)
         if len(known) < 2 or not num_compared:
             return
         found = {rank: first[:num_compared] for rank, first in known.items()}
         most = Counter(found.values()).most_common(1)[0][0]
-        if self._loader.sampler.shares_itself and len(set(found.values())) < len(found):
+        if self._loader.sampler.shares_itself and len(set(found.values())) < len(found) and self._comm.rank == 0:
             twice = [rank for rank, first in found.items() if first == most]
-            raise ConfigError(
-                f"sharding='off': ranks {', '.join(map(str, twice))} begin with the same samples, so they read the "
-                "same stream; leave sharding out, or let the data share themselves out by rank"
+            log.warning(
+                "sharding='off': ranks %s begin with %s; if they read the same stream, leave sharding out, or let the "
+                "data share themselves out by rank",
+                *(", ".join(map(str, twice)), f"the same {counted(num_compared, 'sample')}"),
             )
         if not self._loader.sampler.shares_itself and len(set(found.values())) > 1:
             raise ConfigError(

@@ -421,6 +421,8 @@ def test_lists_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["links/[xy].*"], r"x.words and \S+/links/y.words are the same file"),
         (["sub/**/*.tar"], r"sub/b.tar and \S+/sub/again/b.tar are the same file"),
         (["again/b.tar", "sub/b.tar"], r"sub/b.tar and \S+/again/b.tar are the same file"),
+        (["gone"], "gone/z.words is a link to a file that does not exist: restore the file"),
+        (["gone/*"], "gone/z.words is a link to a file that does not exist"),
         (["loop"], r"loop/self.words cannot be looked up \(Too many levels of symbolic links\): ."),
         (["a" * 5000], r"a+ cannot be looked up \(File name too long\): ."),
         (["a\0b"], r"a.x00b' is no address: ."),
@@ -430,8 +432,8 @@ def test_lists_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_addresses_that_mean_nothing_are_named(addresses: list[str], message: str, tmp_path: Path) -> None:
     make(tmp_path, "a.words", "sub/b.tar")
     (tmp_path / "empty.words").write_text("")
-    make(tmp_path, "links/x.words", "loop/x.words", "[1]/x.words")
-    for link, target in (("links/y.words", "x.words"), ("loop/self.words", "self.words")):
+    make(tmp_path, "links/x.words", "loop/x.words", "gone/x.words", "[1]/x.words")
+    for link, target in (("links/y.words", "x.words"), ("loop/self.words", "self.words"), ("gone/z.words", "nowhere")):
         (tmp_path / link).symlink_to(target)
     for link in ("again", "sub/again"):
         (tmp_path / link).symlink_to(tmp_path / "sub")

@@ -11,6 +11,7 @@ import sys
 import time
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,6 +92,46 @@ def test_samples_that_seldom_draw_have_the_numbers_of_their_keys_from_the_first_
     whole = expected(3, 0, 64)
     assert rows == {index: whole[index] if index % 4 == 3 else [index, 0, 0, 0] for index in range(64)}
     loader.close()
+
+
+def from_initial_seed() -> float:
+    return np.random.default_rng(torch.initial_seed() % 2**32).random()
+
+
+def from_a_fork() -> float:
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(()).item()
+
+
+def from_a_state_put_back() -> float:
+    state, drawn = random.getstate(), random.random()
+    random.setstate(state)
+    return drawn
+
+
+class DrawsUnseen(Augmented):
+    """Draws without a trace in the generators."""
+
+    def __init__(self, length: int, draw: Any) -> None:
+        super().__init__(length)
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.draw()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("draw", [from_initial_seed, from_a_fork, from_a_state_put_back])
+def test_draws_without_a_trace_have_the_numbers_of_their_keys(draw):
+    rows = []
+    for world_size, num_workers in ((1, 0), (2, 0), (1, 1)):
+        loaders = [
+            TrainLoader(DrawsUnseen(13, draw), sampler_of(r, world_size), num_workers=num_workers)
+            for r in range(world_size)
+        ]
+        rows.append(sorted(row for loader in loaders for batch in read_through(loader) for row in batch.tolist()))
+        for loader in loaders:
+            loader.close()
+    assert rows[0] == rows[1] == rows[2] and len({value for _, value in rows[0]}) == 13
 
 
 def masked(samples: list[torch.Tensor]) -> torch.Tensor:

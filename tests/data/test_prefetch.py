@@ -49,6 +49,8 @@ class Quick(Slow):
 
 
 class Augmented(Slow):
+    may_read_ahead = False
+
     def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index) + torch.rand(())
 
@@ -240,7 +242,8 @@ def test_a_step_waits_for_the_copy_and_the_allocator_for_the_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
     copies = DeviceCopies(torch.device("cuda"))
-    batch = {"x": torch.zeros(2).as_subclass(Moving), "other": "a text"}
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])  # moves itself
+    batch = {"x": torch.zeros(2).as_subclass(Moving), "other": ["a text", packed]}
     Streams.log.clear()
     assert copies.finish(copies.begin(batch)) == batch
     copying = copies._stream
