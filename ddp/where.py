@@ -84,23 +84,33 @@ def starts_of(run: Path) -> list[Start]:
     Raises:
         ConfigError: the folder holds no run, or its data are gone.
     """
+    path = run / STARTS
+    if not path.is_file():
+        raise ConfigError(f"{run} holds no {STARTS}: is it the folder of a run of {program()} train?")
     try:
-        noted = [json.loads(line) for line in (run / STARTS).read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run} holds no {STARTS}: is it the folder of a run of {program()} train?") from error
+        noted = [_noted(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{path} is damaged ({cause}): no answer can be had from it") from error
+    if not noted:
+        raise ConfigError(f"{path} is empty: no answer can be had from it")
     found: list[Start] = []
-    for each in noted:
-        position = each["position"] or {"step": 0, "sampler": None}
-        step: int = position["step"]
+    for config, folder, step, state in noted:
         found = [
             start._replace(last_step=step if start.last_step is None else min(step, start.last_step))
             for start in found
             if start.step < step  # what came after it was lost
         ]
-        config, folder = from_plain(each["settings"]), Path(each["folder"])
         with contextlib.chdir(folder if folder.is_dir() else "."):  # relative paths are meant from there
-            found.append(Start(config, load_data(config), step, position["sampler"]))
+            found.append(Start(config, load_data(config), step, state))
     return found
+
+
+def _noted(line: Any) -> tuple[Config, Path, int, Mapping[str, Any] | None]:
+    """Returns settings, folder, step and sampler's state of a line of starts.jsonl."""
+    position = line["position"]
+    step, state = (0, None) if position is None else (int(position["step"]), dict(position["sampler"]))
+    return from_plain(line["settings"]), Path(line["folder"]), step, state
 
 
 def samples_of_step(starts: list[Start], step: int) -> str:
@@ -111,7 +121,8 @@ def samples_of_step(starts: list[Start], step: int) -> str:
     """
     start = next((start for start in reversed(starts) if start.step < step), starts[0])
     samplers = start.samplers()
-    if not start.step < step <= (last := start.end(samplers[0])):
+    if not start.step < step <= start.end(samplers[0]):
+        last = starts[-1].end(starts[-1].samplers()[0])
         raise ConfigError(f"--step {step}: the run has steps {starts[0].step + 1:,} to {last:,}")
     lines = []
     for rank, sampler in enumerate(samplers):
@@ -139,22 +150,28 @@ def place_of_sample(starts: list[Start], sample: int, epoch: int) -> str:
     if epoch < 0:
         raise ConfigError(f"--epoch {epoch}: epochs are counted from 0")
     name = f"sample {sample}{_file_of(samples, sample)}, epoch {epoch}"
-    found = [each for start in starts for each in _places(start, sample, epoch, is_last=start is starts[-1])]
+    found = [
+        each
+        for start in starts
+        for each in _places(start, sample, epoch, is_first=start is starts[0], is_last=start is starts[-1])
+    ]
     return "\n".join(f"{name}: {each}" for each in found) or f"{name}: not drawn"
 
 
-def _places(start: Start, sample: int, epoch: int, *, is_last: bool) -> Iterator[str]:
-    """Yields who reads a sample in the steps of one start; the last start also tells what no step reads."""
+def _places(start: Start, sample: int, epoch: int, *, is_first: bool, is_last: bool) -> Iterator[str]:
+    """Yields who reads a sample in the steps of one start; the first and the last also tell what is outside of them."""
     samplers = start.samplers()
     first, origin = samplers[0], samplers[0].position
     end = start.end(first)
     for position in first.order.positions(sample, seed=first.state.seed, epoch=epoch):
         where = epoch * first.length + position
-        if first.is_left_out(where):
-            if is_last:
-                yield "left out, by data.skip_steps"
+        if (skipped := first.left_out_from(where)) is not None:
+            if is_last or skipped <= end + 1:
+                yield f"left out, by data.skip_steps={start.config.data.skip_steps}"
             continue
         if where < origin:
+            if is_first:
+                yield f"read before step {start.step + 1:,}, with which this run began"
             continue
         step = first.step_at(where)
         if step <= end:

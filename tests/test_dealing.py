@@ -16,7 +16,7 @@ from ddp.data.sampler import TrainSampler, sampler_of
 from ddp.data.splits import Splits
 from ddp.dealing import check_dealing, dealing, sampler_for
 from ddp.errors import ConfigError
-from ddp.where import Start, place_of_sample, samples_of_step
+from ddp.where import Start, place_of_sample, samples_of_step, starts_of
 
 
 class Named(list):
@@ -115,6 +115,9 @@ def test_each_start_of_a_run_answers_for_its_own_steps():
             assert lines and f" {sample} " in f"{answer} ".replace("\n", " ")
             epoch = int(answer.split("in epoch ")[1].split(":")[0])
             assert f"step {step}, rank {rank}, loader process {loader}" in place_of_sample(starts, sample, epoch)
+    begins_later = [start for start in starts if start.step >= 5]
+    early = next(sample for *_, sample in read[1])
+    assert "epoch 0: read before step 6, with which this run began" in place_of_sample(begins_later, early, 0)
     left_out = set(range(40)) - {i for step, who in read.items() if step <= 8 for *_, i in who}
     assert any("left out, by data.skip_steps" in place_of_sample(starts, sample, 0) for sample in left_out)
 
@@ -198,6 +201,27 @@ def test_what_is_left_out_may_begin_with_an_epoch_and_the_one_before_still_ends(
     assert found == [(1, True), (2, True)]
 
 
+def test_what_was_to_be_left_out_next_can_be_taken_back():
+    first = TrainSampler(47, global_batch=10, rank=0, world_size=1, skip_steps=(4, 8))
+    for _ in range(3):
+        first.commit(next(first.plans()))
+    assert first.position == 77
+    for skip_steps, position in (((4, 8), 77), (None, 30), ((5, 6), 30), ((4, 4), 40)):
+        second = TrainSampler(47, global_batch=10, rank=0, world_size=1, skip_steps=skip_steps)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.position == position
+
+
+def test_steps_that_were_left_out_stay_behind_if_epochs_become_longer():
+    choices = {"rank": 0, "world_size": 1, "skip_steps": (2, 3)}
+    first = TrainSampler(40, global_batch=10, **choices)
+    while first.state.epoch < 1:
+        first.commit(next(first.plans()))
+    second = TrainSampler(20, global_batch=10, **choices)  # half as many samples from now on
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.position == 20 and second.end(epochs=2, num_steps=None)[0] == 2
+
+
 @pytest.mark.parametrize("made", range(1, 9))
 @pytest.mark.parametrize(("first", "last"), [(4, 5), (6, 6), (5, 8), (8, 12)])
 def test_steps_may_be_left_out_from_a_resume_on(made, first, last):
@@ -254,6 +278,13 @@ def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit):
             main(["where", str(tmp_path), *words])
         assert says in capsys.readouterr().err
+    for text, says in [("", "is empty"), ("[1]\n", "is damaged"), ("{}\n", "is damaged"), ("null\n", "is damaged")]:
+        (tmp_path / "starts.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=f"starts.jsonl {says}"):
+            starts_of(tmp_path)
+    for step in (0, -3, 13):
+        with pytest.raises(ConfigError, match=f"--step {step}: the run has steps 1 to 12"):
+            samples_of_step([Start(CASES[0], SPLITS)], step)
     for sample, epoch, says in [(40, 0, "samples 0 to 39"), (-1, 0, "--sample -1"), (3, -1, "--epoch -1")]:
         with pytest.raises(ConfigError, match=says):
             place_of_sample([Start(CASES[0], SPLITS)], sample, epoch)

@@ -132,7 +132,7 @@ class IterableSampler(TrainSampler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, with its seed."""
-        if state.get("order") != self.order.in_words():
+        if state.get("order") != self.order.identity:
             raise ConfigError(
                 "the state belongs to data with a length, and these are a stream: give the same data, or start without"
             )

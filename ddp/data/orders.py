@@ -76,8 +76,8 @@ class Order(ABC):
     @cached_property
     def identity(self) -> str:
         """Returns a text that is the same for equal orders only, because a position in an epoch is one of its order."""
-        contents = self.contents()
-        return f"{self.in_words()} ({digest_of_numbers(*contents)})" if contents else self.in_words()
+        sizes = np.array([self.num_samples, self.length])
+        return f"{self.in_words()} ({self.length} positions, {digest_of_numbers(sizes, *self.contents())})"
 
 
 class Checksum(NamedTuple):

@@ -82,12 +82,14 @@ def digest_of_numbers(*arrays: NDArray[Any]) -> str:
 
 def _array(values: Any) -> NDArray[Any] | None:
     """Returns values as an array; None if they are none."""
-    if isinstance(values, Tensor):
-        plain = values.detach().cpu()
-        values = (plain.double() if plain.is_floating_point() else plain).numpy()
+    if np.ma.is_masked(values):
+        return None
     try:
+        if isinstance(values, Tensor):
+            plain = values.detach().cpu()
+            values = (plain.double() if plain.is_floating_point() else plain).numpy()
         return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError):  # lists of unequal lengths, say
+    except (ValueError, TypeError, RuntimeError):  # lists of unequal lengths, or sparse tensors, say
         return None
 
 

@@ -279,9 +279,10 @@ class TrainSampler:
         left, end = self.sizes.end(ahead.stop, epochs=epochs, num_steps=rest)
         return before + left, end
 
-    def is_left_out(self, position: int) -> bool:
-        """Returns True if the sample at a position of the run is skipped."""
-        return any(each.start <= position < each.stop for each in self._skips)
+    def left_out_from(self, position: int) -> int | None:
+        """Returns the first step of the range in which the sample at a position is skipped, if that lies ahead."""
+        ahead = (each for each in self._skips if each.first > self._origin[0])
+        return next((each.first for each in ahead if each.start <= position < each.stop), None)
 
     def step_at(self, position: int) -> int:
         """Returns the number of the run's step that has the sample at a position, not before the state loaded."""
@@ -352,9 +353,15 @@ class TrainSampler:
         return promised
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns seed, epoch, consumed, and what they belong to: equal on all ranks, and valid at any world size."""
-        done = [list(each) for each in self._skips if each.stop <= self.position]
-        return {**self._state._asdict(), "order": self.order.identity, "num_steps": self._num_steps, "skipped": done}
+        """Returns seed, epoch, consumed, and what they belong to: equal on all ranks, and valid at any world size.
+
+        Steps that were to be left out next are not yet: who goes on may leave out others.
+        """
+        state, skips = self._state, [each for each in self._skips if each.stop <= self.position]
+        if skips and skips[-1].stop == self.position and skips[-1][:2] == self._skip_steps:
+            state = SamplerState(state.seed, *divmod(skips.pop().start, self.length))
+        about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}
+        return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
 
     def places(self) -> Any:
         """Returns what a state needs beside the state of all ranks: nothing, but for data that are a stream."""
@@ -379,7 +386,10 @@ class TrainSampler:
             )
         position = loaded.epoch * self.length + loaded.consumed
         num_steps = int(state.get("num_steps", self.sizes.num_steps(0, position)))
-        self._begin(loaded, num_steps=num_steps, skipped=[Skipped(*each) for each in state.get("skipped", ())])
+        skipped = [Skipped(*each) for each in state.get("skipped", ())]
+        if state.get("length", self.length) != self.length:  # their positions were those of other epochs
+            skipped = [each._replace(start=0, stop=0) for each in skipped]
+        self._begin(loaded, num_steps=num_steps, skipped=skipped)
 
 
 class EvaluationSampler(Sampler[int]):

@@ -73,6 +73,11 @@ def dealt(
     if sharding == "file":
         return _by_file(blocks, order, num_shards=num_shards, batch=batch)
     if callable(sharding):
+        if order is not None:
+            raise ConfigError(
+                f"a sharding function says which samples a shard has, in a random order; leave the order "
+                f"({order.in_words()}) out"
+            )
         lists = _own_lists(sharding, len(samples), num_shards)
         return Dealt(Lanes(lists, lists.sizes, batch=batch), lists.note())
     if batch % num_shards:

@@ -191,7 +191,7 @@ def test_steps_broken_off_and_epochs_abandoned(num_workers):
         if number == 4:
             break
     assert loader.sampler.state == SamplerState(3, 0, 25)
-    there = {"seed": 8, "epoch": 2, "consumed": 10, "order": "permutation"}
+    there = {"seed": 8, "epoch": 2, "consumed": 10, "order": loader.sampler.order.identity}
     loader.sampler.load_state_dict(there)  # the seed travels with the request
     rows = []
     for plan, micros in loader.epoch():

@@ -178,7 +178,9 @@ def test_equal_orders_have_equal_names_and_others_have_not():
     """A position in the middle of an epoch is good for the very same order only."""
     makers = [
         lambda: Permutation(8),
+        lambda: Permutation(9),
         lambda: Fixed(8),
+        lambda: Weighted([1.0] * 8, length=9),
         *(lambda sizes=sizes: Blocks(sizes, window=2) for sizes in ([4, 4], [3, 5], [2, 6])),
         lambda: Blocks([4, 4], window=3),
         *(lambda classes=classes: Stratified(classes) for classes in ([0, 1] * 4, [0, 0, 1, 1] * 2)),
@@ -217,6 +219,8 @@ def test_every_batch_has_its_share_of_every_class():
         (lambda: Weighted([1.0, -2, 3]), r"weights\[1\]=-2: .* at least 0"),
         (lambda: Weighted(["a", "b"]), "weights holds str"),
         (lambda: Weighted({0: 1.0}), "weights is a dict"),
+        (lambda: Weighted(np.ma.array([1.0, 2], mask=[0, 1])), "weights is a MaskedArray"),
+        (lambda: Weighted(torch.eye(2).to_sparse()[0]), "weights is a Tensor"),
         (lambda: Weighted([1.0, [2]]), "weights is a list"),
         (lambda: Weighted([1.0], length=-3), "length=-3: must be a whole number"),
         (lambda: Permutation(3.5), "num_samples=3.5"),

@@ -153,7 +153,7 @@ def test_resume_at_other_world_sizes_again_and_again(length, sizes, choice):
             sampler.load_state_dict(state or {"seed": 2, "epoch": 0, "consumed": 0})
         done += train(samplers, choice.draw(st.integers(0, 12 - len(done))))
         state = samplers[-1].state_dict()
-        assert set(state) == {"seed", "epoch", "consumed", "order", "num_steps", "skipped"}
+        assert set(state) == {"seed", "epoch", "consumed", "order", "length", "num_steps", "skipped"}
     assert done == expected[: len(done)]
 
 

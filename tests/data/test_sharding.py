@@ -183,6 +183,7 @@ def strided_24(shard: int, num_shards: int) -> range:
         ({"sharding": lambda v: [v]}, "failed: TypeError: .* takes 1 positional"),
         ({"sharding": lambda v, V: [-1]}, "returned sample -1"),
         ({"sharding": lambda v, V: range(v, 2)[:1], "batch": 3}, "2 samples cannot be dealt to 3 shards: take fewer"),
+        ({"sharding": lambda v, V: range(8), "order": Fixed(24)}, r"leave the order \(fixed\) out"),
         ({"sharding": lambda v, V: []}, "no sample for any of 3 shards"),
         ({"sharding": lambda v, V: range(8 * (v == 0), 24)}, "shard 0 of 3 has 16 samples, .* give all shards about"),
     ],

@@ -251,6 +251,11 @@ def test_a_grown_data_set_is_told_on_resume(tmp_path: Path, caplog: pytest.LogCa
     train_loop(
         state, Classification(), Source(data), max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
     )
+    with pytest.raises(ConfigError, match=r"permutation \(40 positions, .* samples would be read twice or never"):
+        restore(load(store.folder), in_one_process(41)[0], identity={})
+    train_loop(  # to the end of the epoch
+        state, Classification(), Source(data), max_steps=4, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
+    )
     for num_samples, words in [(40, ""), (41, "training_samples was 40, is 41")]:
         caplog.clear()
         restore(load(store.folder), in_one_process(num_samples)[0], identity={})
