@@ -53,7 +53,7 @@ class _Endless(Fixed):
         super().__init__(ENDLESS)
 
     def in_words(self) -> str:
-        """Returns what a saved state says."""
+        """Returns the order's name."""
         return "a stream"
 
 
