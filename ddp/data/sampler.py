@@ -33,7 +33,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice, takewhile
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -344,12 +344,14 @@ class TrainSampler:
     def promised(self, epoch: int) -> Checksum | None:
         """Returns what the samples of all ranks add up to in an epoch; None if the order does not say."""
         promised, first = self.order.checksum(), epoch * self.length
+        if promised is None:
+            return None
         state = SamplerState(self._state.seed, epoch, 0)
         for each in self._skips:
             begin, end = max(first, each.start) - first, min(first + self.length, each.stop) - first
-            for block in range(begin, end, _PROMISED) if promised is not None else ():
+            for block in range(begin, end, _PROMISED):
                 positions = np.arange(block, min(block + _PROMISED, end))
-                promised = cast(Checksum, promised).without(Checksum.of(self._samples(positions, state)))
+                promised = promised.without(Checksum.of(self._samples(positions, state)))
         return promised
 
     def state_dict(self) -> dict[str, Any]:
