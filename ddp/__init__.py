@@ -66,6 +66,7 @@ Read next: `errors.py`.
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -127,7 +128,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ddp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    drawn = random.getstate()  # importing rich draws a number, which would be missing in the user's program
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    finally:
+        random.setstate(drawn)
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,7 @@ from ddp.precision.autocast import Precision, forward_precision
 from ddp.replica.replica import Replica
 from ddp.tasks.loss_function import Reduction, as_task
 from ddp.tasks.task import Task, outputs_of
+from ddp.train.given_back import modes_kept
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
 
@@ -140,17 +141,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     No forward synchronises buffers meanwhile, because a rank with fewer samples makes fewer forwards.
     """
     replicas = [each for each in model.modules() if isinstance(each, Replica)]  # also one inside torch.compile's
-    modes = [(module, module.training) for module in model.modules()]
-    with ExitStack() as stack:
+    with modes_kept(model), ExitStack() as stack:
         for replica in replicas:
             replica.sync_buffers()
             stack.enter_context(replica.without_buffer_sync())
         model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        yield
 
 
 def _global_means(comm: Communicator, sums: dict[str, tuple[float, float]]) -> dict[str, float]:

@@ -46,7 +46,7 @@ from ddp.files import json_object
 from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
-from ddp.optim.schedules import RateSchedule, base_rates, set_rate
+from ddp.optim.schedules import RateSchedule, base_rates
 from ddp.optim.torch_schedule import Moment
 from ddp.precision.autocast import Precision
 from ddp.precision.loss_scale import LossScale
@@ -71,6 +71,7 @@ from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_ide
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.data_checks import EpochCheck
 from ddp.train.evaluate import evaluate
+from ddp.train.given_back import gives_back
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, summary_of, write_summary
@@ -84,6 +85,7 @@ SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if core
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
 
 
+@gives_back
 def fit(
     model: nn.Module,
     data: Any,
@@ -187,7 +189,7 @@ def fit(
         hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
         num_shards, micro_size: number of parts of a batch, and largest number of samples per forward; larger shares are
             accumulated (`TrainSampler`).
-        seed: of the samples' order and of dropout.
+        seed: of the samples' order and of dropout. The program's own generators are afterwards as before.
         checkpoint_dir: the folder of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json,
             curves.png. Unless given, a new one below runs/. None: nothing is written.
         checkpoint_every_steps: None: at the end of every epoch.
@@ -282,10 +284,6 @@ def fit(
         dealing = ""
     else:
         sampler, dealing = sampler_of(source.samples, order=order, sharding=sharding, **shares)
-    loss_scale = LossScale() if precision == "fp16" else None
-    masters = master_weights(replica, precision)
-    state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
-    rates_are_new = not any("initial_lr" in group for group in optimizer.param_groups)
     arguments = {
         **settings_of(task, optimizer, sampler, schedule),
         "epochs": epochs,
@@ -302,14 +300,20 @@ def fit(
     alike = {"max_unreadable": max_unreadable, "uneven": uneven, "cache": cache, "debug_data": debug_data}
     refuse_disagreement(comm, {**arguments, **alike}, source, test)
     source = with_cache(source, comm) if cache else source
-    settings = arguments if settings is None else settings
-    identity = run_identity(comm, replica, settings)
-    run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
-    if start is not None:
-        restore(read_checkpoint(comm, start), state, identity=identity)
-    num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
-    if not num_steps and skip_steps is not None:
-        raise ConfigError(f"skip_steps={list(skip_steps)}: leaves out all steps of the run; name fewer")
+    loss_scale = LossScale() if precision == "fp16" else None
+    masters = master_weights(replica, precision)
+    state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
+    identity = run_identity(comm, replica, arguments if settings is None else settings)
+    try:
+        run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
+        if start is not None:
+            restore(read_checkpoint(comm, start), state, identity=identity)
+        num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
+        if not num_steps and skip_steps is not None:
+            raise ConfigError(f"skip_steps={list(skip_steps)}: leaves out all steps of the run; name fewer")
+    except BaseException:
+        state.update.finish()  # no step was made, so that nothing has to be gathered
+        raise
     begins_anew, num_left = resume is not None and start is None, num_steps - state.step
     notes = _headline(state, num_steps)
     notes += [dealing] if dealing else []
@@ -370,10 +374,6 @@ def fit(
 
     # 4  the results
     state.update.finish()
-    if scheduler is None:  # as fit found them, so that another fit begins with the rates that its caller sets
-        set_rate(optimizer, base_rates(optimizer), 1.0)
-        for group in optimizer.param_groups if rates_are_new else ():
-            del group["initial_lr"]
     if known := noise.scale.estimate():
         _say(comm, known.in_words(), progress=progress)
     if (kept := cache_of(source.samples)) is not None:

@@ -1,6 +1,6 @@
 """The progress bar, on rank 0 only: steps and time left, and whatever else the terminal has room for.
 
-Read before: `stopping.py`. Read next: `traffic_hint.py`.
+Read before: `given_back.py`. Read next: `traffic_hint.py`.
 """
 
 from __future__ import annotations

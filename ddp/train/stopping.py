@@ -14,7 +14,7 @@ within `ECHO_S` of the first one are the same wish.
 | SIGHUP           | a terminal that closes                   | unless it is ignored (`nohup`) or the   |
 | SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has a handler of its own |
 
-Read before: `initial_weights.py`. Read next: `progress.py`.
+Read before: `initial_weights.py`. Read next: `given_back.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,144 @@
+"""What a fit and an evaluation change of the process, and of the model, is as before when they are over."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, lr_scheduler
+
+import ddp
+from ddp.errors import ConfigError, Diverged
+from ddp.train.callbacks import Callback
+from ddp.train.state import StepReport, TrainState
+from ddp.transport.simulated import SimulatedNetwork
+
+X, CLASSES = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+
+
+def state_of_process() -> dict[str, Any]:
+    """Returns what a program may notice of what another part of it has done."""
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": random.getstate(),
+        "numpy": pickle.dumps(np.random.get_state()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "numbers": (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device()),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled()),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled()),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "paths": (list(sys.path), dict(os.environ), Path.cwd(), list(sys.argv)),
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+        "warnings": (list(warnings.filters), warnings.showwarning, logging.root.level, list(logging.root.handlers)),
+        "output": (sys.stdout, sys.stderr, sys.excepthook, threading.excepthook, sys.displayhook),
+        "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), sys.gettrace(), np.geterr()),
+        "running": sorted(thread.name for thread in threading.enumerate()),
+    }
+
+
+def state_of_model(model: nn.Module, optimizer: SGD) -> dict[str, Any]:
+    return {
+        "modes": [layer.training for layer in model.modules()],
+        "frozen": [parameter.requires_grad for parameter in model.parameters()],
+        "dtypes": [(p.dtype, p.stride(), p.untyped_storage().nbytes()) for p in model.parameters()],
+        "hooks": [(len(layer._forward_hooks), len(layer._state_dict_hooks)) for layer in model.modules()],
+        "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
+    }
+
+
+class Fails(Callback):
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        raise OSError("no space left")
+
+
+def noisy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Is a loss that ends each step with every generator somewhere else."""
+    return F.cross_entropy(outputs, targets) + 0 * (torch.rand(()) + random.random() + np.random.rand())
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {"test_data": (X, CLASSES)},
+    "failing": {"callbacks": [Fails()], "schedule": ddp.optim.cosine()},
+    "diverging": {"schedule": ddp.optim.cosine(), "data": (X * float("nan"), CLASSES)},
+    "sharded": {"sharded": True, "schedule": ddp.optim.cosine()},
+    "bf16_pure": {"precision": "bf16_pure"},
+    "refused": {"precision": "bf16_pure", "epochs": None},
+}
+
+
+@pytest.mark.parametrize("case", HOW)
+def test_the_process_is_as_a_fit_has_found_it(case: str, tmp_path: Path) -> None:
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
+    model[1].eval()
+    model[0].bias.requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ddp.fit, ddp.evaluate  # noqa: B018  # imported here, because modules stay
+    how: dict[str, Any] = {"data": (X, CLASSES), "loss": noisy, "progress": False, "curves": False, "global_batch": 10}
+    how |= {"epochs": 1, "checkpoint_dir": tmp_path, "comm": comm, **HOW[case]}
+    before = state_of_process(), state_of_model(model, optimizer)
+    try:
+        ddp.fit(model, optimizer=optimizer, **how)
+    except (OSError, Diverged, ConfigError):
+        assert case in ("failing", "diverging", "refused")
+    assert (state_of_process(), state_of_model(model, optimizer)) == before
+    ddp.evaluate(model, (X, CLASSES), loss=F.cross_entropy, comm=comm)
+    ddp.predict(model, (X, CLASSES), comm=comm)
+    assert (state_of_process(), state_of_model(model, optimizer)) == before
+
+
+def test_a_run_that_is_resumed_gives_back_what_it_takes_from_the_checkpoint(tmp_path: Path) -> None:
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    for epochs in (1, 2):
+        model = nn.Linear(6, 3)
+        torch.manual_seed(epochs)
+        before = state_of_process()
+        ddp.fit(
+            model, (X, CLASSES), SGD(model.parameters(), lr=0.1), loss=noisy, global_batch=10, epochs=epochs,
+            checkpoint_dir=tmp_path, resume="auto", progress=False, curves=False, comm=comm,
+        )  # fmt: skip
+        assert state_of_process() == before
+
+
+def test_rates_of_a_scheduler_that_is_not_used_are_left_alone() -> None:
+    model = nn.Linear(6, 3)
+    optimizer, seen = SGD(model.parameters(), lr=0.1), list[float]()
+    lr_scheduler.ConstantLR(optimizer, factor=0.5)
+    optimizer.param_groups[0]["lr"] = 0.02
+
+    class Rates(Callback):
+        def step_end(self, state: TrainState, report: StepReport) -> None:
+            seen.append(report.rate)
+
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 20, "epochs": 1, "checkpoint_dir": None}
+    ddp.fit(model, (X, CLASSES), optimizer, progress=False, comm=comm, callbacks=[Rates()], **how)
+    assert seen == [0.02, 0.02]
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["initial_lr"]) == (0.02, 0.1)
+
+
+def test_to_import_a_name_draws_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As importing rich does, which most names need."""
+    (tmp_path / "drawing.py").write_text("import random; Drawn = random.random()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(ddp._HOMES, "Drawn", "drawing")
+    random.seed(3)
+    assert ddp.Drawn == random.random() == random.Random(3).random()
