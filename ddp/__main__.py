@@ -1,6 +1,7 @@
 """Training, and questions, from the command line.
 
-`EXAMPLES` has one of each. `torchrun … -m ddp train` trains as well, in the processes that torchrun has started.
+`EXAMPLES` has one of each. `torchrun … -m ddp train` trains as well, in the processes that torchrun has started; so do
+`mpirun` and `srun` (`comm/place.py`).
 
 Each question is one function below: it adds its subcommand, and defines how to answer it.
 
@@ -105,11 +106,12 @@ def main(argv: Sequence[str]) -> int:
 def train(settings: Sequence[str]) -> NoReturn:
     """Trains with these settings, which Hydra reads; ends the process."""
     from ddp import launcher, under_torchrun
+    from ddp.comm.place import is_rank
 
     sys.argv = [f"{program()} train", *settings]
-    if launcher.started_by_torchrun():
-        under_torchrun.main()
-    launcher.main()
+    with launcher.bad_input_to(launcher.exit_with_error):
+        main = under_torchrun.main if is_rank() else launcher.main
+    main()
 
 
 def draw_question(questions: Questions) -> None:
@@ -250,7 +252,8 @@ def explain_question(questions: Questions) -> None:
     """Adds `explain`: which way would "auto" choose for an all-reduce of that size on this machine?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.launcher import launch, started_by_torchrun
+        from ddp.comm.place import is_rank
+        from ddp.launcher import launch
 
         nbytes, compute_s = parse_size(options.bytes), parse_delay(options.compute or "0s")
         if options.compute and not options.hooks:
@@ -265,7 +268,7 @@ def explain_question(questions: Questions) -> None:
             shared_memory=not options.transport_only,
             compute_s=compute_s if options.hooks else None,
         )
-        if started_by_torchrun():
+        if is_rank():
             return question()
         answers = launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
         return str(answers[0])

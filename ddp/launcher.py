@@ -44,6 +44,7 @@ from typing import Any, NoReturn
 
 from ddp import sweep
 from ddp.address import is_address
+from ddp.comm.place import refuse_workers
 from ddp.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.config_checks import available_cores
 from ddp.config_reader import chosen_in, from_plain, unknown_choice, unknown_key
@@ -66,6 +67,8 @@ CONF = Path(__file__).parent / "conf"
 def main() -> NoReturn:
     """Trains as the command line says: one run, or with `-m` a sweep of runs one after another. Ends the process."""
     keep_writing()
+    with bad_input_to(exit_with_error):
+        refuse_workers("this command", instead=f"take {program()} train, or recipes/train_torchrun.py")
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(page(program()))
         sys.exit(0)
@@ -129,11 +132,6 @@ def main() -> NoReturn:
         if sweep_dir is not None:
             sweep.show(sweep.gather(jobs, varied), sweep_dir)
     sys.exit(next((job.status for job in jobs if job.status), 0))
-
-
-def started_by_torchrun() -> bool:
-    """Returns True in a process that torchrun has started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
@@ -314,7 +312,7 @@ def launch(
         timeout_s: a worker that runs longer ends the launch, and says where it stood. None: no limit.
 
     Raises:
-        ConfigError: `workers` is below 1.
+        ConfigError: `workers` is below 1, or this process is one rank of several already.
         WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first.
         KeyboardInterrupt: Ctrl-C, which has ended the workers, too.
     """
@@ -322,6 +320,8 @@ def launch(
 
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
+    name = getattr(function, "__name__", "function")
+    refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}(…) itself")
     threads = threads_per_worker or max(1, available_cores() // workers)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
         print(f"starting {counted(workers, 'worker')} …", flush=True)

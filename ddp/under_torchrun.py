@@ -1,4 +1,4 @@
-"""A run in processes that torchrun has started: rank 0 composes and prepares it, and all ranks train.
+"""A run in the processes of torchrun, or of another launcher of `comm/place.py`: rank 0 prepares it, and all train.
 
     rank 0     compose, prepare ── "start" ──▶ every rank         config and run directory, or the error
     one rank of each other host    fetch the data there
@@ -24,9 +24,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp.comm.place import Place, place
 from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.engine import CUBLAS_WORKSPACE
@@ -45,30 +47,28 @@ def main() -> NoReturn:
     keep_writing()
     os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/engine.py
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
-    try:
-        rank, world_size, local_workers = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    except KeyError as missing:
-        exit_with_error(
-            f"{missing} is not in the environment: start this with torchrun --nproc-per-node N, or use train.py"
-        )
+    with bad_input_to(exit_with_error):
+        here = place()
+    if here is None:
+        exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or train.py")
+    rank, world_size = here.rank, here.world_size
     follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
 
     import torch
     from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
 
     from ddp.comm.call import Call
-    from ddp.comm.rendezvous import rendezvous as find_ranks
+    from ddp.comm.rendezvous import open_store, rendezvous
     from ddp.comm.setup import ABORT_S, WARN_S
     from ddp.comm.watchdog import Watchdog
     from ddp.rendezvous import ON_LOOPBACK
 
-    if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
-        os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
-    # As in torch.distributed: a client of torchrun's own store, which outlives an attempt, or else rank 0's store.
-    job = PrefixStore("ddp.launcher", next(iter(rendezvous("env://")))[0])
     try:
-        attempt = find_ranks(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        job = PrefixStore("ddp.launcher", open_store(here, timeout=timedelta(seconds=ABORT_S)))
+        attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        local_rank, local_workers = _on_this_host(here, attempt)
+        if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
+            os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
         watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
         if rank == 0:
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None
@@ -80,7 +80,8 @@ def main() -> NoReturn:
             importlib.import_module("ddp.build")  # it takes a second, while rank 0 prepares
             sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
-            watchdog.say(f"data/{rank}", json.dumps(_prepare_host(sent)))
+            fetched = _prepare_host(sent) if rank and not local_rank else {}
+            watchdog.say(f"data/{rank}", json.dumps(fetched))
             for other in range(world_size):
                 fetches = Call(0, f"rank {other} fetches the data of its host")
                 sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))
@@ -164,7 +165,7 @@ def _restarted(earlier: Mapping[str, Any], *, world_size: int) -> tuple[Config, 
 def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
     """Fetches the data for all ranks of this host, which need not share a disk with rank 0's.
 
-    One rank of each host does it; rank 0 has done so already. Returns an `error` if there was one.
+    One rank of each host calls it, except on that of rank 0, which has done so. Returns an `error` if there was one.
     """
     found: dict[str, str] = {}
 
@@ -172,12 +173,21 @@ def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
         found["error"] = f"host {socket.gethostname()}: {message}"
         print_error(found["error"])
 
-    if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
-        with bad_input_to(refuse):
-            from ddp.components import load_data
+    with bad_input_to(refuse):
+        from ddp.components import load_data
 
-            load_data(from_plain(sent["config"]), download=True)
+        load_data(from_plain(sent["config"]), download=True)
     return found
+
+
+def _on_this_host(here: Place, attempt: Any) -> tuple[int, int]:
+    """Returns this rank's number among the ranks of its host, and how many these are."""
+    if here.local_rank is not None and here.local_world_size is not None:
+        return here.local_rank, here.local_world_size
+    attempt.set(f"host/{here.rank}", socket.gethostname())
+    hosts = [attempt.get(f"host/{rank}").decode() for rank in range(here.world_size)]
+    mine = hosts[here.rank]
+    return hosts[: here.rank].count(mine), hosts.count(mine)
 
 
 def _wait_for_readers(store: Any, *, num_readers: int, limit_s: float = 10.0) -> None:

@@ -2,7 +2,7 @@
 
 Used by `setup.py` before every session, and by `launcher.py` before every attempt under torchrun.
 
-Read before: `objects.py`. Read next: `setup.py`.
+Read before: `place.py`. Read next: `setup.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import hashlib
 import json
 import secrets
 import time
+from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ddp.clock import Patience
+from ddp.comm.place import Place
 from ddp.errors import PeerLost
 from ddp.log import log
 
@@ -70,6 +73,23 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
             pause_s = min(2 * pause_s, LOOK_EVERY_S)
     except DistError as error:
         raise out_of_reach(error) from error
+
+
+def open_store(place: Place, *, timeout: timedelta) -> Store:
+    """Returns the store of all ranks: that of torchrun's agent, which outlives an attempt, or else rank 0 serves it.
+
+    Raises:
+        PeerLost: rank 0 cannot be reached.
+    """
+    if not place.address:
+        return HashStore()
+    host = f"[{place.address}]" if ":" in place.address else place.address  # IPv6
+    meeting = torch_rendezvous(f"tcp://{host}:{place.port}", place.rank, place.world_size, timeout=timeout)
+    try:
+        store: Store = next(iter(meeting))[0]
+    except DistError as error:
+        raise out_of_reach(error) from error
+    return store
 
 
 def out_of_reach(error: DistError) -> PeerLost:

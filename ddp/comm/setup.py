@@ -1,8 +1,7 @@
 """Makes communicators from what the environment says: `ddp.init` and `ddp.shutdown`.
 
-`init` takes what is there, in this order: an initialised torch.distributed, torchrun's environment (RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or nothing: then it is a world of one. This module and the launcher are the only
-ones that read the environment.
+`init` takes what is there, in this order: an initialised torch.distributed, the environment of a launcher (`place.py`),
+or nothing: then it is a world of one.
 
     device "auto"     CUDA where there is one, else CPU
     backend "auto"    NCCL where every local rank has a GPU of its own, else Gloo (CUDA tensors staged through the host)
@@ -21,14 +20,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous as open_store
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.allocator import keep_large_blocks
 from ddp.clock import LONGEST_S
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
-from ddp.comm.rendezvous import out_of_reach, rendezvous
+from ddp.comm.place import Place, place
+from ddp.comm.rendezvous import open_store, rendezvous
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import SILENCE_S, Watchdog
 from ddp.comm.way import Order
@@ -46,7 +45,7 @@ class _Process:
     comms: dict[dist.ProcessGroup, Communicator] = field(default_factory=dict)  # by the group that each goes with
     generation: int = -1  # of the last one for all ranks
     owns_torch_distributed: bool = False
-    stores: dict[tuple[str, ...], Store] = field(default_factory=dict)  # by address; each connects once, or serves once
+    stores: dict[Place, Store] = field(default_factory=dict)  # each connects once, or serves once
     handled: BaseException | None = None  # the exception in whose handler the session began
     pid: int = os.getpid()  # a forked child ends for itself
 
@@ -281,7 +280,11 @@ def choose_device(
 
 def _place() -> tuple[int, int]:
     """Returns this process's number on its host, and how many there are on it."""
-    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    found = place()
+    if found is None:
+        return 0, 1
+    local_rank = found.rank if found.local_rank is None else found.local_rank
+    return local_rank, found.local_world_size or found.world_size
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
@@ -301,14 +304,11 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
     timeout = timedelta(seconds=abort_s)
     rank, world_size = 0, 1
     store: Store = HashStore()
-    if "RANK" in os.environ:
-        address = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-        try:
-            if address not in _process.stores:
-                _process.stores[address] = next(iter(open_store("env://", timeout=timeout)))[0]
-        except DistError as error:
-            raise out_of_reach(error) from error
-        rank, world_size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _process.stores[address]
+    if (found := place()) is not None:
+        rank, world_size = found.rank, found.world_size
+        if found not in _process.stores:
+            _process.stores[found] = open_store(found, timeout=timeout)
+        store = _process.stores[found]
     store = rendezvous(PrefixStore("ddp", store), rank, world_size, warn_s=warn_s, abort_s=abort_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return PrefixStore("ddp", store)
