@@ -89,9 +89,13 @@ if TYPE_CHECKING:
     from ddp.tasks.language_model import LanguageModel as LanguageModel
     from ddp.tasks.task import Task as Task
     from ddp.train.callbacks import Callback as Callback
+    from ddp.train.early_stopping import EarlyStopping as EarlyStopping
+    from ddp.train.ema import EMA as EMA
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
+    from ddp.train.state import StepReport as StepReport
+    from ddp.train.state import TrainState as TrainState
     from ddp.trained import load as load
 
 _HOMES = {
@@ -102,15 +106,19 @@ _HOMES = {
     "Communicator": "ddp.comm.communicator",
     "DistributedDataParallel": "ddp.drop_in.data_parallel",
     "DistributedSampler": "ddp.data.distributed_sampler",
+    "EMA": "ddp.train.ema",
+    "EarlyStopping": "ddp.train.early_stopping",
     "EvaluationSampler": "ddp.data.sampler",
     "LanguageModel": "ddp.tasks.language_model",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
     "Splits": "ddp.data.splits",
+    "StepReport": "ddp.train.state",
     "SyncBatchNorm": "ddp.replica.sync_batchnorm",
     "Task": "ddp.tasks.task",
     "Totals": "ddp.gradients.totals",
     "TrainSampler": "ddp.data.sampler",
+    "TrainState": "ddp.train.state",
     "evaluate": "ddp.train.evaluate",
     "fit": "ddp.train.fit",
     "init": "ddp.comm.setup",

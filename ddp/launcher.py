@@ -380,7 +380,7 @@ def _agreed_stop(run_dir: Path) -> signal.Signals | None:
     """Returns the signal on which the workers agreed to stop, whichever of them got it."""
     with contextlib.suppress(OSError, ValueError):
         name = json_object((run_dir / "summary.json").read_text()).get("stopped_by")
-        return None if name is None else signal.Signals[name]
+        return signal.Signals.__members__.get(str(name))  # else it has stopped early by itself
     return None
 
 

@@ -2,7 +2,7 @@
 
     trained = ddp.load("runs/mine")             the best checkpoint; the last one if nothing was evaluated
     trained = ddp.load("runs/mine", "latest")
-    trained.weights                             a plain state dict, on the CPU
+    trained.weights                             a plain state dict, on the CPU; of a run with `ddp.EMA`, the averages
     model = trained.model()                     in evaluation mode; for runs from the command line
 
 A run from Python has the weights alone, because only its program knows how to build the model:
@@ -25,6 +25,7 @@ from ddp import components
 from ddp.config_reader import from_plain, settings_of
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
+from ddp.train.ema import averages_in
 from ddp.train.stored_checkpoint import StoredCheckpoint, checkpoints_of
 from ddp.train.stored_checkpoint import load as load_checkpoint
 
@@ -37,7 +38,7 @@ class Trained:
         path: the checkpoint's folder.
         step: optimizer steps until then.
         score: the main metric on the held-out samples; None if they were not evaluated then.
-        weights: the model's state dict.
+        weights: the model's state dict: what the evaluations of the run have used.
     """
 
     path: Path
@@ -67,12 +68,13 @@ class Trained:
         return model.eval()
 
 
-def load(path: str | Path, which: Literal["best", "latest"] = "best") -> Trained:
+def load(path: str | Path, which: Literal["best", "latest"] = "best", *, averaged: bool = True) -> Trained:
     """Returns a checkpoint of a run, verified. Every process that needs it calls this; it is no collective.
 
     Args:
         path: the folder of a run, or of one of its checkpoints.
         which: "best" by its main metric, or the last one if nothing was evaluated; or "latest".
+        averaged: takes the averages of a run with `ddp.EMA`; False: its weights as the optimizer has left them.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -85,4 +87,7 @@ def load(path: str | Path, which: Literal["best", "latest"] = "best") -> Trained
     if which == "best" and pointer.is_file():
         folder = folder / pointer.read_text().strip()
     found: StoredCheckpoint = load_checkpoint(folder, names=["model"])
-    return Trained(found.path, found.step, found.score, dict(found.parts["model"]), found.meta["identity"])
+    weights = dict(found.parts["model"])
+    if averaged and (name := found.meta.get("averages")) is not None:
+        weights |= averages_in(load_checkpoint(found.path, names=["callbacks"]).parts["callbacks"][name])
+    return Trained(found.path, found.step, found.score, weights, found.meta["identity"])

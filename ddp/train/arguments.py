@@ -45,6 +45,7 @@ from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
+from ddp.train.early_stopping import EarlyStopping
 from ddp.transport.available_memory import available_bytes
 
 NEEDED: Any = ...
@@ -181,10 +182,12 @@ def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) ->
             raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
 
 
-def check_callbacks(callbacks: Any) -> None:
-    """Raises ConfigError unless these are several objects of `ddp.Callback`."""
+def check_callbacks(callbacks: Any, *, is_evaluated: bool) -> None:
+    """Raises ConfigError unless these are several objects of `ddp.Callback`, and what they need is there."""
     if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
         raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
+    if not is_evaluated and any(isinstance(each, EarlyStopping) for each in callbacks):
+        raise ConfigError("EarlyStopping goes by evaluations: give test_data")
 
 
 def held_out_source(source: Source, test_data: Any, collate: Collate | None) -> Source | None:

@@ -2,14 +2,17 @@
 
     fit_start   step_start   step_end   evaluated   exception   fit_end
 
-Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks.
+Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
+it returns from `state_dict` is saved with the run (`kept.py`).
 
-Read before: `state.py`, `monitor/noise_scale.py`. Read next: `data_checks.py`.
+Read before: `state.py`, `monitor/noise_scale.py`. Read next: `data_checks.py`, `ema.py`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,17 @@ from ddp.train.state import StepReport, TrainState
 
 
 class Callback:
-    """Does nothing at any of the six moments; override what you need."""
+    """Does nothing at any of the six moments; override what you need.
+
+    A callback changes what it likes of weights, optimizer and learning rate, alike on all ranks: it holds from the next
+    step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's do.
+    """
 
     def fit_start(self, state: TrainState) -> None:
-        """Runs before the first step."""
+        """Runs before the first step, also of a resumed run, whose `state.step` is not 0.
+
+        The optimizer of a resumed run has the parameter groups that callbacks had added to it.
+        """
 
     def step_start(self, state: TrainState) -> None:
         """Runs before each step."""
@@ -39,6 +49,17 @@ class Callback:
 
     def fit_end(self, state: TrainState) -> None:
         """Runs after the last step, also when the run stops early."""
+
+    def evaluating(self, state: TrainState) -> AbstractContextManager[None]:
+        """Returns a context for each evaluation, such as one with other weights; it leaves all as it was."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs: tensors and plain values in any nested form. Rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
 
 
 class ThroughputMeter(Callback):

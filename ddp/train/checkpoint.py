@@ -7,6 +7,7 @@
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
     hook.pt        what a hook has not sent yet, if there is one (`gradients/hook_state.py`)
+    callbacks.pt   the states of callbacks, and loss.pt, of the loss (`kept.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
 The identity is everything that the bits of the result depend on, apart from the code. A resumed run compares it with
@@ -33,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
@@ -47,12 +47,18 @@ from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.initial_weights import check_fits
+from ddp.train.kept import Kept, plain
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stored_checkpoint import StoredCheckpoint, load
 
 
 def save_checkpoint(
-    store: CheckpointStore, state: TrainState, *, identity: Mapping[str, Any], score: float | None = None
+    store: CheckpointStore,
+    state: TrainState,
+    *,
+    identity: Mapping[str, Any],
+    score: float | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Writes a checkpoint of the run. Collective; rank 0 writes to its file system.
 
@@ -63,6 +69,7 @@ def save_checkpoint(
     optimizer = state.update.state_dict()
     compression = state.model.compression
     hook = None if compression is None else gathered(compression, state.comm)
+    beside = {} if kept is None else kept.parts(state.comm)
     mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
     random_states, places, seen, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
     meta = {
@@ -73,12 +80,13 @@ def save_checkpoint(
         "all_reduce_choices": dict(state.comm.auto.choices),
         "gradient_order": state.model.gradient_order,
         "hook": None if compression is None else repr(compression.hook),
+        "averages": None if kept is None else kept.name_of_averages,
     }
 
     def write() -> None:
         parts = {
             "model": state.weights(),
-            "optimizer": _plain(optimizer),
+            "optimizer": plain(optimizer),
             "position": {
                 **state.position(),
                 "seen": _together(seen),
@@ -86,9 +94,10 @@ def save_checkpoint(
                 "unreadable": sorted(set[int]().union(*unreadable)),
             },
             "slots": {"random": random_states},
+            **beside,
         }
         if state.schedule is not None:
-            parts["schedule"] = _plain(state.schedule.state_dict())
+            parts["schedule"] = plain(state.schedule.state_dict())
         if hook is not None:
             parts["hook"] = hook
         store.save(state.step, parts, meta=meta, score=score)
@@ -207,13 +216,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, 
 
 def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     """Returns a run's identity with the size of its data, because a data set may grow where its settings stay."""
-    return _plain({**identity, "training_samples": state.sampler.num_samples})
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns values with Python's numbers in place of NumPy's, which a checkpoint cannot hold."""
-    plain: dict[str, Any] = apply_to_collection(values, np.generic, lambda number: number.item())
-    return plain
+    return plain({**identity, "training_samples": state.sampler.num_samples})
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -266,9 +269,10 @@ class Checkpointer(Callback):
         identity: Mapping[str, Any],
         every_steps: int | None,
         score_metric: str | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self._store, self._identity = store, identity
-        self._every_steps, self._score_metric = every_steps, score_metric
+        self._every_steps, self._score_metric, self._kept = every_steps, score_metric, kept
         self._due = False
         self._saved_step = -1
         self._held: Hold | None = None  # on rank 0, while a fit runs
@@ -311,7 +315,7 @@ class Checkpointer(Callback):
         self._due = False
         scored = self._score_metric is not None and state.evaluated_at == state.step
         score = state.evaluation.get(self._score_metric or "") if scored else None
-        save_checkpoint(self._store, state, identity=self._identity, score=score)
+        save_checkpoint(self._store, state, identity=self._identity, score=score, kept=self._kept)
         self._saved_step = state.step
 
 

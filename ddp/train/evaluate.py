@@ -27,6 +27,7 @@ from ddp.replica.replica import Replica
 from ddp.tasks.loss_function import Reduction, as_task
 from ddp.tasks.task import Task, outputs_of
 from ddp.train.given_back import modes_kept
+from ddp.train.kept import loss_modules
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
 
@@ -69,7 +70,7 @@ def evaluate(
     largest_share = math.ceil(len(source.samples) / comm.world_size)
     num_batches = math.ceil(largest_share / batch_size)
     sums: dict[str, tuple[float, float]] = {}
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model, task), torch.no_grad():
         batches = iter(loader)
         for index in range(num_batches):
             if stop is not None and index % POLL_EVERY == POLL_EVERY - 1 and comm.agree_any(bool(stop)):
@@ -112,7 +113,7 @@ def predict(
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     loader = _loader(source, comm, batch_size)
     outputs: list[Tensor] = []
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model, task), torch.no_grad():
         for batch in loader:
             with forward_precision(precision, comm.device):
                 outputs.append(compute(model, to_device(batch, comm.device)))
@@ -135,17 +136,20 @@ def _loader(source: Source, comm: Communicator, batch_size: int) -> Iterable[Any
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Synchronises buffers and switches to evaluation mode; restores every submodule's mode afterwards.
+def _evaluating(model: nn.Module, task: Task | None) -> Iterator[None]:
+    """Synchronises buffers, and switches model and loss to evaluation mode; restores every submodule's mode afterwards.
 
     No forward synchronises buffers meanwhile, because a rank with fewer samples makes fewer forwards.
     """
     replicas = [each for each in model.modules() if isinstance(each, Replica)]  # also one inside torch.compile's
-    with modes_kept(model), ExitStack() as stack:
+    losses = [] if task is None else loss_modules(task)
+    with ExitStack() as stack:
         for replica in replicas:
             replica.sync_buffers()
             stack.enter_context(replica.without_buffer_sync())
-        model.eval()
+        for each in (model, *losses):
+            stack.enter_context(modes_kept(each))
+            each.eval()
         yield
 
 

@@ -33,6 +33,7 @@ from ddp.log import log
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.loss_function import LossFunction, length_of, name_of
 from ddp.tasks.task import Task
+from ddp.train.kept import loss_modules
 from ddp.train.step import sum_and_count
 
 
@@ -68,7 +69,8 @@ class FirstLook:
                 return
             # Copies, because a forward or a loss may count, draw, keep something of what it has seen, or change it.
             module, task = copy.deepcopy((module, task))
-            module.eval()
+            for each in (module, *loss_modules(task)):
+                each.eval()
             with _evaluating():
                 _refuse_broadcast(task, module, copy.deepcopy(batch))
                 (whole, count), *both = (_sum_and_count(task, module, copy.deepcopy(each)) for each in (batch, *parts))

@@ -72,6 +72,7 @@ from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.data_checks import EpochCheck
 from ddp.train.evaluate import evaluate
 from ddp.train.given_back import gives_back
+from ddp.train.kept import Kept
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar
 from ddp.train.report import draw_curves, summary_of, write_summary
@@ -244,7 +245,7 @@ def fit(
         micro_size=micro_size,
         checkpoint_every_steps=checkpoint_every_steps,
     )
-    check_callbacks(callbacks)
+    check_callbacks(callbacks, is_evaluated=test_data is not None)
     for name, value in (("sharded", sharded), ("cache", cache), ("debug_data", debug_data)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be True or False")
@@ -303,11 +304,15 @@ def fit(
     loss_scale = LossScale() if precision == "fp16" else None
     masters = master_weights(replica, precision)
     state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
+    state.main_metric, state.higher_is_better = f"test_{task.main_metric}", task.higher_is_better
     identity = run_identity(comm, replica, arguments if settings is None else settings)
+    beside = Kept(replica, task, callbacks, saves=checkpoint_dir is not None, schedule=factor)
     try:
         run_dir, start = on_rank_zero(comm, lambda: _open(checkpoint_dir, resume), label="looking for a checkpoint")
         if start is not None:
-            restore(read_checkpoint(comm, start), state, identity=identity)
+            checkpoint = read_checkpoint(comm, start)
+            restore(checkpoint, state, identity=identity)
+            beside.found = checkpoint.parts
         num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
         if not num_steps and skip_steps is not None:
             raise ConfigError(f"skip_steps={list(skip_steps)}: leaves out all steps of the run; name fewer")
@@ -322,7 +327,7 @@ def fit(
     _say(comm, "\n".join(notes), progress=progress)
 
     # 3  the loop
-    meter, noise, epochs_seen, score = ThroughputMeter(), NoiseMeter(), EpochCheck(), f"test_{task.main_metric}"
+    meter, noise, epochs_seen = ThroughputMeter(), NoiseMeter(), EpochCheck()
     watching: list[Callback] = [meter, noise, epochs_seen]
     store = None
     if run_dir is not None:
@@ -330,7 +335,13 @@ def fit(
         store = CheckpointStore(run_dir / "checkpoints", keep_last=keep_last, best=best)
         watching += [
             MetricsFile(run_dir / "metrics.jsonl", meter, noise, every=log_every),
-            Checkpointer(store, identity=identity, every_steps=checkpoint_every_steps, score_metric=score),
+            Checkpointer(
+                store,
+                identity=identity,
+                every_steps=checkpoint_every_steps,
+                score_metric=state.main_metric,
+                kept=beside,
+            ),
         ]
     if replica.comm.carriers.num_hosts > 1:
         watching.append(TrafficHint(partial(_say, comm, progress=progress)))
@@ -363,7 +374,7 @@ def fit(
                 evaluation=evaluation,
                 evaluate_every_epochs=evaluate_every_epochs,
                 evaluate_every_steps=evaluate_every_steps,
-                callbacks=[*watching, *callbacks],
+                callbacks=[*watching, *callbacks, beside],
                 stop=stop,
             )
         except BaseException as error:
@@ -380,7 +391,7 @@ def fit(
         size = f"{kept.num_bytes / 2**20:,.0f} MiB"
         _say(comm, f"the cache holds {counted(kept.num_cached, 'sample')} in {size}", progress=progress)
     summary = summary_of(
-        state, task, meter, noise, epochs_seen, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s
+        state, meter, noise, epochs_seen, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s
     )
     if run_dir is not None:
         on_rank_zero(comm, partial(_finish, run_dir, summary, curves=curves), label="writing the results")

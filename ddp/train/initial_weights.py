@@ -33,34 +33,51 @@ def load_initial_weights(
     Raises:
         CheckpointError: nothing there, or, if strict, the first tensor that does not fit.
     """
-    weights = {_renamed(key, rename): value for key, value in _read_weights(path).items()}
+    weights: dict[str, Any] = {_renamed(key, rename): value for key, value in _read_weights(path).items()}
     weights = {key: value for key, value in weights.items() if not key.startswith(tuple(skip))}
     own = {key: value for key, value in module.state_dict().items() if not key.startswith(tuple(skip))}
     if strict:
         kept = {key: value for key, value in module.state_dict().items() if key not in own}
         check_fits({**weights, **kept}, module, source=path)
-    fitting = {key: value for key, value in weights.items() if key in own and value.shape == own[key].shape}
-    if not fitting:
+    fitting = {
+        key: value
+        for key, value in weights.items()
+        if key in own and (is_extra(key) or _shape(value) == _shape(own[key]))
+    }
+    if not any(isinstance(value, Tensor) for value in fitting.values()):
         raise CheckpointError(f"{path} has no tensor that fits the model; see init_from.rename and init_from.skip")
     module.load_state_dict(fitting, strict=False)
 
 
 def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | str) -> None:
-    """Raises CheckpointError, naming the first difference, unless `weights` has the module's keys and shapes."""
+    """Raises CheckpointError, naming the first difference, unless `weights` has the module's keys and shapes.
+
+    What a layer's `get_extra_state` has returned may be anything, and only the layer can judge it.
+    """
     own = module.state_dict()
-    for name, tensor in own.items():
+    for name, value in own.items():
         if name not in weights:
-            raise CheckpointError(f"{source} is of another model: it has no {name} {list(tensor.shape)}")
-        if weights[name].shape != tensor.shape:
-            shapes = f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} here"
+            raise CheckpointError(f"{source} is of another model: it has no {name} {_shape(value)}")
+        if not is_extra(name) and _shape(weights[name]) != _shape(value):
+            shapes = f"{name} is {_shape(weights[name])} there and {_shape(value)} here"
             raise CheckpointError(f"{source} is of another model: {shapes}")
     for name in weights:
         if name not in own:
             raise CheckpointError(f"{source} is of another model: it has {name}, which this model does not have")
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Returns plain keys and tensors from a checkpoint, or from a file of a state dict."""
+def is_extra(name: str) -> bool:
+    """Returns True for a name that torch gives to what a layer's `get_extra_state` returns."""
+    return name.endswith("_extra_state")
+
+
+def _shape(value: Any) -> list[int] | str:
+    """Returns a tensor's shape, or what another value is."""
+    return list(value.shape) if isinstance(value, Tensor) else f"({type(value).__name__})"
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    """Returns plain keys and their values from a checkpoint, or from a file of a state dict."""
     if path.is_dir():
         return dict(load(path, names=["model"]).parts["model"])
     if not path.exists():
@@ -72,7 +89,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read as weights ({cause_of(error)}); init_from.path takes a file of "
             "torch.save(model.state_dict(), PATH), or a checkpoint folder"
         ) from error
-    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+    if not isinstance(weights, Mapping) or any(
+        not isinstance(value, Tensor) and not is_extra(name) for name, value in weights.items()
+    ):
         raise CheckpointError(f"{path} holds no state dict; save it with torch.save(model.state_dict(), PATH)")
     return {str(key).removeprefix("module."): value for key, value in weights.items()}
 

@@ -6,6 +6,7 @@ Read before: `step.py`, `data_checks.py`, `first_look.py`. Read next: `evaluate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ddp.comm.objects import all_gather_object
@@ -222,7 +223,10 @@ def _evaluate(
     callbacks: Sequence[Callback],
     stop: StopFlag,
 ) -> None:
-    metrics = evaluation(state)
+    with ExitStack() as contexts:
+        for callback in callbacks:
+            contexts.enter_context(callback.evaluating(state))
+        metrics = evaluation(state)
     if metrics is None:
         state.stopped_by = _agreed_reason(state, stop)
     else:

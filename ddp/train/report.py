@@ -16,7 +16,6 @@ from rich.table import Table
 
 from ddp.files import json_object, write_whole
 from ddp.precision.autocast import Precision
-from ddp.tasks.task import Task
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
 from ddp.train.data_checks import EpochCheck
 from ddp.train.state import TrainState
@@ -28,7 +27,6 @@ LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 def summary_of(
     state: TrainState,
-    task: Task,
     meter: ThroughputMeter,
     noise: NoiseMeter,
     epochs_seen: EpochCheck,
@@ -41,8 +39,8 @@ def summary_of(
     whole, comm, checks = meter.whole, state.comm, state.model.num_verified
     return {
         **state.evaluation,
-        "main_metric": f"test_{task.main_metric}",
-        "higher_is_better": task.higher_is_better,
+        "main_metric": state.main_metric,
+        "higher_is_better": state.higher_is_better,
         "world_size": comm.world_size,
         "threads_per_worker": torch.get_num_threads(),
         "device": str(comm.device),

@@ -31,6 +31,7 @@ class TrainState:
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
+        main_metric: the one of them that decides which checkpoint is the best; higher_is_better: in which direction.
         loss_scale: with precision="fp16".
         masters: with precision="bf16_pure".
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
@@ -48,6 +49,8 @@ class TrainState:
     train_loss: float | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
+    main_metric: str = "test_loss"
+    higher_is_better: bool = False
     loss_scale: LossScale | None = None
     masters: MasterWeights | None = None
     schedule: TorchSchedule | None = None

@@ -1,0 +1,248 @@
+"""What a run has beside model and optimizer is in its checkpoints, or the run says that it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ddp
+from ddp.errors import CheckpointError, ConfigError
+from ddp.train.early_stopping import EARLY
+from ddp.train.initial_weights import load_initial_weights
+from ddp.transport.simulated import SimulatedNetwork
+
+X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.randint(0, 3, (44,), generator=torch.Generator().manual_seed(1))
+
+
+class RunningLoss(nn.Module):
+    """Divides by a running mean of itself, which it updates in training alone."""
+
+    reduction = "mean"
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.ones(()))
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = F.cross_entropy(outputs, targets)
+        if self.training:
+            self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss * self.scale / self.mean.clone()
+
+
+class Counts(ddp.Callback):
+    def __init__(self) -> None:
+        self.num_steps = np.int64(0)
+
+    def fit_start(self, state: ddp.TrainState) -> None:
+        self.num_steps = np.int64(0)
+
+    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+        self.num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def fit(folder: Any, callbacks: Any = (), *, module: nn.Module | None = None, **how: Any) -> ddp.TrainState:
+    module = net() if module is None else module
+    how = {"loss": F.cross_entropy, "test_data": (X, CLASSES), "epochs": None, "resume": "auto", **how}
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return ddp.fit(
+        module, (X, CLASSES), optimizer, global_batch=10, checkpoint_dir=folder, callbacks=list(callbacks),
+        progress=False, curves=False, **how,
+    )  # fmt: skip
+
+
+def vector(values: Any) -> Tensor:
+    return torch.cat([value.detach().flatten().double() for value in values])
+
+
+class ByHand(ddp.Callback):
+    """Averages as a program of one's own does."""
+
+    def __init__(self, decay: float) -> None:
+        self.average, self.decay = list[Tensor](), decay
+
+    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+        weights = [
+            (p if state.masters is None else state.masters.of.get(p, p)).detach() for p in state.model.parameters()
+        ]
+        before = self.average or weights
+        self.average = [torch.lerp(old, new, 1 - self.decay) for old, new in zip(before, weights, strict=True)]
+
+
+def resumed_bit_by_bit(folder: str) -> None:
+    ddp.init(abort_s=30)
+    choices: list[dict[str, Any]] = [{}, {"precision": "bf16_pure"}, {"sharded": True}]
+    for number, choice in enumerate(choices):
+        whole, parts, results = f"{folder}/{number}", f"{folder}/{number}-parts", list[Any]()
+        by_hand = ByHand(0.8)
+        for run_dir, steps in ((whole, 12), (parts, 7), (parts, 12)):
+            ema, counts, loss, module = ddp.EMA(0.8), Counts(), RunningLoss(), net()
+            callbacks = [ema, counts, *([by_hand] if run_dir == whole else [])]
+            state = fit(run_dir, callbacks, loss=loss, module=module, max_steps=steps, **choice)
+            assert ema.averaged is not None and counts.num_steps == state.step == steps
+            averaged = ema.averaged.module
+            saved = ddp.load(run_dir, "latest").weights
+            assert torch.equal(
+                vector(saved[name] for name, _ in module.named_parameters()), vector(averaged.parameters())
+            )
+            state.model.sync_buffers()
+            averaged.load_state_dict({**averaged.state_dict(), **dict(module.named_buffers())})
+            found = ddp.evaluate(averaged, (X, CLASSES), loss=loss)
+            if choice.get("precision") != "bf16_pure":  # whose evaluations round
+                assert found == {"loss": state.evaluation["test_loss"]}
+            else:
+                assert found is not None and found["loss"] == pytest.approx(state.evaluation["test_loss"], rel=1e-2)
+            results.append((vector(averaged.parameters()), vector(module.parameters()), loss.mean, state.evaluation))
+        assert torch.equal(vector(by_hand.average), results[0][0])
+        assert all(map(torch.equal, results[0][:3], results[2][:3])) and results[0][3] == results[2][3]
+        assert not torch.equal(results[0][0], results[0][1])
+        raw = ddp.load(whole, "latest", averaged=False).weights
+        assert torch.equal(vector(raw[name] for name, _ in module.named_parameters()), results[0][1])
+    ends_early(f"{folder}/early")
+    ddp.shutdown()
+
+
+class Judged(ddp.Task):
+    """Reports numbers that were written before."""
+
+    main_metric, higher_is_better = "right", True
+
+    def __init__(self, *right: float) -> None:
+        self.right = iter(right)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[float | Tensor, float]]:
+        return {"right": (0.0, 1.0)}
+
+    def finish(self, means: Mapping[str, float]) -> dict[str, float]:
+        return {"right": next(self.right)}
+
+
+def ends_early(folder: str) -> None:
+    """After two evaluations that are not better by more than 0.05; a larger patience goes on, and counts on."""
+    how: dict[str, Any] = {"evaluate_every_steps": 3, "evaluate_every_epochs": None, "max_steps": 30}
+    how |= {"max_unreadable": 1}  # then there is no look at the first batch, which would ask for metrics
+    for patience, right, steps in ((2, [0.5, 0.6, 0.6, 0.61], 12), (2, [], 12), (4, [0.62, 0.4], 18)):
+        stopping = ddp.EarlyStopping(patience, min_delta=0.05)
+        state = fit(folder, [stopping], loss=Judged(*right), **how)
+        assert (state.step, state.stopped_by, stopping.best) == (steps, EARLY, 0.6)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    run_ranks(resumed_bit_by_bit, 2, str(tmp_path))
+
+
+class Forgets(ddp.Callback):
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.average = model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+class Unplain(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        return {"names": {"a", "b"}, "path": Path("here")}
+
+
+class Nothing(ddp.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return None  # type: ignore[return-value]
+
+
+class Extra(nn.Linear):
+    extra: Any = Path("here")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.extra = self.extra + 1 if isinstance(self.extra, int) and self.training else self.extra
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> Any:
+        return {"n": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["n"]
+
+
+def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, caplog: Any) -> None:
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    module = net()
+    how: dict[str, Any] = {"comm": comm, "max_steps": 1, "test_data": None}
+    fit(tmp_path / "a", [Forgets(module), Unplain(), Counts(), ddp.EMA()], module=module, loss=RunningLoss(), **how)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0].partition(" (")[0] for text in told] == [
+        "the state of Unplain is in no checkpoint, because it holds more than tensors and plain values",
+        "Forgets.average",
+    ]
+    caplog.clear()
+    how |= {"max_steps": 2}
+    fit(tmp_path / "a", [Counts(), Counts(), ddp.EarlyStopping(2)], **{**how, "test_data": (X, CLASSES)})
+    told = [record.getMessage() for record in caplog.records if "bits of" not in record.getMessage()]
+    assert told == [
+        "the checkpoint has no state of Counts 2, which begins anew",
+        "the checkpoint has no state of EarlyStopping, which begins anew",
+        "the checkpoint has a state of EMA, but this run has no such callback",
+        "the checkpoint has a state of the loss, mean, which this run's loss has no place for",
+    ]
+    with pytest.raises(CheckpointError, match=r"of a run with another loss: .*mean"):
+        fit(tmp_path / "a", loss=nn.BCEWithLogitsLoss(), **{**how, "resume": tmp_path / "a/checkpoints/step-00000001"})
+    for wrong, words in (([Nothing()], "Nothing.state_dict returned None"), ([ddp.EarlyStopping(1)], "give test_data")):
+        with pytest.raises(ConfigError, match=words):
+            fit(tmp_path / "b", wrong, **how)
+    with pytest.raises(ConfigError, match=r"0._extra_state, which a checkpoint cannot hold"):
+        fit(tmp_path / "c", module=nn.Sequential(Extra(6, 3)), **how)
+    for make in (lambda: ddp.EMA(1), lambda: ddp.EarlyStopping(0), lambda: ddp.EarlyStopping(1, min_delta=-1)):
+        with pytest.raises(ConfigError, match="must be a"):
+            make()
+
+
+def test_what_is_constant_in_a_loss_is_the_program_s_own(tmp_path: Path) -> None:
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    for scale, steps in ((1.0, 2), (3.0, 4)):
+        loss = RunningLoss(scale)
+        fit(tmp_path, loss=loss, comm=comm, max_steps=steps, test_data=None)
+        assert loss.scale == scale and loss.mean != 1
+
+
+def test_what_a_layer_saves_beside_tensors_is_resumed_and_given_to_a_fresh_model(tmp_path: Path) -> None:
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    for steps in (2, 5):
+        module = nn.Sequential(nn.Linear(6, 6), Extra(6, 3))
+        module[1].extra = 0  # type: ignore[assignment]
+        fit(tmp_path, [ddp.EMA()], module=module, comm=comm, max_steps=steps, test_data=None)
+        assert module[1].extra == steps
+    weights = ddp.load(tmp_path, "latest").weights
+    assert weights["1._extra_state"] == {"n": 5}
+    torch.save(weights, tmp_path / "file")
+    for path in (tmp_path / "checkpoints", tmp_path / "file"):
+        fresh = nn.Sequential(nn.Linear(6, 6), Extra(6, 3))
+        load_initial_weights(path, fresh, strict=True, rename={}, skip=[])
+        assert fresh[1].extra == 5
+        with pytest.raises(CheckpointError, match=r"it has 1._extra_state, which this model does not have"):
+            load_initial_weights(path, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), strict=True, rename={}, skip=[])
+    with pytest.raises(CheckpointError, match=r"it has no 0._extra_state \(dict\)"):
+        load_initial_weights(
+            tmp_path / "file", nn.Sequential(Extra(6, 6), Extra(6, 3)), strict=True, rename={}, skip=[]
+        )
