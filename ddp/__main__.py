@@ -170,7 +170,7 @@ def overlap_here(bucket_mb: float) -> tuple[object, ...]:
     import ddp
     from ddp.tutorial.measure import overlap
 
-    measured = overlap(ddp.init(), bucket_mb=bucket_mb)
+    measured = overlap(ddp.init(device="cpu"), bucket_mb=bucket_mb)
     ddp.shutdown()
     return measured
 
@@ -324,7 +324,7 @@ def explained(nbytes: int, *, shared_memory: bool, compute_s: float | None) -> s
     import ddp
     from ddp.bench.offers import compared
 
-    comm = ddp.init(shared_memory=shared_memory)
+    comm = ddp.init(device="auto", shared_memory=shared_memory)
     answer = comm.explain(nbytes) if compute_s is None else compared(comm, nbytes, compute_s=compute_s)
     rank = comm.rank
     ddp.shutdown()

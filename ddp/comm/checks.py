@@ -39,6 +39,15 @@ def one_tensor(given: object) -> None:
         raise ConfigError(f"a tensor {list(given.shape)} {why}")
 
 
+def on(device: torch.device, tensor: Tensor) -> None:
+    """Refuses a tensor that the communicator's transport and memory do not reach."""
+    if tensor.device != device and tensor.device.type != device.type:  # the first comparison is the quick one
+        raise ConfigError(
+            f"a tensor {list(tensor.shape)} on {tensor.device}, and this communicator's are on {device}: pass its "
+            f".to({str(device)!r}), or call that of ddp.init(device={tensor.device.type!r})"
+        )
+
+
 def dense(tensor: Tensor) -> None:
     """Refuses a sparse tensor."""
     if tensor.layout is not torch.strided:

@@ -159,6 +159,7 @@ class Communicator:
             CommunicatorBroken: an earlier collective failed.
         """
         for one in checks.tensors(tensor):
+            checks.on(self.device, one)
             checks.operation(op, one.dtype)
             checks.wire(wire, op, one.dtype)
             checks.holds_result(one)
@@ -185,6 +186,7 @@ class Communicator:
         Returns:
             [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
         """
+        checks.on(self.device, tensor)
         checks.operation(op, tensor.dtype)
         checks.dense(tensor)
         call = self._turns.number("reduce_scatter", op, tensor)
@@ -221,6 +223,7 @@ class Communicator:
             bounds: world_size + 1 ascending positions: where each slice begins, and where the last one ends.
             op, divide_by, wire, async_op, label: as in `all_reduce`.
         """
+        checks.on(self.device, flat)
         checks.operation(op, flat.dtype)
         checks.slices(flat, bounds, self.world_size)
         checks.divisor(divide_by, op, flat.dtype)
@@ -245,6 +248,7 @@ class Communicator:
             flat, bounds: as in `reduce_scatter_`.
             async_op, label: as in `all_reduce`.
         """
+        checks.on(self.device, flat)
         checks.slices(flat, bounds, self.world_size)
         call = self._turns.number("all_gather_", "", flat, label, how=tuple(bounds))
 
@@ -260,6 +264,7 @@ class Communicator:
         Args:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
+        checks.on(self.device, tensor)
         checks.dense(tensor)
         mine = with_rows(tensor)
         call = self._turns.number("all_gather", how=_alike(mine))  # first dimensions may differ by rank
@@ -294,6 +299,7 @@ class Communicator:
             flat: [numel], contiguous.
             divide_by, label: as in `all_reduce`.
         """
+        checks.on(self.device, flat)
         checks.divisor(divide_by, "sum", flat.dtype)
         call = self._turns.number("sum_in_host", "sum", flat, label)
 
@@ -313,6 +319,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Any:
         """Gives every rank the root's values, in place."""
         checks.root(root, self.world_size)
+        checks.on(self.device, tensor)
         checks.holds_result(tensor)
         call = self._turns.number("broadcast", f"from {root}", tensor, label)
 
@@ -328,6 +335,7 @@ class Communicator:
         """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
         checks.root(root, self.world_size)
         checks.operation(op, tensor.dtype)
+        checks.on(self.device, tensor)
         checks.holds_result(tensor)
         call = self._turns.number("reduce", f"{op} to {root}", tensor)
 
@@ -345,6 +353,7 @@ class Communicator:
             tensor: as in `all_gather`.
         """
         checks.root(root, self.world_size)
+        checks.on(self.device, tensor)
         checks.dense(tensor)
         mine = with_rows(tensor)
         call = self._turns.number("gather", f"to {root}", how=_alike(mine))
@@ -365,6 +374,8 @@ class Communicator:
         checks.root(root, self.world_size)
         if self.rank == root:
             checks.pieces(tensors, self.world_size)
+            for one in tensors or ():
+                checks.on(self.device, one)
         call = self._turns.number("scatter", f"from {root}")
 
         def run() -> Tensor:
@@ -387,6 +398,8 @@ class Communicator:
             tensors: one per rank, [n, ...]; n may differ and may be 0, all else must agree between all ranks.
         """
         checks.pieces(tensors, self.world_size)
+        for one in tensors:
+            checks.on(self.device, one)
         pieces = [with_rows(piece) for piece in tensors]
         checks.rows(pieces)
         call = self._turns.number("all_to_all", how=_alike(pieces[0]))
@@ -442,6 +455,7 @@ class Communicator:
             CommunicatorBroken: an earlier call failed.
         """
         checks.one_tensor(tensor)
+        checks.on(self.device, tensor)
         checks.peer("dst", dst, me=self.rank, world_size=self.world_size)
         message = self._messages.post("to", dst, tensor, label=label)
         return message if async_op else message.wait()
@@ -459,6 +473,7 @@ class Communicator:
             CommunicatorBroken: an earlier call failed.
         """
         checks.one_tensor(tensor)
+        checks.on(self.device, tensor)
         checks.holds_result(tensor)
         checks.peer("src", src, me=self.rank, world_size=self.world_size)
         message = self._messages.post("from", src, tensor, label=label)

@@ -102,6 +102,22 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
     return found
 
 
+def on_this_host(rank: int, world_size: int) -> tuple[int, int]:
+    """Returns the number of a rank on its host, and how many ranks are there; unless known, as if all were.
+
+    Args:
+        rank, world_size: as torch.distributed has them, whatever the variables say.
+    """
+    try:
+        found = place()
+    except ConfigError:
+        found = None
+    if found is None or (found.rank, found.world_size) != (rank, world_size):
+        return rank, world_size
+    local_rank = rank if found.local_rank is None else found.local_rank
+    return local_rank, found.local_world_size or world_size
+
+
 def is_rank() -> bool:
     """Returns True in a process that is to work as one rank.
 

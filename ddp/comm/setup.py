@@ -3,7 +3,8 @@
 `init` takes what is there, in this order: an initialised torch.distributed, the environment of a launcher (`place.py`),
 or nothing: then it is a world of one.
 
-    device "auto"     CUDA where there is one, else CPU
+    device            what was asked for; or where a replica's parameters are; or a GPU if the program has begun to use
+                      one; or the CPU. One communicator for each kind of device, over the same ranks
     backend "auto"    NCCL where every local rank has a GPU of its own, else Gloo (CUDA tensors staged through the host)
 
 Read before: `communicator.py`, `rendezvous.py`. Read next: `gradients/totals.py`.
@@ -20,13 +21,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.allocator import keep_large_blocks
 from ddp.clock import LONGEST_S
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
-from ddp.comm.place import Place, place
+from ddp.comm.place import Place, on_this_host, place
 from ddp.comm.rendezvous import open_store, rendezvous
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import SILENCE_S, Watchdog
@@ -42,7 +44,7 @@ WARN_S, ABORT_S = 10.0, 600.0
 class _Process:
     """The communicators of this process, and what `shutdown` must undo."""
 
-    comms: dict[dist.ProcessGroup, Communicator] = field(default_factory=dict)  # by the group that each goes with
+    comms: dict[tuple[dist.ProcessGroup, str], Communicator] = field(default_factory=dict)  # by kind of device, too
     generation: int = -1  # of the last one for all ranks
     owns_torch_distributed: bool = False
     stores: dict[Place, Store] = field(default_factory=dict)  # each connects once, or serves once
@@ -55,7 +57,7 @@ _process = _Process()
 
 def init(
     *,
-    device: str | torch.device = "auto",
+    device: str | torch.device | None = None,
     backend: str = "auto",
     algorithm: str = "auto",
     order: Order = "any",
@@ -65,12 +67,14 @@ def init(
     abort_s: float | None = None,
     debug: bool = False,
 ) -> Communicator:
-    """Joins the other ranks. Collective; a second call returns the same communicator.
+    """Joins the other ranks. Collective; a second call returns the same communicator, unless it names another device.
 
     After `torch.distributed.destroy_process_group` by the application, the next call makes a new one.
 
     Args:
-        device: "auto", "cpu", "cuda" or a torch.device.
+        device: "cpu", "cuda" or a torch.device: where the tensors are that its verbs take. "auto": a GPU where there is
+            one. None: a GPU if the program has begun to use one (`torch.cuda.set_device`, or a tensor there), else the
+            CPU. A replica whose parameters are elsewhere has a communicator of its own, over the same ranks.
         backend: "auto", "gloo" or "nccl".
         algorithm, order, shared_memory, segment_bytes, debug: see `Settings`.
         warn_s: seconds in one wait after which a warning says who is missing.
@@ -84,13 +88,14 @@ def init(
     if abort_s is not None and not 0 < abort_s <= LONGEST_S:
         raise ConfigError(f"abort_s={abort_s}: must be seconds, above 0 and at most {LONGEST_S:g}")
     _forget_what_ended()
-    if dist.group.WORLD in _process.comms:
-        return _process.comms[dist.group.WORLD]
+    if dist.group.WORLD is not None and (first := _known(dist.group.WORLD)) is not None:
+        asked = None if device in (None, "auto") else torch.device(device)
+        return first if asked is None else communicator_of(dist.group.WORLD, asked)
     keep_large_blocks()
     _process.generation += 1
     _process.handled = sys.exception()
-    chosen_device, chosen_backend = choose_device(device, backend, *_place())
-    if chosen_device.type == "cuda":
+    chosen_device, chosen_backend = choose_device(device, backend, *_on_this_host())
+    if chosen_device.type == "cuda" and not isinstance(device, torch.device):
         torch.cuda.set_device(chosen_device)
     if dist.group.WORLD is not None:
         abort_s = abort_s or _timeout_s(dist.group.WORLD)
@@ -114,31 +119,57 @@ def init(
     return _communicator(dist.group.WORLD, store, settings, chosen_backend, warn_s=warn_s)
 
 
-def current() -> Communicator:
-    """Returns the process's communicator; made with the defaults if there is none yet."""
-    return init()
+def current(device: torch.device | None = None) -> Communicator:
+    """Returns the process's communicator; made with the defaults if there is none yet.
+
+    Args:
+        device: where the tensors are; None: of the first communicator.
+    """
+    return init(device=device)
 
 
-def communicator_of(group: dist.ProcessGroup) -> Communicator:
+def device_of(module: nn.Module) -> torch.device | None:
+    """Returns where a replica's gradients are reduced: on a GPU if any parameter is there; None without parameters."""
+    devices = [parameter.device for parameter in module.parameters()]
+    kinds = ("cuda", "cpu")
+    return next((each for kind in kinds for each in devices if each.type == kind), None)
+
+
+def _known(group: dist.ProcessGroup, device: torch.device | None = None) -> Communicator | None:
+    """Returns a group's communicator for this kind of device, or its first one."""
+    return next(
+        (comm for (of, kind), comm in _process.comms.items() if of is group and device in (None, torch.device(kind))),
+        None,
+    )
+
+
+def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None) -> Communicator:
     """Returns a communicator of the ranks of one of torch's process groups. Collective among them; made once for each.
 
     It has the group's timeout, and otherwise the settings of the process's communicator, if there is one. Its
     connections are its own, so that its messages never mix with those that the application sends over the group.
 
+    Args:
+        device: where the tensors are; None: of the group's first communicator, or else of the process's.
+
     Raises:
         ConfigError: this process does not belong to the group.
     """
-    if group is dist.group.WORLD:
-        return current()
+    world = None if dist.group.WORLD is None else _known(dist.group.WORLD)
+    if group is dist.group.WORLD and world is None:
+        return init(device=device)
     if dist.get_rank(group) < 0:
         raise ConfigError("this process is not in the process group; make the replica on its members only")
     _forget_what_ended()
-    if group in _process.comms:
-        return _process.comms[group]
-    world = _process.comms.get(dist.group.WORLD) if dist.group.WORLD is not None else None
-    device, backend = choose_device(world.device if world is not None else "auto", "auto", *_place())
-    base = world.settings if world is not None else Settings(device=device)
-    settings = replace(base, abort_s=_timeout_s(group), generation=max(0, _process.generation))
+    if (known := _known(group, device)) is not None:
+        return known
+    wanted = device or (world.device if world is not None else None)
+    chosen, backend = choose_device(wanted, "auto", *_on_this_host())
+    base = world.settings if world is not None else Settings(device=chosen)
+    algorithm = base.algorithm if chosen.type == base.device.type else "auto"  # the memory of a host is for the CPU
+    settings = replace(
+        base, device=chosen, algorithm=algorithm, abort_s=_timeout_s(group), generation=max(0, _process.generation)
+    )
     store = _own_part(group, warn_s=WARN_S, abort_s=settings.abort_s)
     return _communicator(group, store, settings, backend, warn_s=WARN_S)
 
@@ -153,6 +184,7 @@ def _communicator(
     """
     rank, world_size, abort_s = dist.get_rank(group), dist.get_world_size(group), settings.abort_s
     ranks = dist.get_process_group_ranks(group)
+    _refuse_unlike_devices(store, rank, world_size, settings.device)
     watchdog = Watchdog(store, rank, world_size, generation=settings.generation, warn_s=warn_s, abort_s=abort_s)
     try:
         try:
@@ -174,15 +206,27 @@ def _communicator(
         watchdog.fail(f"{type(error).__name__}: {error}")
         watchdog.leave()
         raise
-    _process.comms[group], _process.pid = comm, os.getpid()
+    _process.comms[group, settings.device.type], _process.pid = comm, os.getpid()
     return comm
+
+
+def _refuse_unlike_devices(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Raises ConfigError, on every rank, unless all ranks are on devices of one kind, because transports differ."""
+    store.set(f"device/{rank}", device.type)
+    kinds = [kind.decode() for kind in store.multi_get([f"device/{other}" for other in range(world_size)])]
+    other = next((other for other, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"the device of rank 0 is {kinds[0]}, that of rank {other} is {kinds[other]}: put the models of all ranks "
+            "on one kind of device, or say ddp.init(device=…) on each"
+        )
 
 
 def _forget_what_ended() -> None:
     """Ends the communicators of process groups that the application has destroyed."""
     known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-    for group in [group for group in _process.comms if group not in known]:
-        _end(_process.comms.pop(group))
+    for key in [key for key in _process.comms if key[0] not in known]:
+        _end(_process.comms.pop(key))
     if not known:
         _process.owns_torch_distributed = False
 
@@ -210,7 +254,8 @@ def shutdown(*, failed: str = "") -> None:
     if not failed:
         _forget_what_ended()
     comms, _process.comms, _process.handled = _process.comms, {}, None
-    world = comms.pop(dist.group.WORLD, None) if dist.group.WORLD is not None else None
+    of_all = [key for key in comms if key[0] is dist.group.WORLD]
+    world = comms.pop(of_all[0]) if of_all else None
     for comm in comms.values():
         _end(comm, failed)
     if world is None:
@@ -251,13 +296,15 @@ def _in_flight() -> str:
 
 
 def choose_device(
-    device: str | torch.device, backend: str, local_rank: int, local_world_size: int
+    device: str | torch.device | None, backend: str, local_rank: int, local_world_size: int
 ) -> tuple[torch.device, str]:
-    """Returns what "auto" means here.
+    """Returns what None and "auto" mean here; a GPU without a number is the rank's own, or the one that is current.
 
     Raises:
         ConfigError: the device or the backend is not possible here.
     """
+    if device is None:
+        device = "cuda" if torch.get_default_device().type == "cuda" or torch.cuda.is_initialized() else "cpu"
     num_gpus = torch.cuda.device_count()
     kind = ("cuda" if num_gpus else "cpu") if str(device) == "auto" else torch.device(device).type
     if kind == "cuda" and not num_gpus:
@@ -275,16 +322,17 @@ def choose_device(
     if kind == "cpu":
         return torch.device("cpu"), backend
     index = None if str(device) == "auto" else torch.device(device).index
+    if index is None and torch.cuda.is_initialized():  # asking would begin it
+        index = torch.cuda.current_device() or None  # 0 is also what it is before anyone sets it
     return torch.device("cuda", local_rank % num_gpus if index is None else index), backend
 
 
-def _place() -> tuple[int, int]:
+def _on_this_host() -> tuple[int, int]:
     """Returns this process's number on its host, and how many there are on it."""
+    if dist.is_initialized():
+        return on_this_host(dist.get_rank(), dist.get_world_size())
     found = place()
-    if found is None:
-        return 0, 1
-    local_rank = found.rank if found.local_rank is None else found.local_rank
-    return local_rank, found.local_world_size or found.world_size
+    return (0, 1) if found is None else on_this_host(found.rank, found.world_size)
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

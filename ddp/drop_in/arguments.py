@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import communicator_of, current
+from ddp.comm.setup import communicator_of, current, device_of
 from ddp.errors import ConfigError
 from ddp.log import log
 from ddp.replica.uncompiled import uncompiled
@@ -59,7 +59,7 @@ def check_keywords(others: Mapping[str, Any]) -> None:
 
 
 def choose_communicator(
-    comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any
+    comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module
 ) -> Communicator:
     """Returns the ranks that take part: those that were given, in whichever way, or all.
 
@@ -74,7 +74,8 @@ def choose_communicator(
     if comm is not None:
         return comm
     group = device_mesh.get_group(0) if device_mesh is not None else process_group
-    return current() if group is None else communicator_of(group)
+    device = device_of(module)
+    return current(device) if group is None else communicator_of(group, device)
 
 
 def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:

@@ -33,7 +33,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current
+from ddp.comm.setup import current, device_of
 from ddp.comm.wire_format import WireName
 from ddp.drop_in.arguments import check_devices, check_engine, check_keywords, choose_communicator, input_device, moved
 from ddp.drop_in.backward import TorchBackward, Wishes
@@ -127,7 +127,7 @@ class DistributedDataParallel(UnevenInputs):
     ) -> None:
         check_keywords(others)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
-        comm = choose_communicator(comm, process_group, device_mesh)
+        comm = choose_communicator(comm, process_group, device_mesh, module)
         ignored = frozenset(getattr(module, IGNORED, ()))
         named = _not_ignored(module, ignored)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
@@ -382,7 +382,7 @@ class DistributedDataParallel(UnevenInputs):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Connects a pickled replica to this process's communicator, without hooks and optimizers. Not collective."""
-        self._connect(state, current())
+        self._connect(state, current(device_of(state["_modules"]["module"])))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """Returns another replica over the same ranks, without hooks; for an average of weights. Not collective."""

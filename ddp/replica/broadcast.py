@@ -55,9 +55,11 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], *, root: in
         for pack in _packs(tensors):
             sizes = [tensor.numel() for tensor in pack]
             if comm.rank == root:
-                comm.broadcast(torch.cat([tensor.reshape(-1) for tensor in pack]), root, label=label)
+                flat = torch.cat([tensor.reshape(-1) for tensor in pack])
+                comm.broadcast(flat.to(comm.device), root, label=label)  # a copy only in a model on several devices
             else:
-                flat = comm.broadcast(pack[0].new_empty(sum(sizes)), root, label=label)
+                flat = pack[0].new_empty(sum(sizes), device=comm.device)
+                comm.broadcast(flat, root, label=label)
                 values = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), pack, strict=True)]
                 torch._foreach_copy_(pack, values)
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current
+from ddp.comm.setup import current, device_of
 from ddp.comm.wire_format import WireName
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.compression import Compression
@@ -85,7 +85,7 @@ class BucketedDataParallel(Replica):
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
     ) -> None:
-        comm = comm or current()
+        comm = comm or current(device_of(module))
         check_trainable(list(module.named_parameters()))
         check_wire(module.named_parameters(), wire, hook)
         tensors = [*module.named_parameters(), *module.named_buffers()]

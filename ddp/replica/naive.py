@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current
+from ddp.comm.setup import current, device_of
 from ddp.gradients.totals import Totals
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
@@ -44,7 +44,7 @@ class NaiveDataParallel(Replica):
     """
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
-        comm = comm or current()
+        comm = comm or current(device_of(module))
         check_trainable(list(module.named_parameters()))
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))

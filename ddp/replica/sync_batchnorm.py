@@ -137,7 +137,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises; in training mode, by the statistics of all ranks' inputs."""
-        if not self.training or (comm := self._whose.comm or current()).world_size == 1:
+        if not self.training or (comm := self._whose.comm or current(input.device)).world_size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         group = _group_of(comm)

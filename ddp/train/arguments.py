@@ -25,6 +25,7 @@ from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.objects import all_gather_object
+from ddp.comm.setup import device_of, init
 from ddp.comm.wire_format import WireName
 from ddp.data.cache import cached
 from ddp.data.loader import Collate, WholeBatches
@@ -66,6 +67,14 @@ ELSEWHERE = {
 
 CACHE_SHARE = 0.5  # of the memory that is left
 LARGEST_CACHE = 1 << 44  # bytes, where the host does not say how much is left
+
+
+def ranks_of(model: nn.Module) -> Communicator:
+    """Returns the ranks of a replica, or all: those on the model's GPU, or else on the device to be moved to."""
+    if isinstance(model, Replica):
+        return model.comm
+    device = device_of(model) if isinstance(model, nn.Module) else None
+    return init(device=device if device is not None and device.type == "cuda" else "auto")
 
 
 def replica_of(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.setup import current
+from ddp.comm.setup import current, device_of
 from ddp.data.loader import Collate, evaluation_loader
 from ddp.data.source import Source, source_of
 from ddp.errors import ConfigError
@@ -62,7 +62,7 @@ def evaluate(
     Raises:
         ConfigError: there is nothing to evaluate on, or an argument cannot work.
     """
-    comm, task = comm or current(), as_task(loss, reduction)
+    comm, task = comm or current(device_of(model)), as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     if not len(source.samples):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
@@ -108,7 +108,7 @@ def predict(
     Raises:
         ConfigError: an argument cannot work.
     """
-    comm = comm or current()
+    comm = comm or current(device_of(model))
     compute = outputs_of if task is None else task.outputs
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     loader = _loader(source, comm, batch_size)

@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
-from ddp.comm.setup import current
 from ddp.comm.wire_format import WireName
 from ddp.data.cache import cache_of
 from ddp.data.iterable import IterableSampler, Uneven, sampler_of_stream
@@ -59,6 +58,7 @@ from ddp.train.arguments import (
     held_out_source,
     idle_notes,
     master_weights,
+    ranks_of,
     refuse_disagreement,
     refuse_unknown,
     replica_of,
@@ -151,7 +151,8 @@ def fit(
     Ctrl-C and SIGTERM end it after a step, in agreement, with a checkpoint; `stopped_by` of the result says so.
 
     Args:
-        model: a module, which is moved to the rank's device and wrapped in a `BucketedDataParallel`; or a replica.
+        model: a module, which is wrapped in a `BucketedDataParallel`; or a replica. Unless it is on a GPU already, it
+            is moved to the device of `ddp.init`; unless that was called, to a GPU where there is one.
         data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, whose data set,
             number of workers and collate function are used, while order and batches are made here. The same on every
             rank: a random split needs a seed. Or an iterable without a length (`ddp/data/iterable.py`).
@@ -263,7 +264,7 @@ def fit(
             f"clip_norm={clip_norm!r}: {type(optimizer).__name__} clips by itself, at {optimizer.clip_norm:g}; leave "
             "clip_norm out, or make the optimizer with clip_norm=None"
         )
-    comm, stop_on_signals = comm or current(), stop is None
+    comm, stop_on_signals = comm or ranks_of(model), stop is None
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
 
     # 1  what is given

@@ -20,6 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import setup
+from ddp.comm.place import on_this_host
 from ddp.comm.rendezvous import rendezvous
 from ddp.errors import ConfigError, PeerLost
 
@@ -84,6 +85,76 @@ def test_process_groups_one_after_another_in_the_same_processes() -> None:
     """Each with a communicator of its own, and the group's timeout as its deadline."""
     expected = [(30.0 + number, 20.0, number) for number in range(4)]
     assert run_ranks(begin_again_and_again, 2) == [expected, expected]
+
+
+def train_beside_gpus() -> list[float]:
+    """README's "From Python" on a machine that has GPUs; `device_count` stands in for them."""
+    torch.cuda.device_count = lambda: 2
+    comm = ddp.init(abort_s=20)
+    model = ddp.DistributedDataParallel(torch.nn.Linear(4, 1))
+    assert model.comm is comm is ddp.init() is ddp.init(device="cpu")
+    model(torch.full((8, 4), float(comm.rank))).sum().backward()
+    elsewhere = torch.empty(3, device="meta")
+    for verb in (comm.all_reduce, comm.all_gather, comm.broadcast, comm.reduce_scatter):
+        with pytest.raises(ConfigError, match=r"\[3\] on meta, and this communicator's are on cpu: pass its .to"):
+            verb(elsewhere)
+    total = comm.all_reduce(torch.ones(3))
+    ddp.shutdown()
+    return list(total.tolist())
+
+
+def test_ranks_are_on_the_cpu_where_the_model_is_though_there_are_gpus() -> None:
+    assert run_ranks(train_beside_gpus, 2) == [[2.0] * 3] * 2
+
+
+def say_another_device(rank: int, store: Store) -> str:
+    with pytest.raises(ConfigError) as refused:
+        setup._refuse_unlike_devices(store, rank, 2, torch.device("cuda" if rank else "cpu"))
+    return str(refused.value)
+
+
+def test_ranks_on_unlike_devices_are_refused_on_each() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda rank: say_another_device(rank, store), range(2)))
+    assert said == ["the device of rank 0 is cpu, that of rank 1 is cuda: " + said[0].partition("cuda: ")[2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "initialized", "current", "expected"),
+    [
+        (None, False, 0, "cpu"),
+        (None, True, 0, "cuda:1"),  # by local rank
+        (None, True, 3, "cuda:3"),  # which the program has set
+        ("auto", False, 0, "cuda:1"),
+        ("cuda", True, 2, "cuda:2"),
+        ("cuda:0", True, 2, "cuda:0"),
+        ("cpu", True, 2, "cpu"),
+    ],
+)
+def test_each_rank_of_a_host_takes_a_gpu_of_its_own_or_the_one_that_is_set(
+    device: str | None, initialized: bool, current: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    assert setup.choose_device(device, "auto", 5, 6) == (torch.device(expected), "gloo")
+
+
+def test_a_rank_s_number_on_its_host_is_known_without_variables_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `torch.multiprocessing.spawn`, whose variables are the user's own, or none."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert on_this_host(3, 4) == (3, 4)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # half a place, which init_process_group(rank=…) makes whole
+    assert on_this_host(3, 4) == (3, 4)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert on_this_host(3, 4) == (3, 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert on_this_host(3, 4) == (1, 2)
 
 
 def fail_in_the_middle(shared_memory: bool) -> None:

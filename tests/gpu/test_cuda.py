@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.data.loader import TrainLoader
 from ddp.data.sampler import TrainSampler
+from ddp.errors import ConfigError
 from ddp.transport.process_group import NcclTransport, StagedGlooTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -116,6 +117,27 @@ def test_gradients_equal_those_on_the_cpu(world_size: int) -> None:
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def each_model_where_it_is() -> None:
+    """README's "From Python", and then a model on the GPU in the same session."""
+    comm = ddp.init(abort_s=30)
+    assert comm.device.type == "cpu"
+    for device in ("cpu", "cuda:0"):
+        model = ddp.DistributedDataParallel(nn.Linear(4, 1).to(device))
+        assert model.comm.device == torch.device(device)
+        model(torch.full((8, 4), float(comm.rank), device=device)).sum().backward()
+        model.verify_replicas(also=lambda model=model: [(n, p.grad) for n, p in model.named_parameters()])
+    assert comm.all_reduce(torch.ones(1)).item() == comm.world_size
+    with pytest.raises(ConfigError, match="on cuda:0, and this communicator's are on cpu"):
+        comm.all_reduce(torch.ones(1, device="cuda"))
+    assert ddp.init(device="cuda").all_reduce(torch.ones(1, device="cuda")).item() == comm.world_size
+    ddp.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_device_is_that_of_the_model(world_size: int) -> None:
+    run_ranks(each_model_where_it_is, world_size)
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
