@@ -29,7 +29,7 @@ class UnreadableSample(ConfigError):
 
 
 class ReplicaMismatch(ValueError, RuntimeError):
-    """The ranks' models differ in a name, shape or dtype, or replicas that must be equal are not."""
+    """The ranks' models are not built alike, or replicas that must be equal are not."""
 
 
 class CheckpointError(ValueError):

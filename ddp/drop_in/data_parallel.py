@@ -91,7 +91,7 @@ class DistributedDataParallel(UnevenInputs):
         others: further keywords of torch's class (`arguments.py`).
 
     Raises:
-        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
+        ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
         ConfigError: no parameter needs a gradient; the ranks are given in two ways.
         ValueError: keywords exclude each other.
         TypeError: a keyword that means nothing here; the message says what to use instead.

@@ -41,13 +41,16 @@ class Slot:
 
     Attributes:
         index: the parameter's number in the order of registration.
-        view: the gradient in its bucket, shaped and strided like the parameter; none before `Bucket.allocate`.
+        strides: of the gradient in its bucket: the parameter's, as they were when the layout was planned. So they stay
+            those of the other ranks.
+        view: the gradient in its bucket, shaped like the parameter; none before `Bucket.allocate`.
     """
 
-    __slots__ = ("index", "name", "parameter", "view")
+    __slots__ = ("index", "name", "parameter", "strides", "view")
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
+        self.strides = _strides_in_bucket(parameter)
         self.view: Tensor | None = None
 
     def copy_in(self) -> None:
@@ -144,7 +147,7 @@ class Bucket:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
         views, start = [], 0
         for slot in self.slots:
-            views.append(_view(flat, start, slot.parameter))
+            views.append(flat.as_strided(slot.parameter.shape, slot.strides, flat.storage_offset() + start))
             start += span(slot.parameter)
         return views
 
@@ -216,8 +219,7 @@ def _copy(view: Tensor, gradient: Tensor) -> None:
         view.copy_(gradient)
 
 
-def _view(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
-    """Returns the parameter's span, shaped and strided like it: autograd adds in place only where layouts agree."""
-    if parameter.is_contiguous() or is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + start)
-    return flat[start : start + parameter.numel()].view(parameter.shape)
+def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the parameter's own strides if it has no gaps: autograd adds in place only where layouts agree."""
+    is_as_it_lies = parameter.is_contiguous() or is_dense(parameter)
+    return (parameter if is_as_it_lies else torch.empty(parameter.shape, device="meta")).stride()

@@ -156,7 +156,8 @@ def as_matrix(parameter: Tensor) -> tuple[int, int]:
     """Returns rows and columns of a parameter as it lies in memory; one row if it has one dimension."""
     if parameter.dim() < 2 or not parameter.numel():
         return 1, parameter.numel()
-    rows = parameter.shape[max(range(parameter.dim()), key=parameter.stride)]
+    outermost = 0 if parameter.is_contiguous() else max(range(parameter.dim()), key=parameter.stride)
+    rows = parameter.shape[outermost]
     return rows, parameter.numel() // rows
 
 

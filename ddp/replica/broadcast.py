@@ -1,7 +1,8 @@
 """Makes replicas equal at the start: every rank gets rank 0's parameters and buffers, once it is certain that they fit.
 
-Shapes are compared first. A broadcast into a tensor of another size is at best a hang, at worst a wrong model; the
-comparison names the first tensor that differs, and the ranks.
+All that a bucket depends on is compared first. A broadcast into a tensor of another size is at best a hang, at worst a
+wrong model, and so are buckets in which ranks lay out the same gradient differently. The comparison names the first
+tensor that differs, and the ranks.
 
 Tensors travel packed by dtype, one message per `PACK_BYTES` or so rather than one per tensor.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
@@ -29,12 +30,12 @@ def sending(wire: str | None, hook: object | None) -> str:
 
 
 def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], sending: str = "") -> None:
-    """Raises ReplicaMismatch, on every rank, unless all ranks have the same names, shapes and dtypes in one order.
+    """Raises ReplicaMismatch, on every rank, unless all ranks have the same tensors in one order (see `_described`).
 
     Args:
         sending: how gradients are sent; the same on every rank, too.
     """
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors]
+    mine = [_described(name, tensor) for name, tensor in named_tensors]
     (reference, first), *others = all_gather_object(comm, (mine, sending))
     for rank, (theirs, theirs_sending) in enumerate(others, start=1):
         if theirs_sending != first:
@@ -77,13 +78,20 @@ def broadcast_state(
     broadcast_tensors(comm, [tensor.detach() for _, tensor in named], root=root, label="parameters and buffers")
 
 
-def _difference(
-    ours: list[tuple[str, tuple[int, ...], str]], theirs: list[tuple[str, tuple[int, ...], str]], rank: int
-) -> str:
+def _described(name: str, tensor: Tensor) -> str:
+    """Returns all that must agree between ranks: "0.weight [8, 3, 3, 3] float32 with strides (27, 1, 9, 3)"."""
+    words = [name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+    if not tensor.is_contiguous():
+        words.append(f"with strides {tensor.stride()}")
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        words.append("frozen")
+    return " ".join(words)
+
+
+def _difference(ours: list[str], theirs: list[str], rank: int) -> str:
     for here, there in zip(ours, theirs, strict=False):
         if here != there:
-            shapes = f"{here[0]} {list(here[1])} {here[2]} on rank 0, {there[0]} {list(there[1])} {there[2]}"
-            return f"{shapes} on rank {rank}. Build the same model on every rank"
+            return f"{here} on rank 0, {there} on rank {rank}. Build the same model on every rank"
     return f"{len(ours)} tensors on rank 0, {len(theirs)} on rank {rank}. Build the same model on every rank"
 
 

@@ -67,7 +67,7 @@ class BucketedDataParallel(Replica):
         comm: the ranks that take part; all by default.
 
     Raises:
-        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
+        ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
         ConfigError: no parameter needs a gradient; the wire format is wider than a gradient.
     """
 

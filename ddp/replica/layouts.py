@@ -67,7 +67,7 @@ class Layouts:
             )
 
     def forget(self) -> None:
-        """Drops the layouts that are kept, because parameters have another type, or are on another device."""
+        """Drops the layouts that are kept, because parameters were converted."""
         self._by_needed.clear()
 
     def adopt_order(self, names: list[str]) -> None:
@@ -94,6 +94,6 @@ class Layouts:
             changed = {slot.name for slot in self._current.slots} ^ {slot.name for slot in layout.slots}
             what = f"{', '.join(sorted(changed))}: frozen or unfrozen" if changed else "parameters were converted"
             raise ReplicaMismatch(
-                f"{what} on rank {self._comm.rank}, and not on another one. Change requires_grad, types and devices "
-                "on every rank, between the same two steps"
+                f"{what} on rank {self._comm.rank}, and not on another one. Change requires_grad, types, devices "
+                "and memory formats on every rank, between the same two steps"
             ) from mismatch

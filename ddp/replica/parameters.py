@@ -63,7 +63,7 @@ class Change(Enum):
     NONE = auto()
     MODULES = auto()  # modules without parameters were added or removed
     REQUIRES_GRAD = auto()  # some were frozen or unfrozen
-    KINDS = auto()  # some have another type, or are on another device
+    KINDS = auto()  # some have another type or memory format, or are on another device
 
 
 class ParameterWatch:
@@ -85,7 +85,7 @@ class ParameterWatch:
         return list(map(_REQUIRES_GRAD, self._parameters))
 
     def _present_kinds(self) -> list[Any]:
-        kinds: list[Any] = list(map(_DTYPE, self._parameters))
+        kinds: list[Any] = [*map(_DTYPE, self._parameters), *map(Tensor.is_contiguous, self._parameters)]
         return kinds + list(map(Tensor.get_device, self._parameters)) if _HAS_DEVICES else kinds
 
     @property

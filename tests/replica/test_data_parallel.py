@@ -320,6 +320,18 @@ def outputs_of_any_kind_are_synchronised(comm: ddp.Communicator) -> None:
 def a_mismatch_names_parameter_and_ranks(comm: ddp.Communicator) -> None:
     with pytest.raises(ReplicaMismatch, match=r"rank 0 and rank 2 differ: weight \[1, 3\].*weight \[1, 4\]"):
         ddp.DistributedDataParallel(nn.Linear(4 if comm.rank == 2 else 3, 1))
+    memory_format = torch.channels_last if comm.rank == 1 else torch.contiguous_format
+    for make in (ddp.DistributedDataParallel, ddp.BucketedDataParallel, ddp.NaiveDataParallel):
+        with pytest.raises(ReplicaMismatch, match=r"rank 0 and rank 1 differ: weight .* on rank 0, .* with strides"):
+            make(nn.Conv2d(2, 3, 2).to(memory_format=memory_format))
+        half_frozen = nn.Linear(1, 2)
+        half_frozen.bias.requires_grad_(comm.rank != 1)
+        with pytest.raises(ReplicaMismatch, match=r"bias \[2\] float32 on rank 0, bias \[2\] float32 frozen on rank 1"):
+            make(half_frozen)
+    net = nn.Conv2d(2, 3, 2).to(memory_format=memory_format)
+    unsynced = ddp.DistributedDataParallel(net, init_sync=False)  # then the end of the first backward is the time
+    with pytest.raises(ReplicaMismatch, match="rank 0 and rank 1 differ: weight"):
+        unsynced(torch.randn(1, 2, 3, 3)).sum().backward()
     replica = ddp.DistributedDataParallel(small_cnn(), comm=comm.subgroup(range(comm.world_size)))
     x = torch.randn(2, 1, 8, 8)
     replica(x).sum().backward()

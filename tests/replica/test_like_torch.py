@@ -1011,6 +1011,24 @@ def types_changed_after_wrapping(comm: ddp.Communicator) -> None:
             assert len(late._layouts._by_needed) == 1
 
 
+def memory_format_changed_after_wrapping(comm: ddp.Communicator) -> None:
+    """Gradients lie in their buckets as the parameters do. torch's class is far off here, so one process is asked."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 1))
+    alone, replica = copy.deepcopy(net), ddp.DistributedDataParallel(net, **TINY)
+    batch = torch.randn(comm.world_size, 2, 3, 3)
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        for each in (alone, replica):
+            each.to(memory_format=memory_format)
+        for _ in range(2):
+            for each, samples in ((alone, batch), (replica, batch[comm.rank, None])):
+                each.zero_grad()
+                each(samples).mean().backward()
+            for mine, expected in zip(net.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, expected.grad)
+                assert mine.grad.stride() == mine.stride()
+
+
 def types_changed_on_one_rank(comm: ddp.Communicator) -> None:
     replica = ddp.DistributedDataParallel(nn.Linear(3, 2), comm=comm.subgroup(range(comm.world_size)))
     replica(torch.ones(1, 3)).sum().backward()
@@ -1353,6 +1371,7 @@ CASES = [
     static_graphs_that_are_not,
     a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name,
     types_changed_after_wrapping,
+    memory_format_changed_after_wrapping,
     types_changed_on_one_rank,
     gradients_put_elsewhere,
     a_forward_that_runs_backward_itself,
