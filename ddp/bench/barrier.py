@@ -25,9 +25,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 NAP_S = 50e-6
+NAME_BYTES = 4096
 
 Barrier = Callable[[], None]
 """Returns once every rank has called it as many times as this one."""
@@ -36,16 +38,17 @@ Barrier = Callable[[], None]
 @contextmanager
 def open_barrier(rank: int, world_size: int, *, is_crowded: bool) -> Iterator[Barrier]:
     """Yields the best barrier for these ranks. Collective, inside an initialised torch.distributed."""
-    name = [""]
+    name = torch.zeros(NAME_BYTES, dtype=torch.uint8)  # as a tensor, because torch would unpickle an object
     if rank == 0:
-        descriptor, name[0] = tempfile.mkstemp(prefix="ddp-barrier-")
+        descriptor, made = tempfile.mkstemp(prefix="ddp-barrier-")
         with os.fdopen(descriptor, "wb") as file:
             file.write(bytes(64 * world_size))
-    dist.broadcast_object_list(name, src=0)
-    path = Path(name[0])
-    is_shared = [False] * world_size
-    dist.all_gather_object(is_shared, path.exists())
-    counters = np.memmap(path, np.int64, "r+", shape=(world_size, 8)) if all(is_shared) else None
+        name[: len(os.fsencode(made))] = torch.tensor(list(os.fsencode(made)), dtype=torch.uint8)
+    dist.broadcast(name, src=0)
+    path = Path(os.fsdecode(bytes(name.tolist()).rstrip(b"\0")))
+    is_shared = torch.tensor([path.exists()], dtype=torch.uint8)
+    dist.all_reduce(is_shared, dist.ReduceOp.MIN)
+    counters = np.memmap(path, np.int64, "r+", shape=(world_size, 8)) if is_shared else None
     dist.barrier()
     if rank == 0:
         path.unlink()  # all ranks have mapped it; so nothing is left, however this ends

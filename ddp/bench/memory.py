@@ -61,13 +61,13 @@ class MeasureMemory:
         with torch.device("meta"):
             WORKLOADS[self.model].make()  # imports what it needs, torchvision say, and takes no memory for numbers
         dist.init_process_group("gloo")
-        by_rank = [0] * dist.get_world_size()
-        dist.all_gather_object(by_rank, self._measure())
+        peak = torch.tensor(self._measure())
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
         gc.collect()  # ddp/bench/step.py, note "replicas first"
         place = self.place.title(dist.get_world_size())
         shutdown()
         dist.destroy_process_group()
-        return [MemoryCell(place=place, name=self.model, variant=self.variant, peak=max(by_rank))]
+        return [MemoryCell(place=place, name=self.model, variant=self.variant, peak=int(peak))]
 
     def _measure(self) -> int:
         """Returns this rank's peak above "before"."""

@@ -1,62 +1,209 @@
-"""Sends small Python objects over a communicator: pickled into bytes, carried by the ordinary collectives.
+"""Sends small Python objects over a communicator: as plain values and tensors, carried by the ordinary collectives.
 
-This is for rare and small things: names in an error, random states of a checkpoint. Use it only between the ranks of
-one job, which trust each other, because unpickling runs code.
+This is for rare and small things: names in an error, random states of a checkpoint. An object travels as
+
+    8 bytes        the length of the text
+    text           JSON: numbers, texts, lists; anything else as {"is": its form, "of": what it is made of}
+    bytes          of all tensors and byte strings, one after another
+
+A receiver makes nothing but what the tables of this module name. Pickle would run code of whoever has sent it.
 
 Read before: `communicator.py`. Read next: `host_share.py`.
 """
 
 from __future__ import annotations
 
-import pickle
+import builtins
+import json
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ddp import errors
 from ddp.comm.communicator import Communicator
 
 Result = TypeVar("Result")
+HEAD_BYTES = 8
+
+
+class Form(NamedTuple):
+    """Says how values of a type are taken apart into a list, and made again from it."""
+
+    type: type
+    apart: Callable[[Any], list[Any]]
+    made: Callable[[list[Any]], Any]
+
+
+def _pairs(values: dict[Any, Any]) -> list[Any]:
+    return list(map(list, values.items()))
+
+
+def _dtype(name: list[Any]) -> torch.dtype:
+    found = getattr(torch, name[0])
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name[0]!r} is no dtype")
+    return found
+
+
+_FORMS = {
+    "tuple": Form(tuple, list, tuple),
+    "set": Form(set, list, set),
+    "dict": Form(dict, _pairs, dict),
+    "OrderedDict": Form(OrderedDict, _pairs, OrderedDict),
+    "Counter": Form(Counter, _pairs, lambda pairs: Counter(dict(pairs))),
+    "Size": Form(torch.Size, list, torch.Size),
+    "complex": Form(complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "dtype": Form(torch.dtype, lambda dtype: [str(dtype).removeprefix("torch.")], _dtype),
+    "device": Form(torch.device, lambda device: [str(device)], lambda name: torch.device(*name)),
+    "path": Form(Path, lambda path: [str(path)], lambda name: Path(*name)),
+}
+_ERRORS = {
+    name: found
+    for module in (builtins, errors)
+    for name, found in vars(module).items()
+    if isinstance(found, type) and issubclass(found, Exception)
+}
 
 
 def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
-    """Returns every rank's object, by rank."""
-    return [_unpacked(data) for data in comm.all_gather(_packed(comm, value))]
+    """Returns every rank's object, by rank. Tensors are on the CPU then, and named tuples are tuples.
+
+    Raises:
+        TypeError: an object of this type is not sent.
+    """
+    return [unpacked(data.cpu()) for data in comm.all_gather(packed(value).to(comm.device))]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
-    """Returns the root's object on every rank; what the others pass is ignored."""
-    data = _packed(comm, value if comm.rank == root else None)
+    """Returns the root's object on every rank, as `all_gather_object` does; what the others pass is ignored."""
+    return unpacked(_broadcast(comm, packed(value if comm.rank == root else None), root))
+
+
+def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
     size = comm.broadcast(torch.tensor([data.numel()], device=comm.device), root, label="size of an object")
-    if comm.rank != root:
-        data = torch.empty(int(size), dtype=torch.uint8, device=comm.device)
-    return _unpacked(comm.broadcast(data, root, label="an object"))
+    data = data.to(comm.device) if comm.rank == root else torch.empty(int(size), dtype=torch.uint8, device=comm.device)
+    return comm.broadcast(data, root, label="an object").cpu()  # type: ignore[no-any-return]
 
 
 def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) -> Result:
     """Does `work` on rank 0 while the others wait, for as long as rank 0 lives. Returns its result on every rank.
 
     For what one rank does for all and may take long: writing or reading a checkpoint. A collective's deadline would end
-    the run over a slow disk. An exception of `work` is raised on every rank, so that none waits in vain.
+    the run over a slow disk. An exception of `work` is raised on every rank, so that none waits in vain; away from rank
+    0 as a RuntimeError, unless its class is one of this package's or of Python's own.
     """
-    outcome: tuple[bool, Any] = (True, None)
+    outcome, raised = torch.empty(0, dtype=torch.uint8), None
     if comm.rank == 0:
         try:
-            outcome = (True, work())
+            outcome = packed(("done", work()))
         except Exception as error:
-            outcome = (False, error)
+            outcome, raised = packed(("raised", type(error).__name__, _arguments(error), str(error))), error
     comm.wait_for_rank_zero(label)
-    succeeded, value = broadcast_object(comm, outcome)
-    if not succeeded:
-        raise value
-    result: Result = value
+    how, *rest = unpacked(_broadcast(comm, outcome, 0))
+    if how == "raised":
+        raise raised or _error(*rest)
+    result: Result = rest[0]
     return result
 
 
-def _packed(comm: Communicator, value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(comm.device)
+# --- an exception ----------------------------------------------------------------------------------------------------
 
 
-def _unpacked(data: Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes())
+def _arguments(error: Exception) -> list[Any] | None:
+    """Returns what an exception is made of; None if that cannot be sent, or its class is unknown elsewhere."""
+    if _ERRORS.get(type(error).__name__) is not type(error):
+        return None
+    arguments = list(error.__reduce__()[1])
+    try:
+        packed(arguments)
+    except TypeError:
+        return None
+    return arguments
+
+
+def _error(name: str, arguments: list[Any] | None, text: str) -> Exception:
+    if arguments is None:
+        return RuntimeError(f"{name} on rank 0: {text}")
+    return _ERRORS[name](*arguments)
+
+
+# --- an object as bytes ----------------------------------------------------------------------------------------------
+
+
+def packed(value: Any) -> Tensor:
+    """Returns the object as bytes, on the CPU.
+
+    Raises:
+        TypeError: an object of this type is not sent.
+    """
+    parts: list[Tensor] = []
+    text = json.dumps(_plain(value, parts)).encode()
+    head = len(text).to_bytes(HEAD_BYTES, "little") + text
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *parts])
+
+
+def unpacked(data: Tensor) -> Any:
+    """Returns the object that `packed` has made bytes of.
+
+    Raises:
+        ValueError, KeyError, RuntimeError, …: it has not made these.
+    """
+    end = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES].numpy().tobytes(), "little")
+    return _Made(data[end:]).of(json.loads(data[HEAD_BYTES:end].numpy().tobytes()))
+
+
+def _plain(value: Any, parts: list[Tensor]) -> Any:
+    """Returns what JSON can hold, and appends the bytes that it cannot."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return _plain(value.item(), parts)
+    if isinstance(value, Tensor):
+        dense = torch.empty_like(value, device="cpu").copy_(value.detach())  # of its own memory format
+        parts.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
+        about = [str(value.dtype).removeprefix("torch."), list(dense.shape), list(dense.stride()), parts[-1].numel()]
+        return {"is": "tensor", "of": about}
+    if isinstance(value, (bytes, bytearray)):
+        parts.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte())
+        return {"is": "bytes", "of": [len(value)]}
+    if type(value) is list:
+        return [_plain(each, parts) for each in value]
+    for form, (kind, apart, _) in _FORMS.items():
+        if type(value) is kind:
+            return {"is": form, "of": _plain(apart(value), parts)}
+    for form, (kind, apart, _) in _FORMS.items():  # a named tuple, a mapping of the user's own
+        if isinstance(value, kind):
+            return {"is": form, "of": _plain(apart(value), parts)}
+    raise TypeError(f"an object of type {type(value).__qualname__} is not sent between ranks: make it of plain values")
+
+
+class _Made:
+    """Makes values again, and takes their bytes in the order in which `_plain` has appended them."""
+
+    def __init__(self, rest: Tensor) -> None:
+        self._rest = rest
+
+    def of(self, plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [self.of(each) for each in plain]
+        if not isinstance(plain, dict):
+            return plain
+        if plain["is"] == "tensor":
+            name, shape, strides, num_bytes = plain["of"]
+            return self._taken(num_bytes).view(_dtype([name])).as_strided(shape, strides)
+        if plain["is"] == "bytes":
+            return self._taken(*plain["of"]).numpy().tobytes()
+        return _FORMS[plain["is"]].made(self.of(plain["of"]))
+
+    def _taken(self, num_bytes: int) -> Tensor:
+        """Returns the next bytes, in memory of their own: a view would keep those of all others."""
+        taken, rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        if len(taken) != num_bytes:
+            raise ValueError(f"{num_bytes} bytes of a value, but {len(self._rest)} are left")
+        self._rest = rest
+        return taken.clone()

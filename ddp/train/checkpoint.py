@@ -71,7 +71,8 @@ def save_checkpoint(
     hook = None if compression is None else gathered(compression, state.comm)
     beside = {} if kept is None else kept.parts(state.comm)
     mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
-    random_states, places, seen, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
+    random_states, places, sums, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
+    seen = [None if each is None else Checksum(*each) for each in sums]
     meta = {
         "identity": _with_data(identity, state),
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
@@ -122,13 +123,13 @@ def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
     """
     of_hook = {}
 
-    def read() -> StoredCheckpoint:
+    def read() -> dict[str, Any]:
         found = load(path)
         for_all = {name: part for name, part in found.parts.items() if name != "hook"}
         of_hook.update({name: found.parts[name] for name in found.parts.keys() - for_all})
-        return replace(found, parts=for_all)
+        return {**vars(found), "parts": for_all}
 
-    found = on_rank_zero(comm, read, label="reading a checkpoint")
+    found = StoredCheckpoint(**on_rank_zero(comm, read, label="reading a checkpoint"))
     return replace(found, parts={**found.parts, **of_hook})
 
 
