@@ -163,7 +163,7 @@ def _plain(value: Any, parts: list[Tensor]) -> Any:
         return value
     if isinstance(value, np.generic):
         return _plain(value.item(), parts)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
         dense = torch.empty_like(value, device="cpu").copy_(value.detach())  # of its own memory format
         parts.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
         about = [str(value.dtype).removeprefix("torch."), list(dense.shape), list(dense.stride()), parts[-1].numel()]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_tensors_come_out_with_their_bits_layout_and_memory_of_their_own() -> No
 
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(TypeError, match="an object of type Random is not sent between ranks: make it of plain values"):
-        packed({"key": [__import__("random").Random()]})
+        packed({"key": [random.Random()]})
+    with pytest.raises(TypeError, match="an object of type Tensor"):
+        packed(torch.eye(2).to_sparse())
 
 
 class Boom:
