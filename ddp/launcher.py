@@ -36,7 +36,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -50,7 +50,7 @@ from ddp.config_checks import available_cores
 from ddp.config_reader import chosen_in, from_plain, unknown_choice, unknown_key
 from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
-from ddp.failures import describe_failures
+from ddp.failures import Failure, describe_failures
 from ddp.files import json_object
 from ddp.garbage import leave_out, skip_at_exit
 from ddp.run_folder import continued, only_writer, prepare, unwritable
@@ -314,7 +314,7 @@ def launch(
     Raises:
         ConfigError: `workers` is below 1, or this process is one rank of several already.
         WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first.
-        KeyboardInterrupt: Ctrl-C, which has ended the workers, too.
+        KeyboardInterrupt, SystemExit: Ctrl-C, or another signal, which has ended the workers, too.
     """
     import cloudpickle
 
@@ -332,10 +332,10 @@ def launch(
             cloudpickle.dump((function, args, kwargs), stream)
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
         ended = run_workers(["--call", str(call), *limit], workers=workers, threads=threads)
-        if ended.signal is signal.SIGINT:
-            raise KeyboardInterrupt
-        if ended.signal is not None:
-            raise SystemExit(128 + ended.signal)
+        if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
+            raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
+        if stopped_by is not None:
+            raise SystemExit(128 + stopped_by)
         if ended.failures:
             raise WorkersFailed(describe_failures(ended.failures, Path(folder) / "logs"))
         results = [Path(folder) / f"result-rank-{rank}.pkl" for rank in range(workers)]
@@ -343,6 +343,12 @@ def launch(
             if not path.exists():
                 raise WorkersFailed(f"rank {rank} ended without a result: does the function call sys.exit?")
         return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
+    """Returns the signal on which the workers have left in agreement, if only they got it."""
+    statuses = {failure.status for failure in failures.values()}
+    return next((number for number in signal.Signals if statuses == {128 + number}), None)
 
 
 # ------------------------------------------------------------------------------------------------- start and wait

@@ -74,10 +74,10 @@ from ddp.train.evaluate import evaluate
 from ddp.train.given_back import gives_back
 from ddp.train.kept import Kept
 from ddp.train.loop import end_of_run, train_loop
-from ddp.train.progress import ProgressBar
+from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of, write_summary
 from ddp.train.state import TrainState
-from ddp.train.stopping import StopFlag
+from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.stored_checkpoint import resume_from, steps
 from ddp.train.traffic_hint import TrafficHint
 from ddp.wording import counted
@@ -148,7 +148,8 @@ def fit(
         if __name__ == "__main__":
             print(ddp.launch(train, workers=2)[0])
 
-    Ctrl-C and SIGTERM end it after a step, in agreement, with a checkpoint; `stopped_by` of the result says so.
+    Ctrl-C and SIGTERM end it after a step, in agreement, with a checkpoint; `stopped_by` of the result says so. A
+    program that begins another fit then, such as a loop over folds, ends there.
 
     Args:
         model: a module, which is wrapped in a `BucketedDataParallel`; or a replica. Unless it is on a GPU already, it
@@ -265,7 +266,7 @@ def fit(
             "clip_norm out, or make the optimizer with clip_norm=None"
         )
     comm, stop_on_signals = comm or ranks_of(model), stop is None
-    stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
+    stop = flag_of_a_new_fit() if stop is None else stop  # not `or`, because a flag that is not set counts as false
 
     # 1  what is given
     task = as_task(loss, reduction)
@@ -349,6 +350,8 @@ def fit(
     if progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run_dir is None else f"{SHORTEN} {GO_ON}"
         watching.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs, if_long=if_long))
+    if stop_on_signals:
+        watching.append(StopNote(run_dir))
     evaluation = None
     if test is not None:
         evaluation = partial(_evaluated, test, task=task, batch_size=evaluation_batch, precision=precision, stop=stop)

@@ -1,4 +1,4 @@
-"""The progress bar, on rank 0 only: steps and time left, and whatever else the terminal has room for.
+"""The progress bar, and the last word of a run that a signal has stopped, on rank 0 only.
 
 Read before: `given_back.py`. Read next: `traffic_hint.py`.
 """
@@ -6,6 +6,7 @@ Read before: `given_back.py`. Read next: `traffic_hint.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
@@ -13,8 +14,10 @@ from rich.table import Column
 from rich.text import Text
 
 from ddp.clock import now_s
+from ddp.log import log
 from ddp.train.callbacks import Callback, ThroughputMeter
 from ddp.train.state import StepReport, TrainState
+from ddp.train.stopping import has_obeyed
 
 REFRESH_EVERY_S = 0.2
 SHORTEST_BAR = 10  # letters
@@ -110,6 +113,25 @@ class ProgressBar(Callback):
             text = f"This run will take about {duration}. {self._if_long}".rstrip()
             one_line = not self._console.is_terminal
             self._console.print(text, soft_wrap=one_line, highlight=False, markup=False)
+
+
+class StopNote(Callback):
+    """Says what is saved and how to go on, if a signal has stopped the run; `stopping.py` remembers that it has.
+
+    Args:
+        run_dir: the folder of the run; None: nothing is saved.
+    """
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self._run_dir = run_dir
+
+    def fit_end(self, state: TrainState) -> None:
+        if not has_obeyed(state.stopped_by) or state.comm.rank != 0:
+            return
+        saved = f'which is saved in {self._run_dir}: the same call with resume="auto" goes on from there'
+        if self._run_dir is None:
+            saved = "and nothing is saved: checkpoint_dir=None"
+        log.warning("stopped by %s after step %d, %s", state.stopped_by, state.step, saved)
 
 
 class _Facts(ProgressColumn):

@@ -8,6 +8,9 @@ Note "echoes". One wish to stop often arrives several times: process managers si
 launcher passes on what it got, and Linux sends the parent-death signal once for each thread of the parent. So signals
 within `ECHO_S` of the first one are the same wish.
 
+Note "the program". A signal asks the program to stop, and not one fit of it. So a program in which a signal has ended a
+fit, such as a loop over folds, ends where it begins the next one. At a prompt the user begins it, and it runs.
+
 | signal           | who sends it                             | it asks to stop                         |
 |------------------|------------------------------------------|-----------------------------------------|
 | SIGTERM, SIGINT  | process managers, Ctrl-C                 | unless it is ignored (`sh -c 'job &'`)  |
@@ -20,6 +23,7 @@ Read before: `initial_weights.py`. Read next: `given_back.py`.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,6 +52,29 @@ def _caught_by_anyone() -> set[int]:
                 mask = int(line.split()[1], 16)
                 return {number for number in range(1, mask.bit_length() + 1) if mask >> (number - 1) & 1}
     return set()
+
+
+_obeyed: list[signal.Signals] = []  # those that have ended a fit of this program, on any rank
+
+
+def has_obeyed(reason: str) -> bool:
+    """Remembers that a fit has ended for this reason, and returns True, if it is a signal (note "the program")."""
+    is_signal = reason in signal.Signals.__members__
+    _obeyed.extend([signal.Signals[reason]] if is_signal else [])
+    return is_signal
+
+
+def flag_of_a_new_fit() -> StopFlag:
+    """Returns a flag for signals to set.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: a signal has ended an earlier fit, SIGINT or another one (note "the program").
+    """
+    if not _obeyed or hasattr(sys, "ps1"):
+        return StopFlag()
+    if _obeyed[0] is signal.SIGINT:
+        raise KeyboardInterrupt("SIGINT has ended a fit of this program before, so it begins no other one")
+    raise SystemExit(128 + _obeyed[0])
 
 
 class StopFlag:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +424,41 @@ class Adds(ddp.Callback):
             state.optimizer.add_param_group({"params": state.model.module[4].parameters(), "lr": 0.4})
         else:
             self.rates.append(groups[1]["lr"])
+
+
+class InterruptedAfterTwoSteps(ddp.Callback):
+    def step_start(self, state: TrainState) -> None:
+        if state.step == 2 and state.comm.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def folds(folder: str) -> list[str]:
+    """A loop over fits that one rank's Ctrl-C ends on all ranks; and one at a prompt, which goes on."""
+    ddp.init(abort_s=20)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp").addHandler(handler)
+    begun, at_prompt = [], False
+    try:
+        for fold in range(3):
+            begun.append(fold)
+            run_dir = Path(folder) / f"fold-{fold}"
+            state = fit(F.cross_entropy, epochs=2, callbacks=[InterruptedAfterTwoSteps()], checkpoint_dir=run_dir)
+            assert (state.stopped_by, state.step) == ("SIGINT", 3)
+    except KeyboardInterrupt as ended:
+        assert "SIGINT has ended a fit of this program before" in str(ended)
+        at_prompt = True
+    assert begun == [0, 1] and at_prompt and not (Path(folder) / "fold-1").exists()
+    sys.ps1 = ">>> "
+    assert fit(F.cross_entropy, epochs=1).stopped_by == ""
+    return [line for line in said if "stopped by" in line]
+
+
+def test_a_signal_ends_a_loop_over_fits_and_says_what_is_saved(tmp_path: Path) -> None:
+    first, second = run_ranks(folds, 2, str(tmp_path))
+    again = 'which is saved in %s: the same call with resume="auto" goes on from there'
+    assert first == [f"stopped by SIGINT after step 3, {again % (tmp_path / 'fold-0')}"] and second == []
 
 
 def stopped_and_resumed(folder: str) -> None:
