@@ -9,6 +9,10 @@ The entry of a new folder needs its parent's flush in the same way, because othe
 A process that writes into a folder for long holds it (`hold`), so that a second writer is refused instead of mixing its
 files with those of the first.
 
+Note "links". Whoever may write into a folder can leave a link there that leads to a file of somebody else. So a file of
+a run, an index or a cache is either made anew (`new_file`), or opened by `opened`, which follows no link; and a folder
+that another user's link leads to is not used (`make_folder`). Folders above the last one are the user's own choice.
+
 Note "which lock". flock(2) belongs to the open file, and the kernel releases it when the process ends, however it ends.
 A lock of fcntl(2) would be lost as soon as anyone in this process closes the file, such as a callback that copies the
 folder. A forked child, such as a loader's worker, shares the open file and would keep the lock of a parent that was
@@ -22,11 +26,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import grp
 import json
 import os
+import pwd
 import socket
+import stat
 import uuid
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +48,115 @@ _LOCK = ".lock"
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 """Errors of file systems without locks."""
 
+# ------------------------------------------------------------------------------- files in folders that others may write
+
+
+def opened(path: Path, flags: int) -> int:
+    """Opens a file, and returns its descriptor; see the note "links".
+
+    Args:
+        flags: of os.open, without O_TRUNC, which would empty a file before it is looked at.
+
+    Raises:
+        ConfigError: it is a link or a pipe; or, in a folder that others may write, it has a second name, or belongs to
+            neither this user nor the folder's.
+        OSError: it cannot be opened.
+    """
+    try:  # without O_NONBLOCK a pipe would be waited for
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if path.is_symlink():
+            raise _planted(path, "is a link") from error
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise _planted(path, "is no ordinary file") from error
+        raise
+    try:
+        _check_ordinary(path, os.fstat(descriptor))
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_ordinary(path: Path, file: os.stat_result) -> None:
+    folder = path.parent.stat()
+    if not stat.S_ISREG(file.st_mode):
+        raise _planted(path, "is no ordinary file")
+    if not others_may_write(folder):
+        return
+    if file.st_nlink > 1:
+        raise _planted(path, "has a second name elsewhere")
+    if file.st_uid not in (os.geteuid(), folder.st_uid):
+        raise _planted(path, f"belongs to {user_name(file.st_uid)}")
+
+
+def _planted(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{path} {what}, and is not opened, because whoever may write {path.parent} could have put it there to reach "
+        "a file of yours: remove it"
+    )
+
+
+def read_own(path: Path) -> str:
+    """Returns the text of a file, such as one whose text is about to be written again, where others could read it.
+
+    Raises:
+        ConfigError, OSError: as `opened`.
+    """
+    with to_read(path) as file:
+        return file.read().decode(errors="replace")
+
+
+def to_read(path: Path) -> IO[bytes]:
+    """Opens a file to read it.
+
+    Raises:
+        ConfigError, OSError: as `opened`.
+    """
+    return os.fdopen(opened(path, os.O_RDONLY), "rb")
+
+
+def to_append(path: Path) -> TextIOWrapper:
+    """Opens a text file to add to it, or makes it.
+
+    Raises:
+        ConfigError, OSError: as `opened`.
+    """
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+
+def new_file(path: Path) -> IO[bytes]:
+    """Makes a file in place of what a killed process has left under this name, and opens it for writing."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def others_may_write(status: os.stat_result) -> bool:
+    """Returns True if a user other than this one and root may write a file or folder; a group of one is no other."""
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_alone_in(status.st_gid)
+
+
+def _is_alone_in(group: int) -> bool:
+    """Returns True for the group that many systems make for each user, with the user's name and no other member."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def user_name(uid: int) -> str:
+    """Returns a user in words."""
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
 # ------------------------------------------------------------------------------------------------------- whole files
 
 
@@ -47,8 +164,8 @@ def write_whole(path: Path, text: str) -> None:
     """Puts `text` in place of a file's content, so that a reader finds all of the old or all of the new."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with new_file(temporary) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -73,11 +190,25 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, so that they survive a power cut."""
+    """Makes a folder, and those above it that are missing, so that they survive a power cut.
+
+    Raises:
+        ConfigError: another user's link stands in its place; see the note "links".
+    """
+    refuse_others_link(folder)
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in new:
         flush_folder(path.parent)
+
+
+def refuse_others_link(folder: Path) -> None:
+    """Raises ConfigError if a folder is another user's link, which could lead to a folder of this user's."""
+    if folder.is_symlink() and (uid := folder.lstat().st_uid) not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{folder} is a link of {user_name(uid)}, and is not followed, because it could lead to a folder of yours: "
+            "remove it, or name the folder that it leads to"
+        )
 
 
 def flush_folder(folder: Path) -> None:
@@ -170,7 +301,7 @@ def hold(folder: Path) -> Hold:
 def _lock(path: Path) -> int:
     """Locks a file and writes into it which process has; returns its descriptor."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = opened(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(descriptor, 0)

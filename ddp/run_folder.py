@@ -27,7 +27,16 @@ from ddp.config import Config
 from ddp.config_checks import resolve
 from ddp.config_reader import from_plain, settings_of
 from ddp.errors import ConfigError
-from ddp.files import flush_folder, hold, write_whole
+from ddp.files import (
+    flush_folder,
+    hold,
+    make_folder,
+    new_file,
+    read_own,
+    refuse_others_link,
+    to_read,
+    write_whole,
+)
 from ddp.log import log
 from ddp.wording import setting_for
 
@@ -51,6 +60,7 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     config.run.dir, config.run.name = str(run_dir), config.run.name or run_dir.name
     if not is_restart:
         _refuse_reuse(config, run_dir)
+    _refuse_planted(run_dir)
     _try_writing(run_dir)
     resolve(config, local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
     position = check(config)
@@ -68,7 +78,7 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
 def _note_start(config: Config, run_dir: Path, position: Mapping[str, Any] | None) -> None:
     """Adds a line to starts.jsonl, from which `where.py` knows the settings of every step."""
     path = run_dir / STARTS
-    noted = path.read_text(encoding="utf-8") if path.exists() and config.resume != "none" else ""
+    noted = read_own(path) if path.exists() and config.resume != "none" else ""
     start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config)}
     write_whole(path, f"{noted}{json.dumps(start)}\n")
 
@@ -118,7 +128,7 @@ def only_writer(run_dir: Path) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as held:
             try:
-                run_dir.mkdir(parents=True, exist_ok=True)
+                make_folder(run_dir)
                 held.enter_context(contextlib.closing(hold(run_dir)))
                 if (run_dir / "checkpoints").is_dir():
                     hold(run_dir / "checkpoints").close()
@@ -148,11 +158,20 @@ def _refuse_reuse(config: Config, run_dir: Path) -> None:
     )
 
 
+def _refuse_planted(run_dir: Path) -> None:
+    """Raises ConfigError for a link or the like in the place of what workers will open; see the note in `files.py`."""
+    for folder in (run_dir / "logs", run_dir / "checkpoints"):
+        refuse_others_link(folder)
+    for path in (run_dir / "metrics.jsonl", *run_dir.glob("logs/rank-*.log")):
+        if path.exists() or path.is_symlink():
+            to_read(path).close()
+
+
 def _try_writing(run_dir: Path) -> None:
     """Writes as much as a small run will, because a full disk should be found now and not at the first checkpoint."""
     trial = run_dir / ".trial"
     try:
-        with trial.open("wb") as stream:
+        with new_file(trial) as stream:
             stream.write(os.urandom(8 << 20))  # random, because a file system may compress
             stream.flush()
             os.fsync(stream.fileno())

@@ -26,7 +26,7 @@ from ddp.config_reader import from_plain, settings_of
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.ema import averages_in
-from ddp.train.stored_checkpoint import StoredCheckpoint, checkpoints_of
+from ddp.train.stored_checkpoint import StoredCheckpoint, best_of, checkpoints_of
 from ddp.train.stored_checkpoint import load as load_checkpoint
 
 
@@ -83,10 +83,8 @@ def load(path: str | Path, which: Literal["best", "latest"] = "best", *, average
     if which not in ("best", "latest"):
         raise ConfigError(f'which={which!r}: take "best" or "latest"')
     folder = checkpoints_of(Path(path))
-    pointer = folder / "best"
-    if which == "best" and pointer.is_file():
-        folder = folder / pointer.read_text().strip()
-    found: StoredCheckpoint = load_checkpoint(folder, names=["model"])
+    best = best_of(folder) if which == "best" else None
+    found: StoredCheckpoint = load_checkpoint(best or folder, names=["model"])
     weights = dict(found.parts["model"])
     if averaged and (name := found.meta.get("averages")) is not None:
         weights |= averages_in(load_checkpoint(found.path, names=["callbacks"]).parts["callbacks"][name])

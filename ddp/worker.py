@@ -35,6 +35,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -49,6 +50,7 @@ from ddp.errors import (
     ReplicaMismatch,
     UnusedParameters,
 )
+from ddp.files import make_folder, read_own, to_append, write_whole
 from ddp.garbage import collect_from_now_on, collect_later
 from ddp.log import add_handler, follow_rank
 from ddp.parent_death import ask_for_signal
@@ -171,23 +173,29 @@ class _Terminal(logging.StreamHandler[Any]):
         return sys.stderr
 
 
+class _LogFile(logging.FileHandler):
+    """Appends to a file of a run's folder."""
+
+    def _open(self) -> TextIOWrapper:
+        return to_append(Path(self.baseFilename))
+
+
 def take_log(logs: Path, *, rank: int, world_size: int) -> None:
     """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
 
     File descriptors are redirected, so that the output of C++ and of child processes goes there, too.
     """
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs)
     path = logs / f"rank-{rank}.log"
     if rank != 0:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
+        with to_append(path) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
     follow_rank(rank, world_size)
-    add_handler(logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"))
+    add_handler(_LogFile(path))
     if rank == 0:
         add_handler(_Terminal(), logging.WARNING)
 
@@ -237,15 +245,12 @@ class Report:
     def read(cls, logs: Path, *, rank: int) -> Report | None:
         """Returns the report of `rank`, or None if it wrote none, or died while it wrote."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads((logs / f"error-rank-{rank}.json").read_text()))
+            return cls(**json.loads(read_own(logs / f"error-rank-{rank}.json")))
         return None
 
     def write(self, logs: Path) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
-        path = logs / f"error-rank-{self.rank}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1))
-        partial.replace(path)
+        make_folder(logs)
+        write_whole(logs / f"error-rank-{self.rank}.json", json.dumps(asdict(self), indent=1))
 
     def block(self) -> str:
         """Returns rank, host and step; the traceback, or the message where that explains the error; the user's line."""
@@ -282,9 +287,9 @@ def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
         report = Report.of(error, rank=rank)
         try:
             report.write(logs)
-            with (logs / f"rank-{rank}.log").open("a", encoding="utf-8", errors="backslashreplace") as log:
+            with to_append(logs / f"rank-{rank}.log") as log:
                 log.write(f"{report.traceback}\n")
-        except OSError:  # such as a full disk, which may have ended the work
+        except (OSError, ConfigError):  # such as a full disk, which may have ended the work
             print(report.block(), file=sys.stderr, flush=True)
         return 1
     return 0

@@ -14,8 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from ddp.errors import ConfigError
-from ddp.files import flush_folder, hold, json_object, make_folder, write_whole
+from ddp.config import Config
+from ddp.data.file_index import index_files
+from ddp.data.local_copies import _locked
+from ddp.data.tokens import TokenFiles
+from ddp.errors import CheckpointError, ConfigError
+from ddp.files import (
+    flush_folder,
+    hold,
+    json_object,
+    make_folder,
+    new_file,
+    to_append,
+    whole_file,
+    write_whole,
+)
+from ddp.run_folder import _note_start, _refuse_planted, _try_writing, only_writer
+from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.report import draw_curves, write_summary
+from ddp.trained import load
+from ddp.worker import Report, _LogFile
 
 
 @pytest.fixture
@@ -138,3 +156,142 @@ def test_a_file_system_without_locks_is_a_warning(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     hold(tmp_path).close()
+
+
+# ------------------------------------------------------------------------------------------------- links of strangers
+
+
+def write_in(path: Path) -> None:
+    with whole_file(path) as file:
+        file.write(b"new")
+
+
+def index(path: Path) -> None:
+    """Indexes a file of tokens, whose index is `path`, and opens it as a worker does."""
+    tokens = path.with_name("a.bin")
+    tokens.write_bytes(bytes(range(200)))
+    index_files(tokens, TokenFiles(context=4), index_dir=path.parent)
+
+
+def index_of(folder: Path) -> Path:
+    from ddp.data.file_index import index_path
+
+    return index_path(folder / "a.bin", TokenFiles(context=4), index_dir=folder)
+
+
+def locked(part: Path) -> None:
+    with _locked(part, until=part.with_name("copy")):
+        pass
+
+
+def appended(path: Path) -> None:
+    with to_append(path) as file:
+        file.write("new")
+
+
+def noted(path: Path) -> None:
+    config = Config()
+    config.resume = "auto"
+    _note_start(config, path.parent, None)
+
+
+SUMMARY = {"main_metric": "test_loss"}
+OPENS: dict[str, Callable[[Path], object]] = {
+    ".lock": lambda path: hold(path.parent).close(),
+    "metrics.jsonl": appended,
+    "rank-1.log": _LogFile,
+    "starts.jsonl": noted,
+    ".part-copy": locked,
+    "index": index,
+}
+REPLACES: dict[str, Callable[[Path], object]] = {
+    "summary.json": lambda path: write_summary(path.parent, SUMMARY),
+    ".tmp-x": lambda path: write_whole(path.with_name("x"), "new"),
+    "curves.png": lambda path: draw_curves(path.with_name("metrics.jsonl"), path, summary=SUMMARY),
+    ".trial": lambda path: _try_writing(path.parent),
+    "model.pt": lambda path: new_file(path).close(),
+    ".tmp-error-rank-1.json": lambda path: Report(rank=1, type="", message="", traceback="").write(path.parent),
+    ".tmp-step-00000001": lambda path: CheckpointStore(path.parent).save(1, {"model": {}}, meta={}),
+    "latest": lambda path: CheckpointStore(path.parent).save(1, {"model": {}}, meta={}),
+}
+
+
+@pytest.mark.parametrize("name", [*OPENS, *REPLACES])
+def test_no_file_is_written_or_emptied_through_a_link(name: str, tmp_path: Path) -> None:
+    """A file is refused in a sentence, or made anew in the link's place. The same for hard links, and for pipes."""
+    mine, folder = tmp_path / "mine", tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    path = index_of(folder) if name == "index" else folder / name
+    for plant in (Path.symlink_to, Path.hardlink_to):
+        mine.write_text("precious\n" * 9)
+        plant(path, mine)
+        if name in OPENS:
+            with pytest.raises(ConfigError, match=rf"^{path} (is a link|has a second name elsewhere), and is not open"):
+                OPENS[name](path)
+        else:
+            REPLACES[name](path)
+            assert not path.exists() or not path.samefile(mine)
+        assert mine.read_text() == "precious\n" * 9
+        for each in folder.iterdir():
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+    if name in OPENS:
+        os.mkfifo(path)
+        with pytest.raises(ConfigError, match=rf"^{path} is no ordinary file"):
+            OPENS[name](path)
+
+
+def test_a_run_in_whose_folder_links_are_planted_is_refused_before_it_starts(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    for name in ("metrics.jsonl", "logs/rank-3.log"):
+        (tmp_path / "run" / "logs").mkdir(parents=True)
+        (tmp_path / "run" / name).symlink_to(mine)
+        with pytest.raises(ConfigError, match=f"{name} is a link"):
+            _refuse_planted(tmp_path / "run")
+        shutil.rmtree(tmp_path / "run")
+    assert mine.read_text() == "precious"
+
+
+def given_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a file or link another user's, as far as this process may."""
+    if os.geteuid() == 0:
+        os.lchown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+
+
+def test_another_user_s_link_leads_to_no_folder_of_mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "checkpoints"
+    link.symlink_to(tmp_path / "mine")
+    make_folder(link)  # one's own is followed
+    given_away(link, monkeypatch)
+    with pytest.raises(ConfigError, match=f"^{link} is a link of user .*, and is not followed"):
+        make_folder(link)
+    with pytest.raises(ConfigError, match="is a link of user"), only_writer(link):
+        pass
+    with pytest.raises(ConfigError, match="is a link of user"):
+        CheckpointStore(link).save(1, {}, meta={})
+    with pytest.raises(ConfigError, match="is a link of user"):
+        _refuse_planted(tmp_path)
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_stranger_s_file_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "other").hardlink_to(tmp_path / "metrics.jsonl")
+    appended(tmp_path / "metrics.jsonl")  # a copy of hard links, as backups make; nobody else may write here
+    (tmp_path / "other").unlink()
+    tmp_path.chmod(0o1777)
+    given_away(tmp_path / "metrics.jsonl", monkeypatch)
+    if os.geteuid() == 0:
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl belongs to user"):
+            appended(tmp_path / "metrics.jsonl")
+    tmp_path.chmod(0o700)
+
+
+def test_the_best_checkpoint_is_one_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "best").write_text("../../elsewhere\n")
+    with pytest.raises(CheckpointError, match="best names no checkpoint"):
+        load(tmp_path)

@@ -30,7 +30,7 @@ from ddp.clock import now_s
 from ddp.comm.setup import init, shutdown
 from ddp.data import standard_library
 from ddp.errors import Diverged
-from ddp.files import json_object, write_whole
+from ddp.files import json_object, to_append, write_whole
 from ddp.monitor.noise_scale import Estimate
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.optim.schedules import Scaling
@@ -142,7 +142,7 @@ def study(folder: str, num_train: int) -> None:
             break
         results[trial] = result
         if comm.rank == 0:
-            with path.open("a") as file:
+            with to_append(path) as file:
                 file.write(json.dumps(asdict(result)) + "\n")
             print(f"run {number} of {num_trials}: {in_words(result)}", flush=True)
     shutdown()

@@ -26,7 +26,7 @@ from ddp.clock import now_s
 from ddp.comm.setup import init, shutdown
 from ddp.data import digits, standard_library
 from ddp.errors import Diverged
-from ddp.files import json_object, write_whole
+from ddp.files import json_object, to_append, write_whole
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
@@ -179,7 +179,7 @@ def study(folder: str, wanted: Sequence[Trial]) -> None:
         if result is None:  # stopped by a signal
             break
         if comm.rank == 0:
-            with path.open("a") as file:
+            with to_append(path) as file:
                 file.write(json.dumps(asdict(result)) + "\n")
             reached = "diverged" if result.score is None else f"{JOBS[trial.job].metric} {result.score:.4g}"
             about = f"run {number} of {len(wanted)}: {trial.job}, {trial.way}, seed {trial.seed}"

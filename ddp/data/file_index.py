@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from ddp.data.readers import Facts, Reader
 from ddp.data.remote import is_remote
 from ddp.data.storage import DIRECT, Storage
 from ddp.errors import ConfigError
-from ddp.files import whole_file
+from ddp.files import make_folder, to_read, whole_file
 from ddp.log import log
 
 _ALIGNMENT = 64
@@ -221,7 +222,7 @@ def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout])
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with whole_file(path) as file:
             file.write(line)
             for each in layouts.values():
@@ -263,13 +264,12 @@ def mapped_again(index: FileIndex) -> FileIndex:
         ConfigError: another index has taken its place.
     """
     try:
-        with index.path.open("rb") as file:
-            is_same = file.read(len(index.header)) == index.header
+        with to_read(index.path) as file:
+            if file.read(len(index.header)) == index.header:
+                return index._replace(table=_mapped(file, len(index.header), index.first_rows()[-1]))
     except FileNotFoundError:
-        is_same = False
-    if not is_same:
-        raise ConfigError(f"{index.path} was removed or written again since the data set was opened: open it again")
-    return index._replace(table=_mapped(index.path, len(index.header), index.first_rows()[-1]))
+        pass
+    raise ConfigError(f"{index.path} was removed or written again since the data set was opened: open it again")
 
 
 def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
@@ -279,19 +279,24 @@ def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
         ConfigError: it was made for another format.
     """
     try:
-        with path.open("rb") as file:
-            line = file.readline()
-        content = json.loads(line)
-        files = [_indexed_file(entry) for entry in content["files"]]
-        found = content["format"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the latter: brackets within brackets …
+        index = to_read(path)
+    except OSError:
         return None
-    if found != _name(format):
-        raise ConfigError(f"{path} is an index of format {found}, not of {_name(format)}: delete it, or take another")
-    num_rows = sum(0 if file.regular else file.num_samples for file in files)
-    if path.stat().st_size != len(line) + 16 * num_rows:
-        return None
-    return FileIndex(path, line, files, _mapped(path, len(line), num_rows))
+    with index:
+        try:
+            line = index.readline()
+            content = json.loads(line)
+            files = [_indexed_file(entry) for entry in content["files"]]
+            found = content["format"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the latter: brackets within brackets …
+            return None
+        if found != _name(format):
+            wanted = _name(format)
+            raise ConfigError(f"{path} is an index of format {found}, not of {wanted}: delete it, or take another")
+        num_rows = sum(0 if file.regular else file.num_samples for file in files)
+        if os.fstat(index.fileno()).st_size != len(line) + 16 * num_rows:
+            return None
+        return FileIndex(path, line, files, _mapped(index, len(line), num_rows))
 
 
 def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
@@ -307,7 +312,7 @@ def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
     return IndexedFile(entry["address"], Facts(*entry["facts"]), entry["num_samples"], regular, entry["notes"])
 
 
-def _mapped(path: Path, offset: int, num_rows: int) -> Spans:
+def _mapped(index: IO[bytes], offset: int, num_rows: int) -> Spans:
     if not num_rows:
         return np.empty((0, 2), dtype=np.int64)  # a map cannot be empty
-    return np.asarray(np.memmap(path, dtype="<i8", mode="r", offset=offset, shape=(num_rows, 2)))
+    return np.asarray(np.memmap(index, dtype="<i8", mode="r", offset=offset, shape=(num_rows, 2)))

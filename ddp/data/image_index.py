@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp.errors import ConfigError
-from ddp.files import whole_file
+from ddp.files import make_folder, read_own, whole_file
 from ddp.vision import torchvision
 
 
@@ -36,9 +36,13 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
     if build:
         _write(index, path)
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))
+        text = read_own(index)
+    except OSError:
+        text = ""
+    try:
+        listed = json.loads(text)
         classes, files = list(listed["classes"]), [(str(path / name), int(label)) for name, label in listed["files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{index} is missing or damaged, so the images under {path} are not known: start the run again, so that "
             "the parent lists them"
@@ -70,9 +74,9 @@ def _write(index: Path, path: Path) -> None:
     files = [[os.path.relpath(file, path), label] for file, label in found.samples]
     text = json.dumps({"classes": found.classes, "files": files}).encode()
     try:
-        if index.is_file() and index.read_bytes() == text:
+        make_folder(index.parent)
+        if index.exists() and read_own(index).encode() == text:
             return
-        index.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(index) as file:
             file.write(text)
     except OSError as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 from ddp.data.readers import Facts, check_unchanged
 from ddp.data.remote import BLOCK_BYTES, Retries, remote_facts, remote_range
 from ddp.errors import ConfigError
+from ddp.files import make_folder, opened, to_read
 
 
 def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries) -> Path:
@@ -37,9 +38,10 @@ def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries)
     copy = cache_dir / f"{digest}-{_base_name(address)}"
     part = copy.with_name(f".part-{copy.name}")
     if copy.exists():
+        to_read(copy).close()  # refuses a link
         return copy
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(cache_dir)
         with _locked(part, until=copy) as descriptor:
             if descriptor is not None:
                 try:
@@ -75,7 +77,7 @@ def _download(address: str, size: int, descriptor: int, retries: Retries) -> Non
 def _locked(part: Path, *, until: Path) -> Iterator[int | None]:
     """Yields the descriptor of a locked part, which is this process's to write; None once `until` exists."""
     while True:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = opened(part, os.O_WRONLY | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for another process's download
             if until.exists():

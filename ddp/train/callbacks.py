@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ddp.files import json_object, write_whole
+from ddp.files import json_object, read_own, to_append, write_whole
 from ddp.monitor.noise_scale import NoiseScale
 from ddp.monitor.throughput import Throughput
 from ddp.train.state import StepReport, TrainState
@@ -108,7 +108,7 @@ class MetricsFile(Callback):
 
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank == 0 and self._path.exists():
-            lines = self._path.read_text(errors="replace").splitlines()
+            lines = read_own(self._path).splitlines()
             write_whole(self._path, "".join(f"{line}\n" for line in lines if _step_of(line) <= state.step))
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
@@ -138,7 +138,7 @@ class MetricsFile(Callback):
 
     def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
         if state.comm.rank == 0:
-            with self._path.open("a") as file:
+            with to_append(self._path) as file:
                 file.write(json.dumps({key: value for key, value in entry.items() if value is not None}) + "\n")
 
 

@@ -31,7 +31,7 @@ from typing import IO, Any, Literal, cast
 import torch
 
 from ddp.errors import CheckpointError
-from ddp.files import Hold, flush_folder, hold, make_folder, write_whole
+from ddp.files import Hold, flush_folder, hold, make_folder, new_file, write_whole
 from ddp.log import log
 from ddp.train.stored_checkpoint import MANIFEST, SCHEMA, cause_of, digest, listed
 
@@ -148,7 +148,7 @@ class _HashingFile(io.RawIOBase):
     first error for `_write_part` to raise.
     """
 
-    def __init__(self, file: io.BufferedWriter) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.file, self.num_bytes, self.sha256 = file, 0, hashlib.sha256()
         self.error: OSError | None = None
 
@@ -167,7 +167,7 @@ class _HashingFile(io.RawIOBase):
 def _write_part(folder: Path, name: str, content: object) -> dict[str, Any]:
     """Writes name.pt to the disk; returns its entry in the manifest."""
     path = folder / f"{name}.pt"
-    with path.open("wb") as file:
+    with new_file(path) as file:
         hashing = _HashingFile(file)
         try:
             torch.save(content, cast(IO[bytes], hashing))
@@ -206,7 +206,7 @@ def _remove(path: Path) -> None:
     try:
         if not path.name.startswith(".tmp-"):
             path = path.rename(path.with_name(f".tmp-removed-{path.name}"))
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -41,7 +41,7 @@ from ddp.data.source import Source, source_of
 from ddp.data.steps import BatchWarmup
 from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters
-from ddp.files import json_object
+from ddp.files import json_object, make_folder, read_own
 from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
@@ -431,7 +431,7 @@ def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple
             f'checkpoint_dir={run_dir} holds a run: continue it with resume="auto", or take another folder'
         )
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
     except OSError as error:
         raise ConfigError(f"checkpoint_dir={run_dir}: {error.strerror}; take another folder") from error
     return run_dir, start
@@ -501,7 +501,7 @@ def _finish(run_dir: Path, summary: dict[str, Any], *, curves: bool) -> None:
     if not summary["samples_per_s"] and path.exists():  # nothing was left to train: keep the figures of the training
         with contextlib.suppress(ValueError):
             new = {key: value for key, value in summary.items() if key.startswith("test_") or key == "stopped_by"}
-            summary = {**json_object(path.read_text()), **new}
+            summary = {**json_object(read_own(path)), **new}
     write_summary(run_dir, summary)
     if curves:
         draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ddp.files import json_object, write_whole
+from ddp.files import json_object, whole_file, write_whole
 from ddp.precision.autocast import Precision
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
 from ddp.train.data_checks import EpochCheck
@@ -114,7 +114,8 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
         right.legend(fontsize="small")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.savefig(picture, dpi=120)
+    with whole_file(picture) as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:

@@ -138,6 +138,21 @@ def checkpoints_of(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
+def best_of(folder: Path) -> Path | None:
+    """Returns the checkpoint that a folder's `best` names; None without one.
+
+    Raises:
+        CheckpointError: it names something else.
+    """
+    try:
+        name = (folder / "best").read_text().strip()
+    except OSError:
+        return None
+    if not _FOLDER_NAME.fullmatch(name):
+        raise CheckpointError(f"{folder / 'best'} names no checkpoint ({name!r:.60}): delete it, or name a checkpoint")
+    return folder / name
+
+
 def resume_from(resume: str, run_dir: Path) -> Path | None:
     """Returns the checkpoint, or folder of checkpoints, to resume from; None for a fresh start.
 
