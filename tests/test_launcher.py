@@ -138,9 +138,7 @@ def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwrit
         (["seed=404", "run.name=a"], "starting 2 workers for runs/a/ …\n", "data.root=data: no such data"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(
-    arguments: list[str], said: str, words: str, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(arguments: list[str], said: str, words: str, tmp_path: Path) -> None:
     status, out, err = finish(start([*TRAIN, *arguments], tmp_path))
     assert (status, out, err.count("\n")) == (2, said, 1)
     assert err.startswith("error: ") and words in err

@@ -326,8 +326,7 @@ def test_a_registered_schedule_is_offered_where_it_is_proven(folder: Path) -> No
 
 def test_an_address_may_hold_a_whole_schedule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "bits.py").write_text(
-        "from ddp.collectives.catalog import SCHEDULES\n"
-        "whole, other = SCHEDULES['tree'], SCHEDULES['tree_reduce']\n"
+        "from ddp.collectives.catalog import SCHEDULES\nwhole, other = SCHEDULES['tree'], SCHEDULES['tree_reduce']\n"
     )
     config = config_of(comm={"algorithm": "bits:whole"})
     add_own_algorithm(config, check=True)

@@ -117,9 +117,7 @@ def test_what_a_sweep_varies_is_what_hydra_would_vary() -> None:
 
 
 @pytest.mark.parametrize("name", ["mine", "2026-11-21_09-19-32.7", "a=1,b=2", "with space", 'a"b', "back\\"])
-def test_a_folder_s_setting_is_read_back_by_hydra(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_s_setting_is_read_back_by_hydra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folders = {"run.name": tmp_path / "runs" / name, "hydra.run.dir": tmp_path / "runs" / "sweep" / name}
     for key, folder in folders.items():

@@ -55,9 +55,7 @@ ONE_BUCKET_MB = 1 << 20
 
 
 def _torch_power_sgd(rank: int, module: nn.Module) -> nn.Module:
-    replica = nn.parallel.DistributedDataParallel(
-        module, gradient_as_bucket_view=True, bucket_cap_mb=ONE_BUCKET_MB
-    )
+    replica = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=ONE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=2
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddp.data.lines import Csv as Csv
     from ddp.data.lines import JsonLines as JsonLines
     from ddp.data.orders import Blocks as Blocks
+    from ddp.data.orders import FirstOf as FirstOf
     from ddp.data.orders import Fixed as Fixed
     from ddp.data.orders import Order as Order
     from ddp.data.orders import Permutation as Permutation
@@ -32,6 +33,7 @@ _HOMES = {
     "Blocks": "ddp.data.orders",
     "Csv": "ddp.data.lines",
     "FileSet": "ddp.data.files",
+    "FirstOf": "ddp.data.orders",
     "Fixed": "ddp.data.orders",
     "ImageAndClass": "ddp.data.decoders",
     "JsonLines": "ddp.data.lines",

@@ -108,9 +108,7 @@ def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> S
     )
 
 
-def _splits(
-    files: Files, format: Format, *, sample_shape: tuple[int, ...] | None, num_classes: int | None
-) -> Splits:
+def _splits(files: Files, format: Format, *, sample_shape: tuple[int, ...] | None, num_classes: int | None) -> Splits:
     train, test = (FileSet(path, format, **options) for path, options in files.sides())
     _check_apart(files, train, test)
     shape = _shape_of(train) if sample_shape is None else sample_shape

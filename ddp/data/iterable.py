@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -33,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp.data.device_copies import DeviceCopies
-from ddp.data.loader import CPU, Collate, follow_the_trainer
+from ddp.data.loader import CPU, Collate, process_options
 from ddp.data.orders import Checksum, Fixed, Order
 from ddp.data.sampler import SamplerState, StepPlan, TrainSampler
 from ddp.data.sharding import OwnSharding
@@ -203,7 +204,7 @@ class IterableLoader:
     Args:
         data: an iterable that can be read again and again.
         sampler: says which samples of the stream, in which parts; the caller commits its plans.
-        collate, num_workers, device: as in `TrainLoader`.
+        collate, num_workers, device, processes: as in `TrainLoader`.
 
     Attributes:
         num_samples: read and handed out since `begin`.
@@ -217,6 +218,7 @@ class IterableLoader:
         collate: Collate | None = None,
         num_workers: int = 0,
         device: torch.device = CPU,
+        processes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.sampler, self.num_samples = sampler, 0
         self._copies = DeviceCopies(device) if device.type == "cuda" else None
@@ -226,7 +228,7 @@ class IterableLoader:
             collate_fn=cast(Any, _as_it_is),
             num_workers=num_workers,
             pin_memory=self._copies is not None,
-            worker_init_fn=follow_the_trainer,
+            **process_options(processes, num_workers=num_workers),
             generator=torch.Generator(),
         )
         self._fetched: Iterator[_Fetched] = iter(())

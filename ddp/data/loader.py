@@ -20,7 +20,7 @@ A sample that cannot be read ends the run, unless some may be left out: each of 
 
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
 
-Read before: `prefetch.py`. Read next: `splits.py`.
+Read before: `prefetch.py`. Read next: `splits.py`, `torch_loader.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import islice
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data._utils import worker as torch_worker
 
 from ddp.data.device_copies import DeviceCopies
 from ddp.data.orders import Checksum
@@ -81,6 +84,7 @@ class TrainLoader:
         device: where batches are needed. To a GPU they are copied ahead (`device_copies.py`); else this process's.
         max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
         known_unreadable: samples that a run has left out before it was resumed. They do not count again.
+        processes: the user's worker_init_fn, multiprocessing_context and prefetch_factor, as far as given.
 
     Attributes:
         unreadable: numbers of the samples that this rank has left out, the known ones included.
@@ -99,6 +103,7 @@ class TrainLoader:
         device: torch.device = CPU,
         max_unreadable: int = 0,
         known_unreadable: Iterable[int] = (),
+        processes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if len(dataset) != sampler.order.num_samples:
             raise ConfigError(
@@ -119,6 +124,7 @@ class TrainLoader:
             num_workers=num_workers,
             pin_memory=self._copies is not None,
             persistent=True,
+            processes=processes,
         )
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
@@ -205,13 +211,14 @@ def evaluation_loader(
     world_size: int,
     collate: Collate | None = None,
     num_workers: int = 0,
+    processes: Mapping[str, Any] = MappingProxyType({}),
 ) -> DataLoader[Any]:
     """Returns this rank's batches of an exact evaluation: each sample once over all ranks, in order.
 
     Random transforms, if any are left in an evaluation set, draw the same at every pass (seed 0, epoch 0).
 
     Args:
-        dataset, collate, num_workers: as in `TrainLoader`.
+        dataset, collate, num_workers, processes: as in `TrainLoader`.
         batch_size: samples in a batch; the last one may be smaller.
         rank, world_size: whose share to read.
 
@@ -224,7 +231,15 @@ def evaluation_loader(
     runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     requests = [_Request(0, 0, tuple(run), run) for run in runs]
     keyed, finish = _Keyed(dataset, collate), attrgetter("batch")
-    return _data_loader(keyed, requests, finish=finish, num_workers=num_workers, pin_memory=False, persistent=False)
+    return _data_loader(
+        keyed,
+        requests,
+        finish=finish,
+        num_workers=num_workers,
+        pin_memory=False,
+        persistent=False,
+        processes=processes,
+    )
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
@@ -329,6 +344,7 @@ def _data_loader(
     num_workers: int,
     pin_memory: bool,
     persistent: bool,
+    processes: Mapping[str, Any],
 ) -> DataLoader[Any]:
     return DataLoader(
         keyed,
@@ -337,9 +353,26 @@ def _data_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=persistent and num_workers > 0,
-        worker_init_fn=follow_the_trainer,
+        **process_options(processes, num_workers=num_workers),
         generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator
     )
+
+
+def process_options(given: Mapping[str, Any], *, num_workers: int) -> dict[str, Any]:
+    """Returns what torch's DataLoader takes for its processes, the user's `worker_init_fn` after our own."""
+    if not num_workers:  # then torch refuses the others
+        return {}
+    return {**given, "worker_init_fn": partial(_begin_process, given.get("worker_init_fn"))}
+
+
+def _begin_process(users: Callable[[int], None] | None, worker: int) -> None:
+    """Begins a loader process; the user's function finds their own data set in `get_worker_info()`."""
+    follow_the_trainer(worker)
+    if users is not None:
+        info: Any = torch_worker._worker_info
+        facts = {"num_workers": info.num_workers, "seed": info.seed, "dataset": info.dataset.dataset}
+        torch_worker._worker_info = torch_worker.WorkerInfo(id=worker, **facts)
+        users(worker)
 
 
 def follow_the_trainer(_worker: int) -> None:

@@ -6,6 +6,7 @@
     Stratified    7  2  9  0  4 …                      classes are spread evenly: each batch has its share of each
     Weighted      7  7  2  9  7 …                      drawn with replacement, heavy samples more often
     Fixed         0  1  2  3  4  5  6  7  8  9         as the data set has them
+    FirstOf       7  2  9  0  4  8                     the beginning of another order, such as its whole steps
 
 Since any position can be asked for, a rank computes its own samples only, a resumed run begins in the middle of an
 epoch, and the same samples are in a step at any number of workers. The key is (seed, epoch).
@@ -154,6 +155,45 @@ class Fixed(Order):
     def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
         """Returns the one position of a sample."""
         return [sample]
+
+
+class FirstOf(Order):
+    """The first positions of each epoch of another order. The samples of the others rest until the next epoch.
+
+        FirstOf(Permutation(1000), 960)     the whole steps of 64 samples, as `drop_last` of torch's DataLoader has them
+
+    Args:
+        order: the other order.
+        length: number of positions, at most as many as that has.
+
+    Raises:
+        ConfigError: the other order has fewer.
+    """
+
+    def __init__(self, order: Order, length: int) -> None:
+        if not 0 <= length_of(length, what="length") <= order.length:
+            raise ConfigError(f"length={length}: the order ({order.in_words()}) has {order.length} positions")
+        self.num_samples, self.length, self._order = order.num_samples, int(length), order
+
+    def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Returns the samples at `positions`."""
+        return self._order.samples(positions, seed=seed, epoch=epoch)
+
+    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
+        """Returns where a sample is read."""
+        return [each for each in self._order.positions(sample, seed=seed, epoch=epoch) if each < self.length]
+
+    def checksum(self) -> Checksum | None:
+        """Returns the other order's promise if this is all of it; else None, because each epoch leaves out others."""
+        return self._order.checksum() if self.length == self._order.length else None
+
+    def in_words(self) -> str:
+        """Returns both names."""
+        return f"the first of {self._order.in_words()}"
+
+    def contents(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays that the other order depends on."""
+        return self._order.contents()
 
 
 # --------------------------------------------------------------------------------------------------- file by file

@@ -2,38 +2,30 @@
 
     Dataset, list, …        anything with a length and samples by index                        as it is
     (inputs, targets)       a tuple of tensors or arrays of one length                         TensorSet
-    DataLoader              its data set, its number of workers and its collate function are used; the order and the
-                            size of batches are the sampler's
+    DataLoader              its parts: `torch_loader.py` says what becomes of each
 
-Read before: `splits.py`. Read next: `iterable.py`.
+Read before: `splits.py`, `torch_loader.py`. Read next: `iterable.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp.data.loader import Collate
+from ddp.data.orders import Order
 from ddp.data.splits import Samples, Splits, TensorSet
 from ddp.data.streams import augmentation_stream, preserved
+from ddp.data.torch_loader import taken_apart
 from ddp.errors import ConfigError
-from ddp.log import log
 
 
 class Source(NamedTuple):
@@ -44,6 +36,9 @@ class Source(NamedTuple):
     num_workers: int = 0
     ignored: str = ""  # what of the user's DataLoader is not used, in words
     is_stream: bool = False  # an iterable, without length and index
+    order: Order | None = None  # the one that the user's DataLoader stands for; None: each sample once
+    drop_last: bool = False  # an epoch ends with its last whole step
+    processes: Mapping[str, Any] = MappingProxyType({})  # further arguments of torch's DataLoader
 
 
 def source_of(
@@ -52,27 +47,32 @@ def source_of(
     what: str,
     collate: Collate | None = None,
     num_workers: int | None = None,
-    streams: bool = False,
+    trains: bool = False,
 ) -> Source:
     """Returns the samples of a user's data; of a `Source`, itself.
 
     Args:
         what: the name of the argument, for errors.
         collate, num_workers: in place of those of a DataLoader; None for its own, or torch's default and 0.
-        streams: an iterable will do.
+        trains: the samples are trained on, so that an iterable will do, and a choice of samples in each epoch.
 
     Raises:
         ConfigError: samples cannot be had by index; the message has the remedy.
     """
     if isinstance(data, Source):
         return data
-    ignored = ""
     if isinstance(data, DataLoader):
-        loader, data = data, _selected(data, what=what)
-        ignored = _ignored(loader, what=what)
-        num_workers = loader.num_workers if num_workers is None else num_workers
-        if collate is None and loader.collate_fn is not default_collate:
-            collate = loader.collate_fn
+        if is_stream(data.dataset) and not trains:
+            return source_of(data.dataset, what=what)  # which says what is wrong with it
+        parts = taken_apart(data, what=what, is_stream=is_stream(data.dataset), evaluates=not trains)
+        plain = source_of(
+            parts.samples,
+            what=what,
+            collate=parts.collate if collate is None else collate,
+            num_workers=parts.num_workers if num_workers is None else num_workers,
+            trains=trains,
+        )
+        return plain._replace(**{name: getattr(parts, name) for name in ("order", "drop_last", "processes", "ignored")})
     if _is_pair_of_arrays(data):
         data = _tensor_set(*map(torch.as_tensor, data), what=what)
     if isinstance(data, tuple) and any(isinstance(each, Tensor) for each in data):
@@ -81,8 +81,8 @@ def source_of(
         )
     kind = type(data).__name__
     is_table = isinstance(data, Mapping) or hasattr(data, "iloc")  # such as pandas', whose [] takes columns
-    if is_stream(data) and streams:
-        return Source(data, collate, num_workers or 0, ignored, is_stream=True)
+    if is_stream(data) and trains:
+        return Source(data, collate, num_workers or 0, is_stream=True)
     if is_stream(data):
         raise ConfigError(
             f"{what} is {kind}, an iterable, whose samples cannot be shared by index: give a data set with __len__ and "
@@ -94,7 +94,7 @@ def source_of(
             f"{what} is a {kind}: give a data set with __len__ and __getitem__, a pair of tensors (inputs, targets), "
             "or a DataLoader"
         )
-    return Source(data, collate, num_workers or 0, ignored)
+    return Source(data, collate, num_workers or 0)
 
 
 def is_stream(data: Any) -> bool:
@@ -138,22 +138,6 @@ def digest_of(values: Any) -> str | None:
     return digest.hexdigest()
 
 
-def _selected(loader: DataLoader[Any], *, what: str) -> Any:
-    """Returns a DataLoader's data set, or the part of it that its sampler selects."""
-    dataset, sampler = loader.dataset, loader.sampler
-    if is_stream(dataset):
-        return dataset
-    if isinstance(sampler, SubsetRandomSampler):
-        return Subset(dataset, list(sampler.indices))
-    sizes = [len(each) if isinstance(each, Sized) else None for each in (sampler, dataset)]
-    if None not in sizes and sizes[0] != sizes[1] and not isinstance(sampler, DistributedSampler):
-        raise ConfigError(
-            f"{what} is a DataLoader whose {type(sampler).__name__} takes {sizes[0]} of {sizes[1]} samples: give the "
-            "data set that is meant, such as torch.utils.data.Subset(dataset, indices)"
-        )
-    return dataset
-
-
 def _is_pair_of_arrays(data: Any) -> bool:
     return isinstance(data, tuple) and len(data) == 2 and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
 
@@ -165,23 +149,6 @@ def _tensor_set(inputs: Tensor, targets: Tensor, *, what: str) -> TensorSet:
             "counts samples and must be equal"
         )
     return TensorSet(inputs, targets)
-
-
-def _ignored(loader: DataLoader[Any], *, what: str) -> str:
-    """Returns which of a DataLoader's choices are not used, in words."""
-    if loader.batch_size is not None:
-        parts = [f"batch_size={loader.batch_size}"]
-    elif loader.batch_sampler is not None:
-        parts = [type(loader.batch_sampler).__name__]
-    else:
-        raise ConfigError(f"{what} is a DataLoader with batch_size=None: give its data set, with a sample per index")
-    usual = (RandomSampler, SequentialSampler, SubsetRandomSampler, DistributedSampler)
-    if not is_stream(loader.dataset) and not isinstance(loader.sampler, usual):
-        kind = type(loader.sampler).__name__
-        log.warning("the %s of %s is not used: every sample is taken once an epoch, in a shuffled order", kind, what)
-        parts.append(kind)
-    parts += [name for name in ("drop_last", "worker_init_fn") if getattr(loader, name)]
-    return ", ".join(parts)
 
 
 # ---------------------------------------------------------------------------------- what a user's function returns
@@ -210,6 +177,9 @@ def whole_splits(found: Any, *, name: str) -> Splits:
             raise ConfigError(f"{side} is a Tensor; give a pair of tensors (inputs, targets), or a data set")
         if not len(source.samples):
             raise ConfigError(f"{side} has no samples")
+        if source.processes:
+            given = ", ".join(source.processes)
+            raise ConfigError(f"{side} is a DataLoader with {given}, which are for ddp.fit only: give its data set")
     if found.collate is None and train.collate is not test.collate:
         raise ConfigError("train and test have different collate functions; give both in ddp.Splits(…, collate=…)")
     return Splits(

@@ -309,9 +309,7 @@ class Backward:
         """Makes the sum of all ranks' buckets, divided. Returns the work if it is still in flight."""
         if self._compression is not None:
             with self._waited.running():
-                return self._compression.reduce(
-                    bucket, self.comm, divide_by=divide_by, async_op=async_op, label=label
-                )
+                return self._compression.reduce(bucket, self.comm, divide_by=divide_by, async_op=async_op, label=label)
         return self._all_reduce(bucket.flat, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label)
 
     def _all_reduce(

@@ -29,6 +29,7 @@ from ddp.comm.setup import device_of, init
 from ddp.comm.wire_format import WireName
 from ddp.data.cache import cached
 from ddp.data.loader import Collate, WholeBatches
+from ddp.data.orders import Order
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, fingerprint, source_of
 from ddp.drop_in.data_parallel import DistributedDataParallel
@@ -212,7 +213,22 @@ def held_out_source(source: Source, test_data: Any, collate: Collate | None) -> 
         raise ConfigError("test_data has 0 samples; check its path and its split, or leave it out")
     if isinstance(test_data, DataLoader):
         return test
-    return test._replace(collate=test.collate or source.collate, num_workers=source.num_workers)
+    return test._replace(
+        collate=test.collate or source.collate, num_workers=source.num_workers, processes=source.processes
+    )
+
+
+def order_of(order: Order | None, source: Source) -> Order | None:
+    """Returns the order that the user gives, or that their DataLoader stands for; None for the usual one.
+
+    Raises:
+        ConfigError: there are both.
+    """
+    if order is not None and source.order is not None:
+        raise ConfigError(
+            f"order={order.in_words()}: the sampler of the DataLoader chooses samples, too; leave one of them out"
+        )
+    return order or source.order
 
 
 def with_cache(source: Source, comm: Communicator) -> Source:

@@ -132,6 +132,7 @@ def _loader(source: Source, comm: Communicator, batch_size: int) -> Iterable[Any
         world_size=comm.world_size,
         collate=source.collate,
         num_workers=source.num_workers,
+        processes=source.processes,
     )
 
 

@@ -58,6 +58,7 @@ from ddp.train.arguments import (
     held_out_source,
     idle_notes,
     master_weights,
+    order_of,
     ranks_of,
     refuse_disagreement,
     refuse_unknown,
@@ -154,9 +155,9 @@ def fit(
     Args:
         model: a module, which is wrapped in a `BucketedDataParallel`; or a replica. Unless it is on a GPU already, it
             is moved to the device of `ddp.init`; unless that was called, to a GPU where there is one.
-        data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, whose data set,
-            number of workers and collate function are used, while order and batches are made here. The same on every
-            rank: a random split needs a seed. Or an iterable without a length (`ddp/data/iterable.py`).
+        data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, of which all is
+            honoured or refused but the size of its batches (`ddp/data/torch_loader.py`). The same on every rank: a
+            random split needs a seed. Or an iterable without a length (`ddp/data/iterable.py`).
         optimizer: over the model's parameters.
         loss: a function loss(outputs, targets) → scalar, for data of pairs (inputs, targets); or a `ddp.Task`, such as
             `ddp.Classification()`, for everything else.
@@ -233,9 +234,7 @@ def fit(
     if not isinstance(global_batch, (BatchWarmup, TokenBudget)):
         check_numbers(least=1, needed=True, global_batch=global_batch)
         global_batch = int(global_batch)
-    check_numbers(
-        least=0, needed=True, seed=seed, noise_scale_every=noise_scale_every, max_unreadable=max_unreadable
-    )
+    check_numbers(least=0, needed=True, seed=seed, noise_scale_every=noise_scale_every, max_unreadable=max_unreadable)
     check_numbers(least=0, loader_workers=loader_workers)
     check_numbers(
         least=1,
@@ -270,7 +269,8 @@ def fit(
 
     # 1  what is given
     task = as_task(loss, reduction)
-    source = source_of(data, what="data", collate=collate, num_workers=loader_workers, streams=True)
+    source = source_of(data, what="data", collate=collate, num_workers=loader_workers, trains=True)
+    order = order_of(order, source)
     test = held_out_source(source, test_data, collate)
     replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire, hook=hook)
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
@@ -286,7 +286,9 @@ def fit(
         )
         dealing = ""
     else:
-        sampler, dealing = sampler_of(source.samples, order=order, sharding=sharding, **shares)
+        sampler, dealing = sampler_of(
+            source.samples, order=order, sharding=sharding, drop_last=source.drop_last, **shares
+        )
     arguments = {
         **settings_of(task, optimizer, sampler, schedule),
         "epochs": epochs,
@@ -467,7 +469,7 @@ def _notes(
     """Returns what the user may not expect, a line each."""
     notes = []
     if source.ignored:
-        order = "" if source.is_stream else "each epoch is shuffled, in "
+        order = "" if source.is_stream or source.order else "each epoch is shuffled, in "
         notes.append(f"not used of the DataLoader: {source.ignored}; {order}steps of global_batch")
     if sampler.length < sampler.global_batch:
         notes.append(f"the data have fewer samples than global_batch={sampler.global_batch}: each step has all of them")

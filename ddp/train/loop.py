@@ -154,6 +154,7 @@ def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int
         "collate": source.collate,
         "num_workers": source.num_workers,
         "device": state.comm.device,
+        "processes": source.processes,
     }
     if isinstance(state.sampler, IterableSampler):
         loader = IterableLoader(source.samples, state.sampler, **choices)

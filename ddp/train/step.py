@@ -220,9 +220,7 @@ def _backward(
     every = rules.noise_scale_every if model.measures_parts else 0
     measures = every > 0 and state.step % every == 0 and (state.comm.world_size > 1 or len(plan.micros) > 1)
     loss_scale = 1 if state.loss_scale is None else state.loss_scale.value
-    totals = Totals(
-        num_stopping=int(wants_stop), num_ending=int(plan.is_last), measure=measures, loss_scale=loss_scale
-    )
+    totals = Totals(num_stopping=int(wants_stop), num_ending=int(plan.is_last), measure=measures, loss_scale=loss_scale)
     if not plan.micros:
         model.ride_along(totals)
         model.reduce_without_backward()

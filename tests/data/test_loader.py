@@ -356,11 +356,29 @@ class Waits(Augmented):
 class ProcessGroups(Dataset[int]):
     """Samples are the process group of whoever fetches them."""
 
+    begun_by = -1
+
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> int:
         return os.getpgid(0)
+
+
+class BegunBy(ProcessGroups):
+    def __getitem__(self, index: int) -> int:
+        return self.begun_by
+
+
+def begin(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.begun_by = 7 + worker
+
+
+def test_a_worker_init_fn_finds_its_own_data_set_and_the_process_is_of_the_context_that_was_asked_for() -> None:
+    processes = {"worker_init_fn": begin, "multiprocessing_context": "fork", "prefetch_factor": 1}
+    loader = evaluation_loader(BegunBy(), batch_size=2, rank=0, world_size=1, num_workers=2, processes=processes)
+    assert [batch.tolist() for batch in loader] == [[7, 7], [8, 8]]
+    assert loader.prefetch_factor == 1
 
 
 def test_a_signal_to_the_trainer_s_process_group_does_not_reach_its_loaders() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ddp.data.lanes import Copies, Lanes, Listed, Shuffles
-from ddp.data.orders import Blocks, Checksum, Fixed, Order, Permutation, Stratified, Weighted
+from ddp.data.orders import Blocks, Checksum, FirstOf, Fixed, Order, Permutation, Stratified, Weighted
 from ddp.data.permutation import Permutations
 from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError
@@ -51,6 +51,18 @@ def test_each_sample_once_and_every_position_by_itself(file_sizes, seed, epoch, 
         for sample in {0, order.length // 2, order.length - 1}:
             assert order.positions(sample, seed=seed, epoch=epoch) == [samples.index(sample)]
             assert Order.positions(order, sample, seed=seed, epoch=epoch) == [samples.index(sample)]
+
+
+def test_the_first_of_an_order_leave_out_other_samples_in_each_epoch():
+    whole, first = Permutation(50), FirstOf(Permutation(50), 48)
+    assert epoch_of(first, 3, 1) == epoch_of(whole, 3, 1)[:48]
+    assert first.checksum() is None and FirstOf(whole, 50).checksum() == whole.checksum()
+    left_out = [set(range(50)) - set(epoch_of(first, 0, epoch)) for epoch in range(4)]
+    assert len(set(map(frozenset, left_out))) > 1
+    assert all(first.positions(sample, seed=0, epoch=0) == [] for sample in left_out[0])
+    assert first.positions(epoch_of(first)[47], seed=0, epoch=0) == [47]
+    with pytest.raises(ConfigError, match=r"length=51: the order \(permutation\) has 50 positions"):
+        FirstOf(whole, 51)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import ddp
 from ddp.data.sampler import TrainSampler
@@ -62,6 +62,14 @@ class Rows(torch.utils.data.Dataset[Any]):
 def nested(samples: list[Any]) -> Any:
     classes = torch.tensor([sample["class"] for sample in samples])
     return {"inputs": [torch.stack([sample["x"] for sample in samples])], "rest": {"classes": classes}}
+
+
+class Half(Sampler[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Any:
+        return iter(range(0, 40, 2))
 
 
 class Nested(ddp.Task):
@@ -277,8 +285,18 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "clip in quotes": (F.cross_entropy, {"clip_norm": "1"}, "clip_norm='1': must be a number above 0"),
     "half of the samples": (
         F.cross_entropy,
-        {"data": DataLoader(Rows(), sampler=range(5), collate_fn=nested)},
-        "takes 5 of 40 samples: give the data set",
+        {"data": DataLoader(Rows(), sampler=Half(), collate_fn=nested)},
+        "whose Half takes 20 of 40 samples, and chooses them in a way that cannot be seen: give the data set",
+    ),
+    "two choices": (
+        F.cross_entropy,
+        {"data": DataLoader(Rows(), sampler=RandomSampler(Rows(), num_samples=5)), "order": ddp.data.Fixed(40)},
+        "order=fixed: the sampler of the DataLoader chooses samples, too",
+    ),
+    "no whole step": (
+        F.cross_entropy,
+        {"data": DataLoader(Rows(), drop_last=True), "global_batch": 41},
+        "drop_last of the DataLoader: leaves no step, because an epoch has 40 samples, fewer than global_batch=41",
     ),
     "a class": (
         nn.CrossEntropyLoss,
