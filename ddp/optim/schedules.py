@@ -111,6 +111,17 @@ def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
     return tuple(float(group.setdefault("initial_lr", float(group["lr"]))) for group in optimizer.param_groups)
 
 
+def adopt_rates(optimizer: Optimizer, last: Sequence[float]) -> None:
+    """Lets rates hold that somebody has changed since they were set to `last`: their base rates change in proportion.
+
+    A base rate that no schedule had changed, or whose rate was 0, becomes the new rate itself.
+    """
+    # A group that was added since has no last rate.
+    for group, base_rate, before in zip(optimizer.param_groups, base_rates(optimizer), last, strict=False):
+        if (now := float(group["lr"])) != before:
+            group["initial_lr"] = now if before in (0.0, base_rate) else base_rate * (now / before)
+
+
 def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -> None:
     """Gives parameter group i the rate `base_rates[i] * factor`.
 

@@ -4,8 +4,9 @@
     step                  the gradient as float32; the optimizer updates the master; the parameter is it, rounded
 
 bfloat16 has 8 bits of precision, so an update of less than 1/256 of a weight would be lost, and most are. The master
-adds them up. A checkpoint has the masters, in the place of the parameters. So it loads into any model, and a run may
-go on from it in any precision. At the end of training the model has float32 parameters again, which are the masters.
+adds them up. Where a parameter is no longer its master, rounded, somebody has set it, and the master follows. A
+checkpoint has the masters, in the place of the parameters. So it loads into any model, and a run may go on from it in
+any precision. At the end of training the model has float32 parameters again, which are the masters.
 
 BatchNorm keeps its parameters in float32, beside its statistics.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,20 +32,27 @@ from ddp.optim.update import Update, clipped_step, gradient_norm
 class MasterWeights:
     """Makes a model's parameters bfloat16, and keeps float32 copies of them.
 
+    Args:
+        watched: somebody may write to `parameter.data`, which shows in no counter, so that values must be compared.
+
     Attributes:
         of: by parameter, its master.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, watched: bool = True) -> None:
+        self._module, self._watched = module, watched
         self.of: dict[Tensor, nn.Parameter] = {}
         for parameter in narrowed(module):
             self.of[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.bfloat16()
             parameter.grad = None
+        self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._scratch = torch.empty(max((p.numel() for p in self.of), default=0), dtype=torch.bfloat16)
+        self.rounded()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the module's state with the masters in the place of its parameters."""
+        self.take_in()
         named = dict(self._module.named_parameters(remove_duplicate=False))
         state: dict[str, Tensor] = self._module.state_dict()
         return {**state, **{name: self.of[p].detach() for name, p in named.items() if p in self.of and name in state}}
@@ -55,12 +64,40 @@ class MasterWeights:
         for name, parameter in self._module.named_parameters():
             if parameter in self.of:
                 self.of[parameter].copy_(state[name])
+        self.rounded()
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Gives the masters the elements of parameters that somebody has changed since they were rounded."""
+        for parameter, master in self.of.items():
+            if not self._watched and self._seen[parameter] == _version(parameter):
+                continue
+            if parameter.dtype != torch.bfloat16:  # by `parameter.data = …`
+                master.copy_(parameter)
+                parameter.data = master.bfloat16()
+                continue
+            if self._scratch.device != master.device:
+                self._scratch = self._scratch.to(master.device)
+            rounded = self._scratch[: master.numel()].view(master.shape).copy_(master)
+            if not torch.equal(parameter.view(torch.int16), rounded.view(torch.int16)):  # bits, which is fast
+                master.copy_(torch.where(parameter == rounded, master, parameter))
+        self.rounded()
+
+    def rounded(self) -> None:
+        """Notes that every parameter is its master, rounded."""
+        self._seen = {} if self._watched else {parameter: _version(parameter) for parameter in self.of}
 
     def give_back(self) -> None:
         """Makes the parameters float32 again: the masters."""
+        self.take_in()
         for parameter, master in self.of.items():
             parameter.data, parameter.grad = master.data, None
         self.of.clear()
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    """Returns what changes if somebody writes to a parameter, or gives it other memory."""
+    return parameter._version, parameter.data_ptr()
 
 
 def narrowed(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -71,73 +108,56 @@ def narrowed(module: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def twin(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer with the same attributes and hooks. (`copy.copy` would keep no attribute of a subclass.)"""
-    other = object.__new__(type(optimizer))
-    # A scheduler puts a `step` there that would step the first one.
-    other.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    return other
-
-
 class MasterUpdate(Update):
     """Updates the masters, and rounds them to the parameters.
 
     Args:
         module: the model, whose parameters are bfloat16 already.
-        optimizer: over its parameters. Its groups hold in every step; its state is elsewhere, until `finish`.
+        optimizer: over its parameters, which also know its state. Groups and state hold in every step as they are then.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, masters: MasterWeights) -> None:
         super().__init__(module, optimizer)
         self._masters = masters
-        self._of_masters = twin(optimizer)
-        self._of_masters.state = defaultdict(dict)
-        self._of_masters.state.update({self._master(p): state for p, state in optimizer.state.items()})
-        self._sync()
-        optimizer.state = defaultdict(dict)
-
-    def _master(self, parameter: Tensor) -> Tensor:
-        return self._masters.of.get(parameter, parameter)
-
-    def _sync(self) -> None:
-        """Takes over the optimizer's groups as they are now."""
-        self._of_masters.param_groups = [
-            {**group, "params": [self._master(parameter) for parameter in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
 
     def gradient_norm(self) -> Tensor:
         for parameter, master in self._masters.of.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        return gradient_norm(self._master(parameter) for parameter in self._module.parameters())
+        return gradient_norm(self._all())
 
     @torch.no_grad()
     def step(self, norm: Tensor, clip_norm: float | None) -> None:
-        self._sync()
-        clipped_step(self._of_masters, map(self._master, self._module.parameters()), norm, clip_norm)
-        self._take_over()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
+        self._masters.take_in()
+        with self._on_masters():
+            clipped_step(self.optimizer, self._all(), norm, clip_norm)
         moved = {parameter: master for parameter, master in self._masters.of.items() if master.grad is not None}
         torch._foreach_copy_(list(moved), list(moved.values()))
         for master in moved.values():
             master.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        self._sync()
-        return self._of_masters.state_dict()
+        self._masters.rounded()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._of_masters.load_state_dict(state)
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """Gives the optimizer's groups what those of the masters have by now."""
-        for group, newer in zip(self.optimizer.param_groups, self._of_masters.param_groups, strict=True):
-            group.update({key: value for key, value in newer.items() if key != "params"})
+        with self._on_masters():  # because torch gives a state its parameter's dtype
+            self.optimizer.load_state_dict(state)
 
     def finish(self) -> None:
-        parameters: dict[Tensor, Tensor] = {master: parameter for parameter, master in self._masters.of.items()}
-        state = self._of_masters.state
-        self.optimizer.state.update({parameters.get(each, each): value for each, value in state.items()})
-        self._of_masters.state = defaultdict(dict)
         self._masters.give_back()
+
+    def _all(self) -> Iterator[Tensor]:
+        """Yields all that the optimizer updates."""
+        return (self._masters.of.get(parameter, parameter) for parameter in self._module.parameters())
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        """Lets the optimizer have masters in the place of parameters, with their state, for a block."""
+        self._exchange(self._masters.of)
+        try:
+            yield
+        finally:
+            self._exchange({master: parameter for parameter, master in self._masters.of.items()})
+
+    def _exchange(self, of: Mapping[Any, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            group["params"] = [of.get(each, each) for each in group["params"]]
+        state = {of.get(each, each): state for each, state in self.optimizer.state.items()}
+        self.optimizer.state = defaultdict(dict, state)

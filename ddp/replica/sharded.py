@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, SupportsInt
 
 import torch
@@ -99,8 +99,8 @@ class ShardedUpdate(Update):
 
     Args:
         replica: has reduced the gradients.
-        optimizer: over the replica's parameters. Its groups hold in every step. From the first step on its state is
-            elsewhere, until `finish`.
+        optimizer: over the replica's parameters. Its groups and its state hold in every step as they are then. From the
+            first step on, until `finish`, it has the state of this rank's parts, by whole parameter.
 
     Raises:
         ConfigError: the optimizer's update of an element may depend on other elements, or the optimizer has hooks.
@@ -124,7 +124,6 @@ class ShardedUpdate(Update):
         self._shards: Shards | None = None
         self._of_parts: Optimizer = optimizer  # over the parts, once they are known
         self._places: dict[int, Part] = {}  # by address
-        self._frozen: dict[Tensor, dict[str, Any]] = {}  # the whole state of parameters that need no gradient now
         self._groups: list[list[int]] = []  # ids of parameters, by group
 
     def gradient_norm(self) -> Tensor:
@@ -140,6 +139,7 @@ class ShardedUpdate(Update):
     @torch.no_grad()
     def step(self, norm: Tensor, clip_norm: float | None) -> None:
         shards = self._prepared()
+        self._take_in()
         for part in shards.parts:
             part.weights.grad = None if part.whole.grad is None else part.gradient
         for mine, given in zip(self._of_parts.param_groups, self.optimizer.param_groups, strict=True):
@@ -152,23 +152,23 @@ class ShardedUpdate(Update):
         """Returns the whole state on rank 0; elsewhere the settings alone."""
         if self._shards is None:
             return self.optimizer.state_dict()
-        self.optimizer.state.update(self._gathered(keep=self._comm.rank == 0))
+        of_parts, self.optimizer.state = self.optimizer.state, self._gathered(keep=self._comm.rank == 0)
         try:
             return self.optimizer.state_dict()
         finally:
-            self.optimizer.state = defaultdict(dict)
+            self.optimizer.state = of_parts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a whole state, which every rank has; each keeps its parts."""
         self.optimizer.load_state_dict(state)  # whole until the next step
-        self._shards, self._frozen = None, {}
+        self._shards = None
 
     def finish(self) -> None:
         if self._shards is not None:
-            self.optimizer.state.update(self._gathered(keep=True))
+            self.optimizer.state = self._gathered(keep=True)
             self._shards.give_back()
-            self._shards, self._frozen = None, {}
-            self._of_parts, self._places = self.optimizer, {}  # frees the parts' state
+            self._shards = None
+            self._of_parts, self._places = self.optimizer, {}  # frees the parts
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -178,15 +178,28 @@ class ShardedUpdate(Update):
         if self._shards is not None and self._shards.layout is layout and self._groups == groups:
             self._shards.take_in()
             return self._shards
-        whole = dict(self.optimizer.state) if self._shards is None else self._gathered(keep=True)
-        self.optimizer.state = defaultdict(dict)
+        whole = self.optimizer.state if self._shards is None else self._gathered(keep=True)
         self._shards, self._groups = Shards(self._comm, layout), groups
-        self._frozen = {each: state for each, state in whole.items() if id(each) not in layout.slot_of}
-        self._of_parts = self._optimizer_of(self._shards.parts, whole)
+        self._of_parts = self._optimizer_of(self._shards.parts)
+        mine = {part.whole for part in self._shards.parts}
+        # Of parameters that need no gradient now, every rank keeps all.
+        kept = {each: state for each, state in whole.items() if each in mine or id(each) not in layout.slot_of}
+        self.optimizer.state = defaultdict(dict, kept)
+        self._take_in()
         return self._shards
 
-    def _optimizer_of(self, parts: Sequence[Part], whole_state: Mapping[Tensor, dict[str, Any]]) -> Optimizer:
-        """Returns the optimizer of these parts, with their part of the whole state."""
+    def _take_in(self) -> None:
+        """Takes over the optimizer's state as it is now: what it has of a whole parameter is cut."""
+        assert self._shards is not None
+        for part in self._shards.parts:
+            state = self.optimizer.state.setdefault(part.whole, {})
+            for name, value in state.items():
+                if _is_large(value, part.whole, name) and value.shape != part.weights.shape:
+                    state[name] = _cut(value, part)
+            self._of_parts.state[part.weights] = state  # the same dict, so that each has what the other changes
+
+    def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
+        """Returns the optimizer of these parts, without a state."""
         mine = copy.copy(self.optimizer)
         by_parameter = {id(part.whole): part for part in parts}
         self._places = {part.weights.data_ptr(): part for part in parts}
@@ -195,9 +208,6 @@ class ShardedUpdate(Update):
         for group in self.optimizer.param_groups:
             held = [by_parameter[id(parameter)] for parameter in group["params"] if id(parameter) in by_parameter]
             mine.param_groups.append({**group, "params": [part.weights for part in held]})
-            for part in held:
-                whole = whole_state.get(part.whole, {})
-                mine.state[part.weights] = {name: _cut(value, part, name) for name, value in whole.items()}
         if isinstance(mine, Layerwise):
             mine.exchange = self._exchange
             mine.is_large = self._is_of_large  # type: ignore[method-assign]
@@ -228,9 +238,10 @@ class ShardedUpdate(Update):
 
     # --- the whole state ---------------------------------------------------------------------------------------------
 
-    def _gathered(self, *, keep: bool) -> dict[Tensor, dict[str, Any]]:
+    def _gathered(self, *, keep: bool) -> defaultdict[Tensor, dict[str, Any]]:
         """Returns the state of whole parameters, on the ranks that keep it. Collective."""
         assert self._shards is not None
+        self._take_in()
         layout, state = self._shards.layout, self._of_parts.state
         slots = {id(slot.parameter): slot for slot in layout.slots}
         mine = {  # small values, and the types of large ones
@@ -261,7 +272,8 @@ class ShardedUpdate(Update):
                 for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
                     if keep and about.get(slot.index, {}).get(name) == dtype:
                         whole[slot.parameter][name] = view.clone()
-        return {**self._frozen, **whole} if keep else {}
+        frozen = {each: state for each, state in self.optimizer.state.items() if id(each) not in slots}
+        return defaultdict(dict, {**frozen, **whole} if keep else {})
 
 
 def _is_large(value: Any, like: Tensor, name: str) -> bool:
@@ -269,8 +281,6 @@ def _is_large(value: Any, like: Tensor, name: str) -> bool:
     return isinstance(value, Tensor) and value.shape == like.shape and name != "step"
 
 
-def _cut(value: Any, part: Part, name: str) -> Any:
-    """Returns a part's share of a whole parameter's state."""
-    if not _is_large(value, part.whole, name):
-        return copy.deepcopy(value)
+def _cut(value: Tensor, part: Part) -> Tensor:
+    """Returns a part's share of a large value of the state of a whole parameter."""
     return in_memory_order(laid_out_like(part.whole, value))[part.start : part.stop].clone()

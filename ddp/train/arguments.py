@@ -143,7 +143,7 @@ def replica_of(
     return BucketedDataParallel(model, comm=comm, wire=wire, hook=hook)
 
 
-def master_weights(replica: Replica, precision: str) -> MasterWeights | None:
+def master_weights(replica: Replica, precision: str, *, watched: bool) -> MasterWeights | None:
     """Returns master weights where the precision asks for them; the parameters are bfloat16 then.
 
     Raises:
@@ -159,7 +159,7 @@ def master_weights(replica: Replica, precision: str) -> MasterWeights | None:
         checks.wire(replica.wire, "mean", torch.bfloat16)
     except ConfigError as error:
         raise ConfigError(f"{error}; with precision='bf16_pure' gradients are bfloat16") from None
-    return MasterWeights(replica.module)
+    return MasterWeights(replica.module, watched=watched)
 
 
 def idle_notes(replica: Replica) -> list[str]:

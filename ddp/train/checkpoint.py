@@ -24,6 +24,7 @@ Read before: `checkpoint_store.py`, `callbacks.py`. Read next: `initial_weights.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 import random
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
@@ -81,6 +83,8 @@ def save_checkpoint(
         "all_reduce_choices": dict(state.comm.auto.choices),
         "gradient_order": state.model.gradient_order,
         "hook": None if compression is None else repr(compression.hook),
+        "added_groups": _added_groups(state),
+        "changed_frozen": sorted(state.frozen() ^ state.first_frozen),
         "averages": None if kept is None else kept.name_of_averages,
     }
 
@@ -146,18 +150,24 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     parts = checkpoint.parts
     check_fits(parts["model"], state.model.module, source=checkpoint.path)
     check_optimizer(checkpoint, state.optimizer)
-    _check_groups(parts["optimizer"]["param_groups"], state.optimizer, source=checkpoint.path)
+    added = _groups_to_add(checkpoint, state)
     state.load_position(parts["position"])
     state.model.num_steps = state.step
     state.load_weights(parts["model"])
     settings = [dict(group) for group in state.optimizer.param_groups]
+    for parameters in added:
+        state.optimizer.add_param_group({"params": parameters})
+    named = dict(state.model.module.named_parameters())
+    for name in checkpoint.meta.get("changed_frozen", ()):
+        named[name].requires_grad_(name in state.first_frozen)
     state.update.load_state_dict(parts["optimizer"])
     unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version
-    began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=True)
-    for group, own, (then, now) in zip(state.optimizer.param_groups, settings, began, strict=True):
+    began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=False)
+    for group, own, (then, now) in zip(state.optimizer.param_groups, settings, began, strict=False):
         group.update({key: own[key] for key in now if now[key] != then.get(key)})
-        if state.schedule is None:
+        if state.schedule is None and (now["lr"] != then.get("lr") or "initial_lr" not in group):
             group["initial_lr"] = own.get("initial_lr", own["lr"])
+    state.rates = [float(group["lr"]) for group in state.optimizer.param_groups]
     if state.schedule is not None and "schedule" in parts:
         state.schedule.load_state_dict(parts["schedule"])
     changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
@@ -202,17 +212,36 @@ def check_optimizer(checkpoint: StoredCheckpoint, optimizer: Optimizer) -> None:
         )
 
 
-def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, source: Path) -> None:
-    """Raises CheckpointError unless the optimizer has as many groups, of as many parameters.
+def _added_groups(state: TrainState) -> list[list[str]]:
+    """Returns the names of the parameters in each group that callbacks have added since the run began."""
+    names = {id(parameter): name for name, parameter in state.model.module.named_parameters()}
+    added = state.optimizer.param_groups[len(state.first_settings) :]
+    return [[names.get(id(parameter), "?") for parameter in group["params"]] for group in added]
 
-    torch assigns the state by position.
+
+def _groups_to_add(checkpoint: StoredCheckpoint, state: TrainState) -> list[list[nn.Parameter]]:
+    """Returns the parameters of the groups that callbacks had added, and that the optimizer does not have yet.
+
+    Raises:
+        CheckpointError: the optimizer has other groups, or of other lengths. torch assigns the state by position.
     """
-    then, now = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
-    if then != now:
+    source, named = checkpoint.path, dict(state.model.module.named_parameters())
+    then, now = (
+        [len(group["params"]) for group in groups]
+        for groups in (checkpoint.parts["optimizer"]["param_groups"], state.optimizer.param_groups)
+    )
+    added = checkpoint.meta.get("added_groups", [])
+    if unknown := [name for name in itertools.chain(*added) if name not in named]:
+        raise CheckpointError(
+            f"{source} was taken after a callback had added {unknown[0]} to the optimizer: this model does not have it"
+        )
+    missing = added if len(now) + len(added) == len(then) else []
+    if then != [*now, *map(len, missing)]:
         raise CheckpointError(
             f"{source} was taken with parameter groups of {then} parameters, this optimizer has groups of {now}; "
             "make the same groups, or start fresh from its weights with init_from.path"
         )
+    return [[named[name] for name in names] for names in missing]
 
 
 def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:

@@ -306,7 +306,7 @@ def fit(
     refuse_disagreement(comm, {**arguments, **alike}, source, test)
     source = with_cache(source, comm) if cache else source
     loss_scale = LossScale() if precision == "fp16" else None
-    masters = master_weights(replica, precision)
+    masters = master_weights(replica, precision, watched=bool(callbacks))
     state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
     state.main_metric, state.higher_is_better = f"test_{task.main_metric}", task.higher_is_better
     identity = run_identity(comm, replica, arguments if settings is None else settings)

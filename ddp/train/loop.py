@@ -112,8 +112,7 @@ def train_loop(
     state.model.train()
     running_step = None
     try:
-        for callback in callbacks:
-            callback.fit_start(state)
+        _start(state, callbacks)
         if evaluation and _was_stopped_before_evaluating(state, evaluate_every_epochs, evaluate_every_steps):
             _evaluate(state, task, evaluation, callbacks, stop)
         while state.step < num_steps and not state.stopped_by and (epochs is None or state.epoch < epochs):
@@ -146,6 +145,16 @@ def train_loop(
     finally:
         feed.close()
     return state
+
+
+def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        try:
+            callback.fit_start(state)
+        except ValueError as error:
+            if "more than one parameter group" in str(error) and state.step:
+                error.add_note("the run was resumed, and has this group already: add it only if it is not there")
+            raise
 
 
 def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int) -> TrainLoader | StreamFeed:

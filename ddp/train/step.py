@@ -7,7 +7,7 @@
     loss or gradient not a finite number?     Diverged, on every rank alike; no parameter was changed, and a hook that
                                               has sent gradients takes the step back. With a loss scale the step is
                                               repeated with a smaller one: same batches, same noise, same buffers
-    clip, set the rate, optimizer step        the same on every rank
+    clip, set the rate, optimizer step        the same on every rank; no optimizer step without a sample on any rank
     commit                                    sampler and step counter move on
 
 The gradients are sums over this rank's items, added over ranks and divided once by the global number of items. So
@@ -36,7 +36,6 @@ from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.gradients.totals import Parts, Totals
 from ddp.log import log
-from ddp.optim.schedules import base_rates, set_rate
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
 from ddp.precision.autocast import Precision, forward_precision
@@ -75,7 +74,7 @@ def train_step(
         ConfigError: the loss does not depend on the model.
     """
     start_s, fetching = now_s(), Stopwatch()
-    model, optimizer = state.model, state.optimizer
+    model = state.model
     model.waited.take_s()
     before = Before(state, batches) if state.loss_scale is not None else None
     norm = None
@@ -86,12 +85,15 @@ def train_step(
             before.restore(state)
     totals = model.totals
     if not isinstance(rules.schedule, TorchSchedule):
-        set_rate(optimizer, base_rates(optimizer), rules.schedule(plan))
-    rate = float(optimizer.param_groups[0]["lr"])
-    state.update.step(norm, rules.clip_norm)
+        state.set_rates(rules.schedule(plan))
+    rate = float(state.optimizer.param_groups[0]["lr"])
+    if totals.num_items:
+        state.update.step(norm, rules.clip_norm)
+        if state.loss_scale is not None:
+            state.loss_scale.grow()
+    else:  # no rank could read a sample: momentum and decay alone must not move parameters
+        model.take_back()
     state.sampler.commit(plan)
-    if state.loss_scale is not None:
-        state.loss_scale.grow()
     state.step, state.train_loss = state.step + 1, totals.mean_loss
     if isinstance(rules.schedule, TorchSchedule):
         rules.schedule.stepped(is_epoch_end=state.sampler.at_epoch_end)

@@ -301,9 +301,10 @@ def memory() -> tuple[int, int, int]:
             model(inputs).square().sum().backward()
             each.step(each.gradient_norm(), None)
     assert torch.equal(flat(module), flat(twin))  # with blocks of the usual size
-    held = sum(t.numel() for state in update._of_parts.state.values() for t in state.values() if isinstance(t, Tensor))
+    held = sum(t.numel() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     room = sum(tensor.numel() for tensor in update._of_parts.__dict__["_rooms"].values())
-    assert not optimizer.state and comm.world_size == 2
+    assert list(map(id, optimizer.state.values())) == list(map(id, update._of_parts.state.values()))
+    assert comm.world_size == 2
     ddp.shutdown()
     return held, room, sum(parameter.numel() for parameter in module.parameters())
 

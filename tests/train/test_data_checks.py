@@ -203,6 +203,41 @@ def test_what_is_left_out_changes_nothing_else(micro_size: int) -> None:
     assert run_ranks(without_the_unreadable, 3, micro_size) == [[9, 1]] * 3
 
 
+class Late(Dataset[Any]):
+    """The last half of the samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 20:
+            raise OSError("the disk is gone")
+        return INPUTS[index].double(), TARGETS[index]
+
+
+def steps_without_a_sample() -> None:
+    """Are no steps of the optimizer: neither momentum nor decay moves a parameter, and Adam does not count them."""
+    ddp.init(abort_s=20)
+    for sharded in (False, True):
+        found, positions = [], []
+        for steps in (2, 4):
+            torch.manual_seed(0)
+            model = nn.Linear(3, 2).double()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+            how: dict[str, Any] = {"order": ddp.data.Fixed(40), "global_batch": 10, "max_steps": steps, "epochs": None}
+            how |= {"schedule": lambda done, of: 10 / (done + 10), "max_unreadable": 20, "sharded": sharded}
+            state = trained(data=Late(), model_=model, optimizer=optimizer, **how)
+            positions.append((state.step, state.sampler.position, state.rates))
+            found.append([*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())])
+        assert all(map(torch.equal, *found))
+        assert [each[:2] for each in positions] == [(2, 20), (4, 40)] and positions[0][2] != positions[1][2]
+    ddp.shutdown()
+
+
+def test_a_step_none_of_whose_samples_can_be_read_moves_nothing() -> None:
+    run_ranks(steps_without_a_sample, 2)
+
+
 def test_a_sample_counts_once_however_often_it_is_left_out(tmp_path: Path) -> None:
     """Nine samples cannot be read; in another epoch, and after a resume, they are known."""
     torch.manual_seed(0)
