@@ -4,7 +4,8 @@
     ├── ConfigError*      bad setting   ├── PeerLost            a rank died, stopped, or was cut off
     │   └── UnreadableSample  bad bytes ├── CommunicatorBroken  a call after such an error
     ├── ReplicaMismatch*  models differ ├── Diverged            the loss is not a number
-    └── CheckpointError   cannot load   ├── UnusedParameters    a gradient never became ready
+    └── CheckpointError   cannot load   ├── LoaderLost          a loader process died, stopped, or says nothing
+                                        ├── UnusedParameters    a gradient never became ready
                                         ├── CollectiveMismatch  ranks called different collectives
                                         ├── HookFailed          a communication hook failed
                                         └── WorkersFailed       the workers of `ddp.launch` failed
@@ -42,6 +43,10 @@ class CommunicatorBroken(RuntimeError):
 
 class CollectiveMismatch(RuntimeError):
     """Ranks called different collectives: another operation, size, dtype or number; the message gives both calls."""
+
+
+class LoaderLost(RuntimeError):
+    """A loader process died, was stopped, or did not send a batch in time; names rank, process and samples."""
 
 
 class Diverged(RuntimeError):

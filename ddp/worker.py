@@ -46,6 +46,7 @@ from ddp.errors import (
     CommunicatorBroken,
     ConfigError,
     Diverged,
+    LoaderLost,
     PeerLost,
     ReplicaMismatch,
     UnusedParameters,
@@ -61,7 +62,7 @@ from ddp.wording import shown, users_frame
 ORPHAN_GRACE_S = 30.0
 """After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
 
-USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, UnusedParameters)
+USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters)
 """Errors that the message alone explains; a traceback would hide it."""
 
 

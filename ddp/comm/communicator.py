@@ -76,6 +76,7 @@ class Communicator:
     Attributes:
         rank, world_size: this process's number, and how many there are.
         settings, and of them device, generation, abort_s: see `Settings`.
+        warn_s: seconds in one wait after which a warning says who is missing.
         auto: which way "auto" takes, and what it has chosen so far.
         slices: by rank, the number of its slice in `reduce_scatter_` and `all_gather_`; its rank, but on several hosts.
 
@@ -102,6 +103,7 @@ class Communicator:
         )
         wire = Wire(transport, self._watchdog, settings)
         gather = wire.gather_bytes if settings.debug else None
+        self.warn_s = self._watchdog.warn_s
         self._turns = Turns(self._watchdog, self.rank, self._world_ranks, device=self.device, gather=gather)
         if hosts is not None:
             self._links = Links(wire, hosts, possible_ways(hosts, shared_memory=False))

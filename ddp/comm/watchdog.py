@@ -78,7 +78,7 @@ class Watchdog:
         # A connection of its own: a blocked call elsewhere must not block this one.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._world_size, self._generation = rank, world_size, generation
-        self._warn_s, self._abort_s, self._silence_s = warn_s, abort_s, min(abort_s, SILENCE_S)
+        self.warn_s, self._abort_s, self._silence_s = warn_s, abort_s, min(abort_s, SILENCE_S)
         self._hosts: dict[int, str] = {}
         self._lives: dict[int, Life] = {}
         self._status = Status(rank, socket.gethostname(), os.getpid())
@@ -119,7 +119,7 @@ class Watchdog:
             list(ranks).index(self._rank),
             min(len(ranks), self._world_size),  # a watchdog of one rank watches nobody in a group either
             generation=self._generation,
-            warn_s=self._warn_s,
+            warn_s=self.warn_s,
             abort_s=self._abort_s,
         )
 
@@ -328,7 +328,7 @@ class Watchdog:
 
     def _warn_if_late(self, others: Others) -> None:
         wait = self._wait
-        if wait is None or wait.call is self._warned or (waited_s := self._waited_s(wait)) < self._warn_s:
+        if wait is None or wait.call is self._warned or (waited_s := self._waited_s(wait)) < self.warn_s:
             return
         self._warned = wait.call
         lines = [status.describe() for status in others.statuses.values()]

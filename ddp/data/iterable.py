@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
@@ -34,9 +35,11 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp.data.device_copies import DeviceCopies
-from ddp.data.loader import CPU, Collate, process_options
+from ddp.data.loader import CPU, NO_LIMITS, Collate, process_options
+from ddp.data.loader_watch import Limits, LoaderWatch
 from ddp.data.orders import Checksum, Fixed, Order
 from ddp.data.sampler import SamplerState, StepPlan, TrainSampler
+from ddp.data.sending import make_room_for_sockets, packed
 from ddp.data.sharding import OwnSharding
 from ddp.data.source import digest_of
 from ddp.data.streams import preserved, seed_generators, stream_seed
@@ -204,7 +207,7 @@ class IterableLoader:
     Args:
         data: an iterable that can be read again and again.
         sampler: says which samples of the stream, in which parts; the caller commits its plans.
-        collate, num_workers, device, processes: as in `TrainLoader`.
+        collate, num_workers, device, processes, limits: as in `TrainLoader`.
 
     Attributes:
         num_samples: read and handed out since `begin`.
@@ -219,18 +222,22 @@ class IterableLoader:
         num_workers: int = 0,
         device: torch.device = CPU,
         processes: Mapping[str, Any] = MappingProxyType({}),
+        limits: Limits = NO_LIMITS,
     ) -> None:
         self.sampler, self.num_samples = sampler, 0
         self._copies = DeviceCopies(device) if device.type == "cuda" else None
-        self._loader: DataLoader[_Fetched] = DataLoader(
-            _Batches(data, sampler, collate=collate or default_collate, num_processes=max(1, num_workers)),
+        if num_workers:
+            make_room_for_sockets()
+        loader: DataLoader[Any] = DataLoader(
+            _Batches(data, sampler, collate=collate or default_collate, num_processes=num_workers),
             batch_size=None,
-            collate_fn=cast(Any, _as_it_is),
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=self._copies is not None,
             **process_options(processes, num_workers=num_workers),
             generator=torch.Generator(),
         )
+        self._watch = LoaderWatch(loader, limits)
         self._fetched: Iterator[_Fetched] = iter(())
         self._ahead: _Fetched | None = None
 
@@ -241,7 +248,7 @@ class IterableLoader:
             Digests of the first samples that were read, equal where ranks read the same stream, as far as both have
             some; None: there is no batch.
         """
-        self._fetched, self.num_samples = iter(self._loader), 0
+        self._fetched, self.num_samples = self._watch.explained(self._watch.batches()), 0
         self._ahead = self._next()
         return None if self._ahead is None else self._ahead.firsts
 
@@ -273,6 +280,7 @@ class IterableLoader:
     def close(self) -> None:
         """Ends the loader processes."""
         self._fetched, self._ahead = iter(()), None
+        self._watch.close()
 
 
 # -------------------------------------------------------------------------------------------- in a loader process
@@ -288,17 +296,22 @@ class _Fetched(NamedTuple):
     firsts: tuple[str, ...]  # digests of the first samples that the process has read
 
 
-def _as_it_is(fetched: _Fetched) -> _Fetched:
+def _as_it_is(fetched: Any) -> Any:
     return fetched  # a named function, because worker processes may have to pickle it
 
 
-class _Batches(IterableDataset[_Fetched]):
-    """The batches of one rank, of which each loader process yields every num_processes-th."""
+class _Batches(IterableDataset[Any]):
+    """The batches of one rank, of which each loader process yields every num_processes-th, packed.
+
+    Args:
+        num_processes: 0: the rank itself reads.
+    """
 
     def __init__(self, data: Iterable[Any], sampler: IterableSampler, *, collate: Collate, num_processes: int) -> None:
-        self.data, self.sampler, self.collate, self.num_processes = data, sampler, collate, num_processes
+        self.data, self.sampler, self.collate = data, sampler, collate
+        self.num_processes, self.packs = max(1, num_processes), num_processes > 0
 
-    def __iter__(self) -> Iterator[_Fetched]:
+    def __iter__(self) -> Iterator[Any]:
         info, sampler = get_worker_info(), self.sampler
         turn = 0 if info is None else info.id
         process = (turn + sampler.num_batches) % self.num_processes if sampler.shares_itself else 0
@@ -312,8 +325,12 @@ class _Batches(IterableDataset[_Fetched]):
                 reader.drop(micro.indices[0] - reader.count)
             if not (samples := reader.take(len(micro.indices))):
                 return
-            batch = reader.collated(samples, self.collate)
-            yield _Fetched(len(samples), batch, process, reader.place(), reader.firsts)
+            fetch = partial(self._finished, reader, samples, process)
+            yield packed(fetch, enumerate(samples, reader.count - len(samples))) if self.packs else fetch()
+
+    def _finished(self, reader: _Reader, samples: list[Any], process: int) -> _Fetched:
+        batch = reader.collated(samples, self.collate)
+        return _Fetched(len(samples), batch, process, reader.place(), reader.firsts)
 
 
 def _pretend(process: int | None) -> None:

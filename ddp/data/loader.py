@@ -25,9 +25,6 @@ Read before: `prefetch.py`. Read next: `splits.py`, `torch_loader.py`.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -35,25 +32,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp.data.device_copies import DeviceCopies
+from ddp.data.loader_watch import Limits, LoaderWatch, follow_the_trainer
 from ddp.data.orders import Checksum
 from ddp.data.prefetch import ReadAhead
 from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
+from ddp.data.sending import make_room_for_sockets, packed
 from ddp.data.streams import augmentation_stream, collation_stream, preserved
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.log import log
-from ddp.parent_death import ask_for_signal
 from ddp.wording import counted
 
 CPU = torch.device("cpu")
+NO_LIMITS = Limits()
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of samples, as the `collate_fn` of torch's DataLoader."""
 
@@ -85,6 +83,7 @@ class TrainLoader:
         max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
         known_unreadable: samples that a run has left out before it was resumed. They do not count again.
         processes: the user's worker_init_fn, multiprocessing_context and prefetch_factor, as far as given.
+        limits: how long loader processes are waited for.
 
     Attributes:
         unreadable: numbers of the samples that this rank has left out, the known ones included.
@@ -104,6 +103,7 @@ class TrainLoader:
         max_unreadable: int = 0,
         known_unreadable: Iterable[int] = (),
         processes: Mapping[str, Any] = MappingProxyType({}),
+        limits: Limits = NO_LIMITS,
     ) -> None:
         if len(dataset) != sampler.order.num_samples:
             raise ConfigError(
@@ -114,18 +114,19 @@ class TrainLoader:
         self._max_unreadable, self._num_known = max_unreadable, len(self.unreadable)
         self._repeats = sampler.order.checksum() != Checksum.of_range(len(dataset))
         self._requests = _Requests()
-        self._keyed = _Keyed(dataset, collate, tolerated=UNREADABLE)
+        self._keyed = _Keyed(dataset, collate, tolerated=UNREADABLE, packs=num_workers > 0)
         self._copies = DeviceCopies(device) if device.type == "cuda" else None
         self._ahead = ReadAhead(self._may_use_thread, pays=None if self._copies is None else True)
         self._loader = _data_loader(
             self._keyed,
             self._requests,
-            finish=_as_it_is,
             num_workers=num_workers,
             pin_memory=self._copies is not None,
             persistent=True,
             processes=processes,
         )
+        self._watch = LoaderWatch(self._loader, limits)
+        self._requests.asked = self._watch.asked if num_workers else None
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
         """Yields each plan from the sampler's state to the end of its epoch, with an iterator over this rank's batches.
@@ -139,7 +140,7 @@ class TrainLoader:
         plans, ahead = _two_readers(self.sampler.plans())
         seed = self.sampler.state.seed
         self._requests.source = (request for plan in ahead for request in self._requests_of(plan, seed))
-        batches = self._readable(self._on_time(iter(self._loader)))
+        batches = self._readable(self._watch.explained(self._on_time(self._watch.batches())))
         for plan in plans:
             micros = islice(batches, len(plan.micros))
             yield plan, micros
@@ -167,17 +168,8 @@ class TrainLoader:
 
         Raises:
             UnreadableSample: that was too much.
-            RuntimeError: a loader process has died.
         """
-        while True:
-            try:
-                batch, errors = next(fetched)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise RuntimeError(f"{error}: the memory may have run out; take fewer loader processes") from error
+        for batch, errors in fetched:
             for sample, why in errors:
                 if sample not in self.unreadable:
                     self._leave_out(sample, why)
@@ -197,49 +189,63 @@ class TrainLoader:
     def close(self) -> None:
         """Ends the loader processes now; otherwise they end with this object. The loader can be used again."""
         self._ahead.end(wait_s=1.0)
-        iterator: Any = self._loader._iterator  # DataLoader has no public way to end persistent workers
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
+        self._watch.close()
 
 
-def evaluation_loader(
-    dataset: Any,
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    collate: Collate | None = None,
-    num_workers: int = 0,
-    processes: Mapping[str, Any] = MappingProxyType({}),
-) -> DataLoader[Any]:
-    """Returns this rank's batches of an exact evaluation: each sample once over all ranks, in order.
+class EvaluationLoader:
+    """This rank's batches of an exact evaluation: each sample once over all ranks, in order. It can be read again.
 
     Random transforms, if any are left in an evaluation set, draw the same at every pass (seed 0, epoch 0).
 
     Args:
-        dataset, collate, num_workers, processes: as in `TrainLoader`.
+        dataset, collate, num_workers, processes, limits: as in `TrainLoader`.
         batch_size: samples in a batch; the last one may be smaller.
         rank, world_size: whose share to read.
 
     Raises:
         ConfigError: `batch_size` is below 1.
     """
-    if batch_size < 1:
-        raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
-    share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
-    runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
-    requests = [_Request(0, 0, tuple(run), run) for run in runs]
-    keyed, finish = _Keyed(dataset, collate), attrgetter("batch")
-    return _data_loader(
-        keyed,
-        requests,
-        finish=finish,
-        num_workers=num_workers,
-        pin_memory=False,
-        persistent=False,
-        processes=processes,
-    )
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        processes: Mapping[str, Any] = MappingProxyType({}),
+        limits: Limits = NO_LIMITS,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
+        share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
+        runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+        self._all = [_Request(0, 0, tuple(run), run) for run in runs]
+        self._keyed = _Keyed(dataset, collate, packs=num_workers > 0)
+        self._num_workers, self._processes, self._limits = num_workers, processes, limits
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Any]:
+        requests = _Requests(self._all)
+        loader = _data_loader(
+            self._keyed,
+            requests,
+            num_workers=self._num_workers,
+            pin_memory=False,
+            persistent=False,
+            processes=self._processes,
+        )
+        watch = LoaderWatch(loader, self._limits)
+        requests.asked = watch.asked if self._num_workers else None
+        try:
+            for fetched in watch.explained(watch.batches()):
+                yield fetched.batch
+        finally:
+            watch.close()
 
 
 # ------------------------------------------------------------------------------------------- on DataLoader's side
@@ -273,13 +279,21 @@ def _two_readers(plans: Iterator[StepPlan]) -> tuple[Iterator[StepPlan], Iterato
 
 
 class _Requests:
-    """DataLoader's `batch_sampler`: one object, because its workers persist, whose content `epoch()` replaces."""
+    """DataLoader's `batch_sampler`: one object, because its workers persist, whose content `epoch()` replaces.
 
-    def __init__(self) -> None:
-        self.source: Iterable[_Request] = ()
+    Attributes:
+        asked: gets the samples of each request that DataLoader takes, if loader processes fetch them.
+    """
+
+    def __init__(self, source: Iterable[_Request] = ()) -> None:
+        self.source: Iterable[_Request] = source
+        self.asked: deque[Sequence[int]] | None = None
 
     def __iter__(self) -> Iterator[_Request]:
-        yield from self.source  # lazily, because DataLoader makes one iterator more than it uses
+        for request in self.source:  # lazily, because DataLoader makes one iterator more than it uses
+            if self.asked is not None:
+                self.asked.append(request.indices)
+            yield request
 
 
 UNREADABLE = (UnreadableSample, OSError)
@@ -293,24 +307,34 @@ class _Fetched(NamedTuple):
     errors: list[tuple[int, str]]
 
 
-class _Keyed(Dataset[_Fetched]):
+class _Keyed(Dataset[Any]):
     """The data set as DataLoader sees it: it takes requests instead of indices, and returns finished batches.
 
     Args:
         dataset, collate: as in `TrainLoader`.
         tolerated: errors for which a sample is left out.
+        packs: True for loader processes, which send what they fetch.
 
     Attributes:
         samples_draw, collate_draws: they may draw from the process's generators, which are seeded for each.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, *, tolerated: tuple[type[Exception], ...] = ()) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate | None, *, tolerated: tuple[type[Exception], ...] = (), packs: bool
+    ) -> None:
         self.dataset, self.collate, self.tolerated = dataset, collate or default_collate, tolerated
+        self.packs = packs
         self.at_once = isinstance(dataset, WholeBatches) and collate is None
         is_plain = getattr(dataset, "may_read_ahead", False) or type(dataset) in (list, tuple, TensorDataset)
         self.samples_draw, self.collate_draws = not is_plain, self.collate is not default_collate
 
-    def __getitems__(self, request: _Request) -> _Fetched:
+    def __getitems__(self, request: _Request) -> Any:
+        """Returns a finished batch, packed if it is to be sent."""
+        if not self.packs:
+            return self._finished(request)
+        return packed(partial(self._finished, request), ((each, self.dataset[each]) for each in request.indices))
+
+    def _finished(self, request: _Request) -> _Fetched:
         """Returns a finished batch."""
         if self.at_once:
             with suppress(*self.tolerated):  # else sample by sample, to find out which it is
@@ -332,7 +356,7 @@ class _Keyed(Dataset[_Fetched]):
         return _Fetched(self.collate(samples) if samples else None, errors)
 
 
-def _as_it_is(fetched: _Fetched) -> _Fetched:
+def _as_it_is(fetched: Any) -> Any:
     return fetched  # a named function, because worker processes may have to pickle it
 
 
@@ -340,16 +364,17 @@ def _data_loader(
     keyed: _Keyed,
     requests: Iterable[Any],
     *,
-    finish: Callable[[_Fetched], Any],
     num_workers: int,
     pin_memory: bool,
     persistent: bool,
     processes: Mapping[str, Any],
 ) -> DataLoader[Any]:
+    if num_workers:
+        make_room_for_sockets()
     return DataLoader(
         keyed,
         batch_sampler=requests,
-        collate_fn=cast(Any, finish),  # of what `__getitems__` returns
+        collate_fn=_as_it_is,  # of what `__getitems__` returns
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=persistent and num_workers > 0,
@@ -373,15 +398,3 @@ def _begin_process(users: Callable[[int], None] | None, worker: int) -> None:
         facts = {"num_workers": info.num_workers, "seed": info.seed, "dataset": info.dataset.dataset}
         torch_worker._worker_info = torch_worker.WorkerInfo(id=worker, **facts)
         users(worker)
-
-
-def follow_the_trainer(_worker: int) -> None:
-    """Leaves the trainer's process group, which a launcher signals as a whole: the trainer ends its loaders itself.
-
-    If the trainer is killed, the kernel ends them, even in a read that never returns.
-    """
-    os.setpgid(0, 0)
-    ask_for_signal(signal.SIGKILL)
-    trainer = multiprocessing.parent_process()  # also where a fork server is the parent that the kernel knows
-    if trainer is not None and not trainer.is_alive():  # it has died before
-        os._exit(1)

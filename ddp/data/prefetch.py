@@ -18,7 +18,7 @@ a process of their own.
 
 Batches, their order and their random numbers are the same with and without the thread.
 
-Read before: `device_copies.py`. Read next: `loader.py`.
+Read before: `loader_watch.py`. Read next: `loader.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current, device_of
-from ddp.data.loader import Collate, evaluation_loader
+from ddp.data.loader import Collate, EvaluationLoader
 from ddp.data.source import Source, source_of
 from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision, forward_precision
@@ -28,6 +28,7 @@ from ddp.tasks.loss_function import Reduction, as_task
 from ddp.tasks.task import Task, outputs_of
 from ddp.train.given_back import modes_kept
 from ddp.train.kept import loss_modules
+from ddp.train.state import limits_of
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
 
@@ -66,7 +67,7 @@ def evaluate(
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     if not len(source.samples):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
-    loader = _loader(source, comm, batch_size)
+    loader = _loader(source, comm, batch_size, stop)
     largest_share = math.ceil(len(source.samples) / comm.world_size)
     num_batches = math.ceil(largest_share / batch_size)
     sums: dict[str, tuple[float, float]] = {}
@@ -111,7 +112,7 @@ def predict(
     comm = comm or current(device_of(model))
     compute = outputs_of if task is None else task.outputs
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
-    loader = _loader(source, comm, batch_size)
+    loader = _loader(source, comm, batch_size, None)
     outputs: list[Tensor] = []
     with _evaluating(model, task), torch.no_grad():
         for batch in loader:
@@ -123,9 +124,9 @@ def predict(
     return torch.cat(comm.all_gather(mine))
 
 
-def _loader(source: Source, comm: Communicator, batch_size: int) -> Iterable[Any]:
+def _loader(source: Source, comm: Communicator, batch_size: int, stop: StopFlag | None) -> Iterable[Any]:
     """Returns this rank's batches, in order."""
-    return evaluation_loader(
+    return EvaluationLoader(
         source.samples,
         batch_size=batch_size,
         rank=comm.rank,
@@ -133,6 +134,7 @@ def _loader(source: Source, comm: Communicator, batch_size: int) -> Iterable[Any
         collate=source.collate,
         num_workers=source.num_workers,
         processes=source.processes,
+        limits=limits_of(comm, stop),
     )
 
 

@@ -25,7 +25,7 @@ from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.data_checks import EqualBatches
 from ddp.train.first_look import FirstLook
-from ddp.train.state import TrainState
+from ddp.train.state import TrainState, limits_of
 from ddp.train.step import StepRules, train_step
 from ddp.train.stopping import StopFlag
 from ddp.train.stream_feed import StreamFeed
@@ -105,7 +105,7 @@ def train_loop(
         looks=looks,
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
-    feed = _feed(state, source, uneven, max_unreadable)
+    feed = _feed(state, source, uneven, max_unreadable, stop)
     state.unreadable = feed.unreadable
     _check_replica(state, uneven)
     state.stopped_by = ""
@@ -157,13 +157,16 @@ def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
             raise
 
 
-def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int) -> TrainLoader | StreamFeed:
+def _feed(
+    state: TrainState, source: Source, uneven: Uneven, max_unreadable: int, stop: StopFlag
+) -> TrainLoader | StreamFeed:
     """Returns what yields steps with their batches, epoch by epoch."""
     choices: dict[str, Any] = {
         "collate": source.collate,
         "num_workers": source.num_workers,
         "device": state.comm.device,
         "processes": source.processes,
+        "limits": limits_of(state.comm, stop),
     }
     if isinstance(state.sampler, IterableSampler):
         loader = IterableLoader(source.samples, state.sampler, **choices)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
+from ddp.data.loader_watch import Limits
 from ddp.data.sampler import TrainSampler
 from ddp.gradients.totals import Parts
 from ddp.optim.schedules import adopt_rates, base_rates, set_rate
@@ -21,6 +22,7 @@ from ddp.optim.update import Update
 from ddp.precision.loss_scale import LossScale
 from ddp.precision.master import MasterUpdate, MasterWeights
 from ddp.replica.replica import Replica
+from ddp.train.stopping import StopFlag
 
 
 @dataclass(eq=False)
@@ -155,3 +157,8 @@ class StepReport:
     data_s: float
     wait_s: float
     num_ending: int = 0
+
+
+def limits_of(comm: Communicator, stop: StopFlag | None) -> Limits:
+    """Returns how long this rank waits for its loader processes: as for other ranks, and less if it is to stop."""
+    return Limits(comm.rank, comm.warn_s, comm.abort_s, lambda: "" if stop is None else stop.reason)

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddp.data.loader import TrainLoader, WholeBatches, evaluation_loader
+from ddp.data.loader import EvaluationLoader, TrainLoader, WholeBatches, process_options
 from ddp.data.orders import Weighted
 from ddp.data.sampler import EvaluationSampler, SamplerState, TrainSampler
 from ddp.data.streams import augmentation_stream, preserved
-from ddp.errors import ConfigError, UnreadableSample
+from ddp.errors import ConfigError, LoaderLost, UnreadableSample
 
 
 class Augmented(Dataset):
@@ -176,7 +176,7 @@ def test_the_program_draws_as_if_nothing_had_been_loaded(num_workers):
     for _, micros in loader.epoch():
         list(micros)
     loader.close()
-    list(evaluation_loader(Augmented(13), batch_size=4, rank=0, world_size=1, num_workers=num_workers))
+    list(EvaluationLoader(Augmented(13), batch_size=4, rank=0, world_size=1, num_workers=num_workers))
     assert generators() == before
 
 
@@ -214,7 +214,7 @@ def test_a_rank_without_samples_has_plans_and_no_batches():
 def test_data_in_memory_is_read_at_once():
     at_once = TrainLoader(InMemory(13), sampler_of())
     assert next(next(at_once.epoch())[1])["at_once"]
-    evaluation = evaluation_loader(InMemory(13), batch_size=4, rank=0, world_size=1)
+    evaluation = EvaluationLoader(InMemory(13), batch_size=4, rank=0, world_size=1)
     assert [batch["rows"].tolist() for batch in evaluation][-1] == [12]
     sample_by_sample = TrainLoader(InMemory(13), sampler_of(), collate=list)
     assert isinstance(next(next(sample_by_sample.epoch())[1]), list)
@@ -235,7 +235,7 @@ def test_loader_processes_compute_with_one_thread():
 @pytest.mark.parametrize("length", [0, 3, 8, 21])
 def test_evaluation_reads_each_sample_once(world_size, length):
     loaders = [
-        evaluation_loader(Augmented(length), batch_size=4, rank=r, world_size=world_size) for r in range(world_size)
+        EvaluationLoader(Augmented(length), batch_size=4, rank=r, world_size=world_size) for r in range(world_size)
     ]
     rows = [row for loader in loaders for batch in loader for row in batch.tolist()]
     assert rows == list(expected(0, 0, length).values())
@@ -249,7 +249,7 @@ def test_evaluation_reads_each_sample_once(world_size, length):
 
 
 def test_evaluation_with_worker_processes():
-    loader = evaluation_loader(Augmented(11), batch_size=3, rank=1, world_size=2, num_workers=2)
+    loader = EvaluationLoader(Augmented(11), batch_size=3, rank=1, world_size=2, num_workers=2)
     assert [row for batch in loader for row in batch.tolist()] == list(expected(0, 0, 11).values())[5:]
 
 
@@ -259,7 +259,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="should be non-negative"):
         TrainLoader(InMemory(13), sampler_of(), num_workers=-1)
     with pytest.raises(ConfigError, match="got 0"):
-        evaluation_loader(InMemory(13), batch_size=0, rank=0, world_size=1)
+        EvaluationLoader(InMemory(13), batch_size=0, rank=0, world_size=1)
 
 
 def test_an_error_in_the_data_set_reaches_the_caller():
@@ -274,7 +274,7 @@ def test_an_error_in_the_data_set_reaches_the_caller():
 ABANDONED = """
 import sys, torch
 from multiprocessing import active_children
-from ddp.data.loader import TrainLoader, WholeBatches, evaluation_loader
+from ddp.data.loader import EvaluationLoader, TrainLoader, WholeBatches, process_options
 from ddp.data.sampler import TrainSampler
 data = [torch.zeros(3)] * 64
 loader = TrainLoader(data, TrainSampler(64, global_batch=4, rank=0, world_size=1), num_workers=2)
@@ -287,7 +287,7 @@ loader.close()  # while `steps` and `micros` are still held
 assert not any(child.is_alive() for child in children)
 steps, micros = loader.epoch(), None
 next(next(steps)[1])
-for batch in evaluation_loader(data, batch_size=2, rank=0, world_size=1, num_workers=1):
+for batch in EvaluationLoader(data, batch_size=2, rank=0, world_size=1, num_workers=1):
     break
 print(*(child.pid for child in active_children()))
 """
@@ -342,7 +342,8 @@ def test_a_loader_process_that_is_killed_is_told_with_a_remedy():
     batches = (batch for _, micros in loader.epoch() for batch in micros)
     next(batches)
     os.kill(active_children()[0].pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .* the memory may have run out; take fewer loader pro"):
+    told = r"^loader process 0 of rank 0 \(pid \d+\) was killed by SIGKILL before it had sent sample.*: the memory may"
+    with pytest.raises(LoaderLost, match=told):
         list(batches)
     loader.close()
 
@@ -376,14 +377,14 @@ def begin(worker: int) -> None:
 
 def test_a_worker_init_fn_finds_its_own_data_set_and_the_process_is_of_the_context_that_was_asked_for() -> None:
     processes = {"worker_init_fn": begin, "multiprocessing_context": "fork", "prefetch_factor": 1}
-    loader = evaluation_loader(BegunBy(), batch_size=2, rank=0, world_size=1, num_workers=2, processes=processes)
+    loader = EvaluationLoader(BegunBy(), batch_size=2, rank=0, world_size=1, num_workers=2, processes=processes)
     assert [batch.tolist() for batch in loader] == [[7, 7], [8, 8]]
-    assert loader.prefetch_factor == 1
+    assert process_options(processes, num_workers=2)["prefetch_factor"] == 1
 
 
 def test_a_signal_to_the_trainer_s_process_group_does_not_reach_its_loaders() -> None:
     """Launchers signal whole groups; a loader that dies of it would take the agreed stop with it."""
-    loader = evaluation_loader(ProcessGroups(), batch_size=2, rank=0, world_size=1, num_workers=1)
+    loader = EvaluationLoader(ProcessGroups(), batch_size=2, rank=0, world_size=1, num_workers=1)
     assert all(group != os.getpgid(0) for batch in loader for group in batch.tolist())
 
 

@@ -1,0 +1,139 @@
+"""Sends a batch from a loader process to its rank as bytes that the process has made itself.
+
+torch's DataLoader hands a batch to a queue, whose thread serialises it. Where that fails, the thread prints a traceback
+and drops the batch, and the rank would wait for it for ever. So the loader process serialises a batch in its own code,
+where the error can name the sample, and the queue carries the bytes.
+
+The bytes of a tensor stay in shared memory. The rank asks the loader process for that memory through a Unix socket in
+the folder for temporary files. The path of such a socket has at most 107 bytes. So where TMPDIR is too long, as Slurm
+and Nextflow make it, the sockets get a folder elsewhere.
+
+Read before: `device_copies.py`. Read next: `loader_watch.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from multiprocessing import current_process, util
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from ddp.errors import ConfigError, UnreadableSample
+
+_LONGEST_PATH = 107  # of a Unix socket
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+class Failure(NamedTuple):
+    """An error of the user's input, on its way from a loader process."""
+
+    error: ConfigError
+
+
+class Packed:
+    """Holds in bytes what a loader process sends.
+
+    Args:
+        value: anything that can be pickled.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._bytes = bytes(ForkingPickler.dumps(value))
+
+    def unpacked(self) -> Any:
+        """Returns an equal value. Tensors are in memory that the sender shares."""
+        return ForkingPickler.loads(self._bytes)
+
+    def pin_memory(self) -> Any:
+        """Returns the value with its tensors in page-locked memory: DataLoader's thread for that calls this."""
+        return pin_memory(self.unpacked())
+
+
+def packed(fetch: Callable[[], Any], samples: Iterable[tuple[int, Any]]) -> Packed:
+    """Returns what `fetch` returns, or the user's error that it raises, packed.
+
+    Args:
+        samples: numbers and samples of this batch, read only to find the one that cannot be sent.
+    """
+    try:
+        value = fetch()
+        try:
+            return Packed(value)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            if is_about_memory(error):
+                raise
+            raise ConfigError(
+                f"{_culprit(samples)} cannot be sent from a loader process ({error}): let samples and collate return "
+                "tensors, arrays, numbers and texts, or take loader_workers=0"
+            ) from error
+    except ConfigError as error:
+        if type(error) not in (ConfigError, UnreadableSample):  # a user's own may not bear the way
+            raise
+        return Packed(Failure(error))
+
+
+def unpacked(received: Any) -> Any:
+    """Returns what was packed.
+
+    Raises:
+        ConfigError: the loader process has sent this error.
+    """
+    value = received.unpacked() if isinstance(received, Packed) else received
+    if isinstance(value, Failure):
+        raise value.error
+    return value
+
+
+def is_about_memory(error: BaseException) -> bool:
+    """Returns True if memory, or the part of it that processes share, has run out."""
+    words = ("annot allocate memory", "unable to allocate shared memory", "No space left on device")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in words)
+
+
+def _culprit(samples: Iterable[tuple[int, Any]]) -> str:
+    """Returns which sample of a batch cannot be pickled, in words."""
+    numbers = []
+    for number, sample in samples:
+        numbers.append(number)
+        try:
+            ForkingPickler.dumps(sample)
+        except Exception:
+            return f"sample {number}"
+    return f"the batch of {in_words(numbers)}, as collate returns it,"
+
+
+def in_words(samples: Sequence[int]) -> str:
+    """Returns the numbers of the first samples of a batch, in words."""
+    shown = ", ".join(map(str, samples[:5]))
+    return f"sample{'s' if len(samples) > 1 else ''} {shown}{', …' if len(samples) > 5 else ''}"
+
+
+def make_room_for_sockets() -> None:
+    """Sees to it that sockets of loader processes have short paths. Before any is started.
+
+    Raises:
+        ConfigError: there is no folder with a short path.
+    """
+    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]  # where multiprocessing keeps it
+    usual = config.get("tempdir") or f"{tempfile.gettempdir()}/pymp-12345678"
+    if len(os.fsencode(usual)) + len("/listener-12345678") <= _LONGEST_PATH:
+        return
+    before, tempdir = config.pop("tempdir", None), tempfile.tempdir
+    for tempfile.tempdir in _SHORT_FOLDERS:
+        with suppress(OSError):
+            util.get_temp_dir()  # makes the folder that this process and those that it starts use from now on
+            break
+    tempfile.tempdir = tempdir
+    if "tempdir" not in config:
+        config["tempdir"] = before
+        raise ConfigError(
+            f"TMPDIR={tempfile.gettempdir()}: its path is too long for the sockets of loader processes: set a shorter "
+            "one (75 letters at most), or take loader_workers=0"
+        )
