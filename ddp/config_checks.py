@@ -276,7 +276,7 @@ def _cluster_problems(config: Config) -> Iterator[str]:
     """Yields worker counts and batch sizes that do not go together."""
     workers, batch = config.cluster.workers, config.batch
     local_workers = config.cluster.local_workers or workers
-    most = max(8, 8 * available_cores())
+    most = most_workers()
     if config.cluster.local_workers is not None and local_workers > workers:
         yield f"cluster.local_workers={local_workers}: is more than cluster.workers={workers}"
     if local_workers > most:
@@ -330,6 +330,11 @@ def _start_problems(config: Config) -> Iterator[str]:
         )
     if not config.resume:
         yield "resume='': take none, auto, or the path of a checkpoint"
+
+
+def most_workers() -> int:
+    """Returns the number of workers beyond which this host is surely meant to have fewer."""
+    return max(8, 8 * available_cores())
 
 
 def available_cores() -> int:

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ddp import allocator
 from ddp.failures import Failure
+from ddp.function_call import temporary_folder
 from ddp.train.stopping import stop_signals
 
 CUBLAS_WORKSPACE = ":4096:8"  # deterministic=true needs it on a GPU, before the first matrix product
@@ -54,7 +54,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
     signals = stop_signals()
     if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
         signals.append(signal.SIGQUIT)  # it ends the workers, too, but they save nothing
-    with tempfile.TemporaryDirectory(prefix="ddp-engine-") as folder, _unchanged_process(signals), _paused_together():
+    with temporary_folder("ddp-engine-") as folder, _unchanged_process(signals), _paused_together():
         engine = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -62,7 +62,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
             run_id=uuid.uuid4().hex,
             rdzv_backend=BACKEND,
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
             signals_to_handle=",".join(number.name for number in signals),
             shutdown_timeout=SHUTDOWN_S,
         )

@@ -35,7 +35,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -46,13 +45,15 @@ from ddp import sweep
 from ddp.address import is_address
 from ddp.comm.place import refuse_workers
 from ddp.config import CHOICES, OWN, Config, choose, plain_defaults
-from ddp.config_checks import available_cores
+from ddp.config_checks import available_cores, most_workers
 from ddp.config_reader import chosen_in, from_plain, unknown_choice, unknown_key
 from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import Failure, describe_failures
 from ddp.files import json_object
+from ddp.function_call import CALL, check_call, folder_for_call, result_file
 from ddp.garbage import leave_out, skip_at_exit
+from ddp.log import log
 from ddp.run_folder import continued, only_writer, prepare, unwritable
 from ddp.settings_page import page
 from ddp.terminal import keep_writing
@@ -312,37 +313,44 @@ def launch(
         timeout_s: a worker that runs longer ends the launch, and says where it stood. None: no limit.
 
     Raises:
-        ConfigError: `workers` is below 1, or this process is one rank of several already.
+        ConfigError: an argument cannot work, or cannot be sent; or this process is one rank of several already.
         WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first.
         KeyboardInterrupt, SystemExit: Ctrl-C, or another signal, which has ended the workers, too.
     """
-    import cloudpickle
-
-    if workers < 1:
-        raise ConfigError(f"workers={workers}: must be at least 1")
+    check_call(function, args, kwargs)
+    _check_launch(workers, threads_per_worker, timeout_s)
     name = getattr(function, "__name__", "function")
     refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}(…) itself")
     threads = threads_per_worker or max(1, available_cores() // workers)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
         print(f"starting {counted(workers, 'worker')} …", flush=True)
-    with tempfile.TemporaryDirectory(prefix="ddp-launch-") as folder:
-        call = Path(folder) / "call.pkl"
-        with call.open("wb") as stream:
-            pickle.dump((workers, sys.path), stream)
-            cloudpickle.dump((function, args, kwargs), stream)
+    with folder_for_call(workers, function, args, kwargs) as folder:
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
-        ended = run_workers(["--call", str(call), *limit], workers=workers, threads=threads)
+        ended = run_workers(["--call", str(folder / CALL), *limit], workers=workers, threads=threads)
         if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
         if stopped_by is not None:
             raise SystemExit(128 + stopped_by)
         if ended.failures:
-            raise WorkersFailed(describe_failures(ended.failures, Path(folder) / "logs"))
-        results = [Path(folder) / f"result-rank-{rank}.pkl" for rank in range(workers)]
+            raise WorkersFailed(describe_failures(ended.failures, folder / "logs"))
+        results = [result_file(folder, rank) for rank in range(workers)]
         for rank, path in enumerate(results):
             if not path.exists():
                 raise WorkersFailed(f"rank {rank} ended without a result: does the function call sys.exit?")
         return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def _check_launch(workers: Any, threads_per_worker: Any, timeout_s: Any) -> None:
+    """Raises ConfigError unless the arguments of `launch` are numbers that can work; warns of too many workers."""
+    for name, number in (("workers", workers), ("threads_per_worker", threads_per_worker)):
+        is_left_out = number is None and name != "workers"
+        if not is_left_out and (not hasattr(number, "__index__") or isinstance(number, bool) or number < 1):
+            raise ConfigError(f"{name}={number!r}: must be a whole number from 1 up")
+    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+        raise ConfigError(f"timeout_s={timeout_s!r}: must be seconds above 0; leave it out for no limit")
+    if workers > most_workers():
+        cores = counted(available_cores(), "core")
+        log.warning("workers=%d: they take turns on %s; %d or fewer train faster", workers, cores, available_cores())
 
 
 def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:

@@ -5,7 +5,7 @@
 
 The main metric and its direction come from the jobs' summary.json. Where there is none, speed decides.
 
-Read before: `launcher.py`. Read next: `run_folder.py`.
+Read before: `launcher.py`. Read next: `function_call.py`.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ from ddp.errors import (
     UnusedParameters,
 )
 from ddp.files import make_folder, read_own, to_append, write_whole
+from ddp.function_call import write_result
 from ddp.garbage import collect_from_now_on, collect_later
 from ddp.log import add_handler, follow_rank
 from ddp.parent_death import ask_for_signal
@@ -108,11 +109,8 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
             world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
             take_log(logs, rank=rank, world_size=world_size)
             function, args, kwargs = pickle.load(stream)
-        import cloudpickle
-
         collect_from_now_on()
-        result = function(*args, **kwargs)
-        (file.parent / f"result-rank-{rank}.pkl").write_bytes(cloudpickle.dumps(result))
+        write_result(file.parent, rank, function, function(*args, **kwargs))
 
     if timeout_s is not None:
         _give_up_after(timeout_s, logs=logs, rank=rank)

@@ -28,6 +28,7 @@ FLOORS = [
         "engine",
         "rendezvous",
         "failures",
+        "function_call",
         "bootstrap",
         "worker",
         "build",
