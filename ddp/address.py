@@ -8,7 +8,7 @@ workers and for whoever continues the run from elsewhere.
 
 Everything that can go wrong is one sentence: it names the setting, the folder, and the line of the user's file.
 
-Read before: `train/fit.py`. Read next: `config.py`.
+Read before: `train/fit.py`. Read next: `trust.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -27,10 +28,39 @@ from ddp.wording import users_frame
 
 _origins: dict[str, str] = {}  # a package or module that an address has imported → its folder
 
+_question: str | None = None  # of a user about a run, while it is answered
+
 
 def is_address(name: str) -> bool:
     """Returns True if a setting names a part of the user's own, and not a shipped one."""
     return ":" in name
+
+
+def own_parts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the settings that hold an address, in a tree of plain settings: "model" → "mine:Net"."""
+    found = {}
+    for group, value in settings.items():
+        for name, each in (value if isinstance(value, Mapping) else {"name": value}).items():
+            if group != "run" and isinstance(each, str) and _is_whole(each):
+                found[group if name == "name" else f"{group}.{name}"] = each
+    return found
+
+
+def _is_whole(address: str) -> bool:
+    """Returns True for MODULE:NAME."""
+    name, colon, path = address.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*name.split("."), *path.split(".")))
+
+
+@contextmanager
+def no_own_code(question: str) -> Iterator[None]:
+    """Refuses every address inside the block, because a question about a run must not run what its files name."""
+    global _question
+    _question = question
+    try:
+        yield
+    finally:
+        _question = None
 
 
 def from_address(address: str, *, key: str, folder: str | Path) -> Any:
@@ -43,9 +73,11 @@ def from_address(address: str, *, key: str, folder: str | Path) -> Any:
     Raises:
         ConfigError: there is no such module or object, or the module cannot be imported.
     """
-    name, _, path = address.partition(":")
-    if not all(part.isidentifier() for part in (*name.split("."), *path.split("."))):
+    if not _is_whole(address):
         raise ConfigError(f"{key}={address}: is no address; write MODULE:NAME, as my_package.models:Net")
+    if _question is not None:
+        raise ConfigError(f"{key}={address}: {_question} imports no code of a run, so it cannot answer this")
+    name, _, path = address.partition(":")
     module = _imported(name, setting=f"{key}={address}", folder=Path(folder).resolve())
     found: Any = module
     for part in path.split("."):

@@ -31,7 +31,7 @@ from ddp.config_checks import available_cores
 from ddp.data import standard_library, streams
 from ddp.data.loader import WholeBatches
 from ddp.data.splits import Splits
-from ddp.dealing import check_dealing, dealing, sampler_for
+from ddp.dealing import check_dealing, dealing, noted, sampler_for
 from ddp.errors import ConfigError
 from ddp.garbage import collect_from_now_on
 from ddp.models.gpt import GPT, generate
@@ -48,11 +48,11 @@ from ddp.wording import setting_for, train_command, typed_settings
 # ------------------------------------------------------------------------------------------- the three entry points
 
 
-def check(config: Config) -> dict[str, Any] | None:
+def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Finds out in one process, before any worker starts, whether the run can work.
 
     Returns:
-        Step and sampler's state of the checkpoint that the run goes on from; None for a new run.
+        Step and sampler's state of the checkpoint that the run goes on from, None for a new run; and `dealing.noted`.
 
     Raises:
         ConfigError: data are missing, or the model or its optimizer cannot be built.
@@ -72,11 +72,12 @@ def check(config: Config) -> dict[str, Any] | None:
         check_dealing(config, splits, state=checkpoint.parts["position"]["sampler"])
         check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_optimizer(checkpoint, optimizer)
-        return {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
+        position = {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
+        return position, noted(config, splits.train)
     check_dealing(config, splits)
     if config.init_from.path:
         _load_given_weights(config, components.make_model(config, splits))
-    return None
+    return None, noted(config, splits.train)
 
 
 def run(config: Config, run_dir: Path) -> None:
@@ -218,9 +219,9 @@ def _yardsticks() -> Mapping[str, float]:
 
 def _written_by(config: Config, run_dir: Path) -> str:
     """Returns a few lines that the trained model writes, or "" for a model of the user's own."""
-    model = load_trained(run_dir, "latest").model()
-    if not isinstance(model, GPT):
+    if not isinstance(config.model, settings.Gpt):
         return ""
+    model = cast(GPT, load_trained(run_dir, "latest").model())
     prompt = b"\n    def "
     written = generate(model, torch.tensor(list(prompt)), num_tokens=400, temperature=0.7, seed=config.seed)
     return (prompt + bytes(written.tolist())).decode(errors="replace")

@@ -14,7 +14,7 @@ the table of all of them. Data and models of the user's own have an address as t
 
 Components never see these classes: `components.py` and `optimization.py` take them apart into plain arguments.
 
-Read before: `address.py`. Read next: `config_checks.py`, `settings_page.py`.
+Read before: `trust.py`. Read next: `config_checks.py`, `settings_page.py`.
 """
 
 # ruff: noqa: RUF009 (`setting` returns a dataclass field)
@@ -508,6 +508,7 @@ class Config:
     resume: str = setting(
         "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
     )
+    trust: bool = setting(False, "run code that the files of a run to be resumed name, also if others may write them")
     loss: str = setting(
         "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
     )

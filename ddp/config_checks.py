@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp.address import is_address
+from ddp.address import is_address, own_parts
 from ddp.clock import LONGEST_S
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
 from ddp.config import (
@@ -67,8 +68,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     schedule = config.schedule
     if all(_lookup(config, f"schedule.warmup_{unit}") is None for unit in WARMUPS):
         schedule.warmup_fraction = 0.05 if isinstance(schedule, Falling) else 0.0
-    names = (config.model.name, config.data.name, config.data.sharding, config.loss, config.comm.algorithm)
-    if not any(map(is_address, names)):
+    if not own_parts(asdict(config)):
         config.run.code = ""
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
         config.run.code = str(Path.cwd())

@@ -2,16 +2,21 @@
 
     data.order, data.sharding, batch.…, seed  ──▶  arguments of `ddp.fit`, or of a sampler of any rank
 
+Where data or sharding are the user's own, `noted` keeps what a sampler asks of them, and `Noted` stands for them later.
+
 Read before: `optimization.py`, `data/sampler.py`. Read next: `where.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, cast
 
+import numpy as np
+
 from ddp import optimization
-from ddp.address import from_address, is_address
+from ddp.address import from_address, is_address, own_parts
 from ddp.config import Config
 from ddp.data.orders import Blocks, Fixed, Order, Permutation, Stratified, Weighted
 from ddp.data.sampler import TrainSampler, sampler_of
@@ -24,7 +29,7 @@ def dealing(config: Config, splits: Splits) -> dict[str, Any]:
     """Returns what says which samples are in which step, shard and forward, as arguments of `fit` and `sampler_of`."""
     return {
         "order": _order(config, splits.train),
-        "sharding": _sharding(config),
+        "sharding": _sharding(config, splits.train),
         "global_batch": optimization.batch_of(config, splits.train),
         "num_shards": config.batch.num_shards,
         "micro_size": config.batch.micro_size,
@@ -106,9 +111,57 @@ def _said_by(samples: Samples, config: Config, name: str) -> Any:
     return found
 
 
-def _sharding(config: Config) -> str | OwnSharding:
+def _sharding(config: Config, samples: Samples) -> str | OwnSharding:
     """Returns the word for how shards are made, or the user's own function."""
     name = config.data.sharding
     if not is_address(name):
         return name
+    if isinstance(samples, Noted):
+        return lambda shard, _: samples.shards[shard]
     return cast(OwnSharding, from_address(name, key="data.sharding", folder=config.run.code))
+
+
+# ------------------------------------------------------------------------------------- without the user's own code
+
+
+class Noted:
+    """Stands for samples of the user's own, whose code is not at hand: what a sampler asks of them, and no sample.
+
+    Args:
+        facts: of `noted`.
+    """
+
+    shards: Sequence[Sequence[int]]  # of the user's own sharding, if there is one
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.num_samples: int = facts["num_samples"]
+        vars(self).update(facts)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(f"sample {index} is not at hand")
+
+
+def noted(config: Config, samples: Samples) -> dict[str, Any] | None:
+    """Returns, for JSON, what a sampler asks of data or a sharding of the user's own; None if nothing is their own."""
+    if not own_parts({"data": asdict(config.data)}):
+        return None
+    asked = {"file_sizes", "addresses"}
+    asked |= {"weights"} if config.data.order == "weighted" else set()
+    asked |= {"targets"} if config.data.order == "stratified" else set()
+    asked |= {"lengths"} if config.batch.tokens is not None else set()
+    found = {name: getattr(samples, name, None) for name in sorted(asked)}
+    facts = {"num_samples": len(samples), **{name: _plain(each) for name, each in found.items() if each is not None}}
+    sharding = _sharding(config, samples)
+    if callable(sharding):
+        num_shards = config.batch.num_shards or config.cluster.workers
+        facts["shards"] = [_plain(sharding(shard, num_shards)) for shard in range(num_shards)]
+    return facts
+
+
+def _plain(numbers: Any) -> list[Any]:
+    """Returns a tensor, an array, or another iterable as a list."""
+    plain: list[Any] = numbers.tolist() if hasattr(numbers, "tolist") else np.asarray(list(numbers)).tolist()
+    return plain

@@ -1,7 +1,8 @@
 """The folder of a run, before a worker starts: who may write it, what an earlier run left there, and config.yaml.
 
     RUN_DIR/config.yaml      every setting, as `ddp.config` has it; it exists once a run was prepared here
-            starts.jsonl     each start of the run: the settings, and the position that it went on from
+            starts.jsonl     each start of the run: the settings, the position that it went on from, and what
+                             `dealing.noted` says of data of the user's own
             metrics.jsonl, summary.json, curves.png, logs/, checkpoints/      what workers and launcher write
             .lock            while a process writes here: see `files.hold`
 
@@ -18,11 +19,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ddp.address import own_parts
 from ddp.config import Config
 from ddp.config_checks import resolve
 from ddp.config_reader import from_plain, settings_of
@@ -38,6 +41,7 @@ from ddp.files import (
     write_whole,
 )
 from ddp.log import log
+from ddp.trust import check_trust
 from ddp.wording import setting_for
 
 STARTS = "starts.jsonl"
@@ -63,23 +67,25 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     _refuse_planted(run_dir)
     _try_writing(run_dir)
     resolve(config, local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
-    position = check(config)
+    position, dealt = check(config)
     for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
         stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
     text = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
     path = run_dir / "config.yaml"
     if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text)
-    _note_start(config, run_dir, position)
+    _note_start(config, run_dir, position, dealt)
     for parent in run_dir.absolute().parents[:3]:  # Hydra has made the folder: runs/NAME, or runs/SWEEP/JOB
         flush_folder(parent)
 
 
-def _note_start(config: Config, run_dir: Path, position: Mapping[str, Any] | None) -> None:
+def _note_start(
+    config: Config, run_dir: Path, position: Mapping[str, Any] | None, dealt: Mapping[str, Any] | None
+) -> None:
     """Adds a line to starts.jsonl, from which `where.py` knows the settings of every step."""
     path = run_dir / STARTS
     noted = read_own(path) if path.exists() and config.resume != "none" else ""
-    start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config)}
+    start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config), "dealt": dealt}
     write_whole(path, f"{noted}{json.dumps(start)}\n")
 
 
@@ -113,7 +119,10 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
         for group in above:
             source, target = source[group], target[group]
         target[name] = source[name]
-    return from_plain(plain)
+    plain["trust"] = config.trust  # this command line's alone
+    found = from_plain(plain)
+    check_trust(own_parts(plain), code=found.run.code, settings=path, trust=config.trust)
+    return found
 
 
 @contextlib.contextmanager
@@ -209,8 +218,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         plain: dict[str, Any] = yaml.safe_load(text)
         whole = asdict(from_plain(plain))
-        last = list(whole)[-1]
-        missing = [name for name in whole if name not in plain]
+        names, last = list(whole), list(whole)[-1]
+        missing = list(reversed([*takewhile(lambda name: name not in plain, reversed(names))]))  # not a setting too new
         if missing := missing or [f"{last}.{name}" for name in whole[last] if name not in plain[last]]:
             raise ConfigError(f"it ends before {missing[0]}")
         if not text.endswith("\n"):

@@ -13,7 +13,7 @@ Read before: `optimization.py`. Read next: `build.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +22,14 @@ import yaml
 from torch import Tensor, nn
 
 from ddp import components
+from ddp.address import own_parts
 from ddp.config_reader import from_plain, settings_of
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.ema import averages_in
 from ddp.train.stored_checkpoint import StoredCheckpoint, best_of, checkpoints_of
 from ddp.train.stored_checkpoint import load as load_checkpoint
+from ddp.trust import check_trust
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,15 @@ class Trained:
     weights: dict[str, Tensor]
     _identity: dict[str, Any]
 
-    def model(self) -> nn.Module:
-        """Returns the trained model in evaluation mode, on the CPU.
+    def model(self, *, trust: bool = False) -> nn.Module:
+        """Returns the trained model in evaluation mode, on the CPU. A class of the user's own is imported for that.
+
+        Args:
+            trust: import it, also if others may write the run's settings, which name it.
 
         Raises:
             CheckpointError: the run does not know how its model is built.
+            ConfigError: others may write the settings.
         """
         path = settings_of(self.path)
         if path is None:
@@ -60,6 +66,7 @@ class Trained:
                 "the weights with model.load_state_dict(ddp.load(…).weights)"
             )
         config = from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
+        check_trust(own_parts({"model": asdict(config.model)}), code=config.run.code, settings=path, trust=trust)
         shape, num_classes = (self._identity.get(fact) for fact in ("sample_shape", "num_classes"))
         splits = Splits(train=(), test=(), sample_shape=shape and tuple(shape), num_classes=num_classes)
         with torch.random.fork_rng(devices=[]):

@@ -6,7 +6,9 @@
              └──▶  python -m ddp where runs/mine --sample 123 --epoch 7   the step, rank and loader process of a sample
 
 Nothing that is read is logged for that: orders are pure functions, which know their inverse. A run that was resumed has
-several starts, perhaps with other settings; a step belongs to the last start before it.
+several starts, perhaps with other settings; a step belongs to the last start before it. No code of the run is imported,
+because a question about somebody's folder must not run what is in it; of data of the user's own, each start has noted
+what a sampler asks of them.
 
 Read before: `dealing.py`, `run_folder.py`. Read next: `trained.py`.
 """
@@ -21,12 +23,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ddp.address import no_own_code
 from ddp.components import load_data
 from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.data.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.splits import Samples, Splits
-from ddp.dealing import sampler_for
+from ddp.dealing import Noted, sampler_for
 from ddp.errors import ConfigError
 from ddp.run_folder import STARTS
 from ddp.wording import counted, program
@@ -72,10 +75,11 @@ def where(run: Path, *, step: int | None, sample: int | None, epoch: int | None)
     """
     if (step is None) == (sample is None) or (sample is None) != (epoch is None):
         raise ConfigError("ask for --step N, or for --sample N --epoch N")
-    starts = starts_of(run)
-    if step is not None:
-        return samples_of_step(starts, step)
-    return place_of_sample(starts, cast(int, sample), cast(int, epoch))
+    with no_own_code("where"):
+        starts = starts_of(run)
+        if step is not None:
+            return samples_of_step(starts, step)
+        return place_of_sample(starts, cast(int, sample), cast(int, epoch))
 
 
 def starts_of(run: Path) -> list[Start]:
@@ -95,22 +99,23 @@ def starts_of(run: Path) -> list[Start]:
     if not noted:
         raise ConfigError(f"{path} is empty: no answer can be had from it")
     found: list[Start] = []
-    for config, folder, step, state in noted:
+    for config, folder, step, state, facts in noted:
         found = [
             start._replace(last_step=step if start.last_step is None else min(step, start.last_step))
             for start in found
             if start.step < step  # what came after it was lost
         ]
         with contextlib.chdir(folder if folder.is_dir() else "."):  # relative paths are meant from there
-            found.append(Start(config, load_data(config), step, state))
+            splits = load_data(config) if facts is None else Splits(train=Noted(facts), test=())
+            found.append(Start(config, splits, step, state))
     return found
 
 
-def _noted(line: Any) -> tuple[Config, Path, int, Mapping[str, Any] | None]:
-    """Returns settings, folder, step and sampler's state of a line of starts.jsonl."""
+def _noted(line: Any) -> tuple[Config, Path, int, Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Returns settings, folder, step, sampler's state, and what is noted of data, of a line of starts.jsonl."""
     position = line["position"]
     step, state = (0, None) if position is None else (int(position["step"]), dict(position["sampler"]))
-    return from_plain(line["settings"]), Path(line["folder"]), step, state
+    return from_plain(line["settings"]), Path(line["folder"]), step, state, line.get("dealt")
 
 
 def samples_of_step(starts: list[Start], step: int) -> str:

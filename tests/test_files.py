@@ -192,7 +192,7 @@ def appended(path: Path) -> None:
 def noted(path: Path) -> None:
     config = Config()
     config.resume = "auto"
-    _note_start(config, path.parent, None)
+    _note_start(config, path.parent, None, None)
 
 
 SUMMARY = {"main_metric": "test_loss"}

@@ -38,6 +38,7 @@ FLOORS = [
         "where",
         "optimization",
         "address",
+        "trust",
         "config",
         "config_checks",
         "config_reader",

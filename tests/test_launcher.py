@@ -378,7 +378,12 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Replaces ddp.build by a check that only remembers what it was given."""
     calls: list[Config] = []
     monkeypatch.setitem(sys.modules, "ddp.build", type(sys)("ddp.build"))
-    monkeypatch.setattr(sys.modules["ddp.build"], "check", calls.append, raising=False)
+
+    def check(config: Config) -> tuple[None, None]:
+        calls.append(config)
+        return None, None
+
+    monkeypatch.setattr(sys.modules["ddp.build"], "check", check, raising=False)
     return calls
 
 

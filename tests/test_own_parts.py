@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch.utils.data import IterableDataset, random_split
 
 import ddp
 from ddp.__main__ import main as ask
-from ddp.address import from_address
+from ddp.address import from_address, own_parts
 from ddp.collectives import Recv, Send, register
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.schedule import Schedule, canonical
@@ -29,6 +30,10 @@ from ddp.data.source import whole_splits
 from ddp.data.splits import TensorSet
 from ddp.errors import ConfigError
 from ddp.launcher import composed, main, translated
+from ddp.run_folder import continued, prepare
+from ddp.train.checkpoint_store import CheckpointStore
+from ddp.trust import check_trust
+from ddp.where import Start, samples_of_step, where
 
 MINE = Path(__file__).parent / "mine.py"
 
@@ -374,3 +379,88 @@ def test_a_run_of_own_parts_is_checked_first_trains_and_is_resumed_from_elsewher
         status, out, err = train(f"hydra.run.dir={run_dir}", "resume=auto", "max_steps=5")
     assert status == 0 and "the bits" in err, err
     assert "continuing after step 3" in out and "Net with 31 parameters" in out
+
+
+# ------------------------------------------------------------------------------- whose code a folder's files may name
+
+
+DEALT = """
+from pathlib import Path
+import numpy as np, torch
+Path("imported").touch()
+
+class Samples:
+    file_sizes, weights = [10, 30, 20], torch.arange(60.0)
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        return torch.zeros(4), torch.zeros(1)
+
+def make():
+    return Samples(), Samples()
+
+def odd_and_even(shard, num_shards):
+    return np.arange(shard, 60, num_shards)
+"""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"name": "dealt:make"},  # by file, because it has as many files as shards
+        {"name": "dealt:make", "order": "weighted"},
+        {"name": "dealt:make", "sharding": "dealt:odd_and_even"},
+    ],
+)
+def test_where_answers_without_the_code_of_the_run(data: dict[str, Any], folder: Path) -> None:
+    (folder / "dealt.py").write_text(DEALT)
+    plain = {"data": data, "model": {"name": "parts:Net"}, "loss": "parts:my_loss", "cluster": {"workers": 2}}
+    config = from_plain({**plain, "batch": {"global_size": 6}, "epochs": 2})
+    (folder / "run").mkdir()
+    prepare(config, folder / "run")
+    expected = samples_of_step([Start(config, load_data(config))], 3)
+    for name in ("dealt", "parts"):
+        (folder / f"{name}.py").write_text(f"raise AssertionError('{name} was imported')")
+        del sys.modules[name]
+    assert where(folder / "run", step=3, sample=None, epoch=None) == expected
+    assert where(folder / "run", step=None, sample=17, epoch=1).startswith("sample 17")
+
+    starts = folder / "run" / "starts.jsonl"
+    starts.write_text(starts.read_text().replace('"dealt": {', '"then": {'))  # of a version that noted nothing
+    with pytest.raises(ConfigError, match=r"=dealt:\w+: where imports no code of a run, so it cannot answer this$"):
+        where(folder / "run", step=3, sample=None, epoch=None)
+
+
+def test_code_that_a_stranger_s_file_names_is_refused_before_it_is_imported(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "dealt.py").write_text(DEALT + "Net = torch.nn.Identity\n")
+    run_dir = folder / "run"
+    CheckpointStore(run_dir / "checkpoints").save(1, {"model": {}}, meta={"identity": {}})
+    settings = {"model": {"name": "dealt:Net"}, "run": {"code": str(folder)}, "trust": True}  # it cannot say so itself
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(from_plain(settings))))
+
+    def resumed(trust: bool) -> Config:
+        return continued(from_plain({"resume": "auto", "trust": trust}), [], run_dir)
+
+    hands = [(run_dir, 0o777), (run_dir / "config.yaml", 0o666), (run_dir / "config.yaml", None)]
+    for path, mode in hands[: 3 if os.geteuid() == 0 else 2]:
+        os.chown(path, 65534, -1) if mode is None else path.chmod(mode)
+        for read in (lambda: resumed(trust=False), lambda: ddp.load(run_dir).model()):
+            with pytest.raises(ConfigError) as error:
+                read()
+            assert str(path) in str(error.value) and f"code of {folder} as you: model=dealt:Net" in str(error.value)
+            assert "say trust=true (in Python trust=True)" in str(error.value)
+        assert not caplog.records and "dealt" not in sys.modules
+        if mode is not None:
+            path.chmod(0o700)
+    assert resumed(trust=True).model.name == "dealt:Net"
+    assert ddp.load(run_dir).model(trust=True) is not None
+    assert [record.message for record in caplog.records] == [
+        f"running code of {folder}, as {run_dir / 'config.yaml'} says: model=dealt:Net"
+    ] * 2
+
+
+def test_a_run_without_parts_of_one_s_own_needs_no_trust(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_trust({}, code="", settings=tmp_path / "config.yaml", trust=False)
+    assert own_parts(asdict(Config())) == {} and not caplog.records

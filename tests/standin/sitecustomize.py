@@ -18,6 +18,7 @@ def check(config):
         from ddp.errors import ConfigError
 
         raise ConfigError("data.root=data: no such data")
+    return None, None
 
 
 def run(config, run_dir):
