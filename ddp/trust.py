@@ -1,4 +1,4 @@
-"""Whose code a run's files name, before any of it is imported.
+"""Finds out whether others could have written which code a run's files name, before any of it is imported.
 
     RUN_DIR/config.yaml      model: mine:Net, run.code: /home/bob/project
              │
