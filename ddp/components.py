@@ -25,7 +25,7 @@ from ddp.data.file_splits import Files, load_lines, load_tar, load_tokens
 from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
 from ddp.errors import ConfigError
-from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
+from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
@@ -221,19 +221,18 @@ def add_own_algorithm(config: Config, *, check: bool = False) -> None:
 
 def make_hook(config: Config) -> Hook | None:
     """Returns the hook that sends less than all of the gradients, if there is one."""
+    corrects = config.hook.error_feedback
     match config.hook:
         case settings.TopK(ratio=ratio, momentum=momentum, warmup_steps=warmup_steps):
-            hook: Hook = TopK(ratio, momentum=momentum, warmup_steps=warmup_steps)
+            hook: Hook = TopK(ratio, momentum=momentum, warmup_steps=warmup_steps, error_feedback=corrects)
         case settings.RandomK(ratio=ratio):
-            hook = RandomK(ratio, seed=config.seed)
+            hook = RandomK(ratio, seed=config.seed, error_feedback=corrects)
         case settings.PowerSgd(rank=rank, warm_start=warm_start):
-            hook = PowerSGD(rank, warm_start=warm_start, seed=config.seed)
+            hook = PowerSGD(rank, warm_start=warm_start, seed=config.seed, error_feedback=corrects)
         case settings.Hook(name="sign"):
             hook = Sign()
         case _:
             return None
-    if config.hook.error_feedback:
-        hook = ErrorFeedback(hook)
     return DenseStart(hook, config.hook.dense_start_steps) if config.hook.dense_start_steps else hook
 
 

@@ -25,6 +25,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.work import Work
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, span
+from ddp.gradients.error_feedback import corrected
 from ddp.gradients.hook import Hook, Parcel, wide
 
 
@@ -57,7 +58,7 @@ class Compression:
                     f"{name} is on {parameter.device}: a hook takes gradients on {comm.device} alone; leave it out"
                 )
             self.numels[name], self._dtypes[name] = parameter.numel(), parameter.dtype
-        self.hook, self.num_steps = copy.deepcopy(hook), 0  # what it remembers is this replica's own
+        self.hook, self.num_steps = corrected(copy.deepcopy(hook)), 0  # what it remembers is this replica's own
         self.hook.check()
         self._owners = owners(self.numels, comm.carriers.num_places)
         self._is_pending = self.is_owed = False

@@ -4,6 +4,7 @@
     residual = outgoing − what was sent
 
 So nothing is lost, only late: sent + kept = there, on every rank. Without it a biased hook such as `sign` goes astray.
+So the hooks of this package have it around them unless they are made with `error_feedback=False`.
 The residual is in units of the mean gradient, as is everything that hooks see; so one from a large batch weighs no more
 in a small one.
 
@@ -15,10 +16,23 @@ al., "1-Bit Stochastic Gradient Descent", Interspeech 2014. Read before: `hook.p
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from ddp.gradients.hook import Around, Hook, Parcel, wide
 from ddp.gradients.memory import Memory
+
+
+def corrected(hook: Hook) -> Hook:
+    """Returns the hook with error feedback, unless it has it already or does without."""
+    if isinstance(hook, ErrorFeedback):
+        return hook
+    if isinstance(hook, Around):
+        around = copy.copy(hook)
+        around.hook = corrected(hook.hook)
+        return around
+    return ErrorFeedback(hook) if hook.error_feedback else hook
 
 
 class ErrorFeedback(Around):

@@ -61,11 +61,14 @@ class Hook(ABC):
 
     Attributes:
         carries_whole: a tensor is carried by one rank of a host, and not by all, each a part.
+        error_feedback: it loses the same part of a gradient again and again, so error feedback is put around it
+            (`error_feedback.py`). Hooks that need it have it by default.
         is_corrected: error feedback stands around it.
         momentum: that of a velocity which it sends in the place of the gradient.
     """
 
     carries_whole = False
+    error_feedback = False
     is_corrected = False
     momentum = 0.0
 

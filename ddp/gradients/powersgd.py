@@ -38,6 +38,7 @@ class PowerSGD(Hook):
         rank: number of columns of the narrow matrices.
         warm_start: begin with the factor of the last step, and not with a new random one.
         seed: of the first factors.
+        error_feedback: put `ErrorFeedback` around it; without it accuracy is lost.
 
     Raises:
         ConfigError: the rank is not positive.
@@ -45,10 +46,10 @@ class PowerSGD(Hook):
 
     carries_whole = True
 
-    def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0) -> None:
+    def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0, error_feedback: bool = True) -> None:
         if not (is_whole(rank) and rank >= 1):
             raise ConfigError(f"PowerSGD(rank={rank!r}): must be a whole number from 1 up")
-        self.rank, self.warm_start, self.seed = rank, warm_start, seed
+        self.rank, self.warm_start, self.seed, self.error_feedback = rank, warm_start, seed, error_feedback
         self._factors = Memory("same")
 
     def __repr__(self) -> str:

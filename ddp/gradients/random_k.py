@@ -30,15 +30,16 @@ class RandomK(Hook):
     Args:
         ratio: share of the numbers that is sent, above 0 and up to 1; 1 ÷ ratio is rounded to a whole number.
         seed: of the draws.
+        error_feedback: put `ErrorFeedback` around it.
 
     Raises:
         ConfigError: the ratio is out of range.
     """
 
-    def __init__(self, ratio: float = 0.1, *, seed: int = 0) -> None:
+    def __init__(self, ratio: float = 0.1, *, seed: int = 0, error_feedback: bool = True) -> None:
         if not (is_number(ratio) and 0 < ratio <= 1):
             raise ConfigError(f"RandomK(ratio={ratio!r}): must be above 0 and at most 1")
-        self.ratio, self.seed, self._stride = ratio, seed, round(1 / ratio)
+        self.ratio, self.seed, self._stride, self.error_feedback = ratio, seed, round(1 / ratio), error_feedback
 
     def __repr__(self) -> str:
         return f"RandomK({self.ratio:g}, seed={self.seed})"

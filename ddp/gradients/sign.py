@@ -28,7 +28,6 @@ from torch import Tensor
 
 from ddp.collectives.chunks import offsets
 from ddp.comm.communicator import Communicator
-from ddp.errors import ConfigError
 from ddp.gradients.hook import Gathering, Hook, Parcel, aligned, summing
 
 LEAST, MOST = 64, 2048  # numbers with one scale
@@ -39,17 +38,12 @@ GATHER_BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1: they are the
 
 
 class Sign(Hook):
-    """Sends one bit for each number. Needs `ErrorFeedback` around it."""
+    """Sends one bit for each number, with `ErrorFeedback` around it."""
+
+    error_feedback = True
 
     def __repr__(self) -> str:
         return "Sign()"
-
-    def check(self) -> None:
-        if not self.is_corrected:
-            raise ConfigError(
-                "the hook Sign() without error feedback goes astray: take ErrorFeedback(Sign()), or "
-                "hook.error_feedback=true"
-            )
 
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
         batches = [_Batch(pieces, parcels, comm) for pieces in _batched(parcels, comm)]

@@ -48,12 +48,15 @@ class TopK(Hook):
         ratio: share of the numbers that is sent, above 0 and up to 1.
         momentum: of the velocity that is sent in place of the gradient (note "momentum correction"); below 1.
         warmup_steps: steps until the ratio is the final one (note "ratio warm-up").
+        error_feedback: put `ErrorFeedback` around it; without it accuracy is lost.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    def __init__(self, ratio: float = 0.01, *, momentum: float = 0.0, warmup_steps: int = 0) -> None:
+    def __init__(
+        self, ratio: float = 0.01, *, momentum: float = 0.0, warmup_steps: int = 0, error_feedback: bool = True
+    ) -> None:
         if not (is_number(ratio) and 0 < ratio <= 1):
             raise ConfigError(f"TopK(ratio={ratio!r}): must be above 0 and at most 1")
         if not (is_number(momentum) and 0 <= momentum < 1):
@@ -61,6 +64,7 @@ class TopK(Hook):
         if not (is_whole(warmup_steps) and warmup_steps >= 0):
             raise ConfigError(f"TopK(warmup_steps={warmup_steps!r}): must be a number of steps, from 0 up")
         self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
+        self.error_feedback = error_feedback
         self._velocity = Memory("summed")
 
     def __repr__(self) -> str:
@@ -69,7 +73,7 @@ class TopK(Hook):
     def check(self) -> None:
         if self.momentum and not self.is_corrected:
             raise ConfigError(
-                f"the hook {self!r}: momentum needs error feedback; take ErrorFeedback(TopK(…)), or momentum=0"
+                f"the hook {self!r}: momentum needs error feedback; leave error_feedback=False out, or take momentum=0"
             )
 
     def ratio_at(self, step: int) -> float:

@@ -42,6 +42,7 @@ from ddp.data.steps import BatchWarmup
 from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.files import json_object, make_folder, read_own
+from ddp.gradients.error_feedback import corrected
 from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
@@ -297,7 +298,7 @@ def fit(
         "clip_norm": clip_norm,
         "skip_steps": skip_steps,
         "wire": wire,
-        "hook": None if hook is None else repr(hook),
+        "hook": None if hook is None else repr(corrected(hook)),
         "evaluate_every_epochs": evaluate_every_epochs,
         "evaluate_every_steps": evaluate_every_steps,
         "schedule_every": schedule_every,

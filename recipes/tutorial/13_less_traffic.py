@@ -92,12 +92,12 @@ def by_library(comm: ddp.Communicator, hook: Hook | None) -> Tensor:
 
 if __name__ == "__main__":
     print(f"everything: {off_by(as_threads(lambda comm: by_library(comm, None), 2)[0]):.3f} from the answer")
-    for hook in (TopK(0.1), RandomK(0.1), PowerSGD(2), Sign()):  # 15, 10, 9.4 and 2.3 % of the bytes
+    plain = {"error_feedback": False}  # otherwise the library puts it around them by itself
+    for hook in (TopK(0.1, **plain), RandomK(0.1, **plain), PowerSGD(2, **plain), Sign()):  # 15, 10, 9.4 and 2.3 %
         alone = as_threads(lambda c, h=hook: by_hand(c, False) if isinstance(h, Sign) else by_library(c, h), 2)[0]
         found, other = as_threads(lambda comm, h=hook: by_library(comm, ErrorFeedback(h)), 2)
         print(f"{type(hook).__name__:9} alone: {off_by(alone):.3f}, with error feedback: {off_by(found):.3f}")
-        assert torch.equal(found, other) and off_by(found) < 0.1
-        assert off_by(alone) > 0.3 or isinstance(hook, RandomK)
+        assert torch.equal(found, other) and off_by(found) < 0.1 and (off_by(alone) > 0.3 or isinstance(hook, RandomK))
     assert torch.allclose(found, as_threads(lambda comm: by_hand(comm, True), 2)[0], rtol=1e-6, atol=1e-9)
 
 # ## What to look at

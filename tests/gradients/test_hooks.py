@@ -17,23 +17,24 @@ from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.compression import Compression, as_matrix, owners
+from ddp.gradients.error_feedback import corrected
 from ddp.gradients.sign import MOST, block_of
 from ddp.gradients.top_k import largest
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 SHAPES = [(40, 50), (100,), (3, 700), (1025, 2), (16, 8, 3, 3), (), (0, 4), (30, 34)]
 HOOKS: dict[str, Callable[[], Hook]] = {
-    "sign": lambda: ErrorFeedback(Sign()),
-    "top_k": lambda: ErrorFeedback(TopK(0.1)),
-    "deep": lambda: ErrorFeedback(TopK(0.05, momentum=0.9, warmup_steps=3)),
-    "random_k": lambda: ErrorFeedback(RandomK(0.07)),
-    "power": lambda: ErrorFeedback(PowerSGD(2)),
+    "sign": Sign,
+    "top_k": lambda: TopK(0.1),
+    "deep": lambda: TopK(0.05, momentum=0.9, warmup_steps=3),
+    "random_k": lambda: RandomK(0.07),
+    "power": lambda: PowerSGD(2),
     "power, cold": lambda: ErrorFeedback(PowerSGD(1, warm_start=False)),
     "dense start": lambda: ErrorFeedback(DenseStart(Sign(), 2)),
     "start of feedback": lambda: DenseStart(ErrorFeedback(TopK(0.1)), 1),
-    "plain random_k": lambda: RandomK(0.2),
-    "plain power": lambda: PowerSGD(1),
-    "plain top_k": lambda: TopK(0.3),
+    "plain random_k": lambda: RandomK(0.2, error_feedback=False),
+    "plain power": lambda: PowerSGD(1, error_feedback=False),
+    "plain top_k": lambda: TopK(0.3, error_feedback=False),
 }
 CORRECTED = [name for name in HOOKS if not name.startswith("plain") and name != "deep"]
 
@@ -148,6 +149,16 @@ def alone(hook: Hook, gradients: list[Tensor], world_size: int = 2, divide_by: i
     return each_rank(world_size, program)[1]
 
 
+def test_whoever_wants_a_hook_without_error_feedback_says_so() -> None:
+    for make in (Sign, TopK, RandomK, PowerSGD):
+        by_itself, explicit = corrected(make()), ErrorFeedback(make())
+        assert repr(by_itself) == repr(explicit) == repr(corrected(explicit))
+        assert repr(corrected(DenseStart(make(), 3))) == f"DenseStart({explicit!r}, 3)"
+        assert repr(corrected(ErrorFeedback(DenseStart(make(), 3)))) == f"ErrorFeedback(DenseStart({make()!r}, 3))"
+    for plain in (TopK(error_feedback=False), RandomK(error_feedback=False), PowerSGD(error_feedback=False)):
+        assert corrected(plain) is plain
+
+
 def test_sign_sends_the_mean_size_of_each_block() -> None:
     numbers = torch.randn(3, MOST + 100, dtype=torch.float64)  # the last block is shorter
     numbers[0, ::3] = 0.0
@@ -191,7 +202,7 @@ def test_the_largest_are_found_exactly(numel: int, count: int) -> None:
 
 def test_top_k_sends_the_largest_of_each_host() -> None:
     numbers = torch.randn(40, 50, dtype=torch.float64)
-    (sent,) = alone(TopK(0.01), [numbers])
+    (sent,) = alone(TopK(0.01, error_feedback=False), [numbers])
     where = numbers.abs().view(-1).topk(20).indices
     expected = torch.zeros(2000, dtype=torch.float64)
     expected[where] = numbers.view(-1)[where]
@@ -230,7 +241,7 @@ def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:
 def test_random_k_alone_is_right_on_average(ratio: float) -> None:
     numbers = torch.linspace(1, 2, 1030, dtype=torch.float64).view(2, 515)
     stride, num_steps = round(1 / ratio), 400
-    sent = alone(RandomK(ratio, seed=3), [numbers] * num_steps)
+    sent = alone(RandomK(ratio, seed=3, error_feedback=False), [numbers] * num_steps)
     for each in sent[:5]:
         there = each.view(-1) != 0
         assert there.sum() == math.ceil(1030 / stride)
@@ -244,7 +255,7 @@ def test_random_k_alone_is_right_on_average(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize("hook", [PowerSGD, lambda rank: ErrorFeedback(PowerSGD(rank))])
+@pytest.mark.parametrize("hook", [lambda rank: PowerSGD(rank, error_feedback=False), PowerSGD])
 def test_power_sgd_of_a_matrix_of_low_rank_is_exact(rank: int, hook: Callable[[int], Hook]) -> None:
     common = torch.randn(60, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -267,7 +278,9 @@ def test_power_sgd_turns_to_the_largest_directions() -> None:
     left, right = (torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q for _ in range(2))
     matrix = left @ torch.diag(0.5 ** torch.arange(60, dtype=torch.float64)) @ right
     best = (left[:, :2] * 0.5 ** torch.arange(2, dtype=torch.float64)) @ right[:2]
-    warm, cold = (alone(PowerSGD(2, warm_start=warm), [matrix] * 20) for warm in (True, False))
+    warm, cold = (
+        alone(PowerSGD(2, warm_start=warm, error_feedback=False), [matrix] * 20) for warm in (True, False)
+    )
     assert torch.allclose(warm[-1], best, atol=1e-8)
     assert (cold[-1] - best).norm() > 0.01
 
@@ -332,13 +345,8 @@ def test_wrong_values() -> None:
             make()
 
     def program(comm: Communicator) -> None:
-        for hook, match in {
-            Sign(): r"the hook Sign\(\) without error feedback goes astray: take ErrorFeedback\(Sign\(\)\)",
-            DenseStart(Sign(), 3): r"the hook Sign\(\) without error feedback",
-            TopK(momentum=0.9): r"momentum needs error feedback; take ErrorFeedback",
-        }.items():
-            with pytest.raises(ConfigError, match=match):
-                OneBucket(hook, comm)
+        with pytest.raises(ConfigError, match="momentum needs error feedback; leave error_feedback=False out, or"):
+            OneBucket(TopK(momentum=0.9, error_feedback=False), comm)
         with pytest.raises(ConfigError, match=r"hook=<function .*: give an object of ddp\.gradients, such as"):
             OneBucket(test_wrong_values, comm)  # type: ignore[arg-type]
         OneBucket(ErrorFeedback(DenseStart(Sign(), 3)), comm)
