@@ -37,6 +37,7 @@ from ddp.garbage import collect_from_now_on
 from ddp.models.gpt import GPT, generate
 from ddp.tasks import ngram
 from ddp.train.checkpoint import check_optimizer
+from ddp.train.early_stopping import EARLY
 from ddp.train.fit import fit
 from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.report import draw_curves, print_summary, write_summary
@@ -108,9 +109,12 @@ def run(config: Config, run_dir: Path) -> None:
 
 def finish(config: Config, run_dir: Path) -> None:
     """Completes the results that the workers wrote, and prints them."""
+    if config.trial:
+        (run_dir / "config.yaml").unlink()  # so that a run may have this name
+        return
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())
-    if isinstance(config.data, settings.StandardLibrary) and not summary["stopped_by"]:
+    if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
         summary |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
         write_summary(run_dir, summary)
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
@@ -157,6 +161,9 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         checkpoint_dir=run_dir,
         checkpoint_every_steps=config.checkpoint.every_steps,
         keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        callbacks=components.make_callbacks(config),
+        trial=config.trial,
         resume=None if config.resume == "none" else config.resume,
         log_every=config.log_every,
         noise_scale_every=config.noise_scale_every,
@@ -230,7 +237,7 @@ def _written_by(config: Config, run_dir: Path) -> str:
 def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Returns commands that continue a run that was stopped, or that work here after a first run."""
     this_run = setting_for(run_dir, config.run.name)
-    if summary["stopped_by"]:
+    if summary["stopped_by"] not in (None, EARLY):
         return [train_command(this_run, "resume=auto")]
     if not this_run.startswith("run.name="):  # a sweep's job
         return []

@@ -38,6 +38,9 @@ from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import LanguageModel, TokenModel
 from ddp.tasks.loss_function import LossFunction, as_task
 from ddp.tasks.task import Task
+from ddp.train.callbacks import Callback
+from ddp.train.early_stopping import EarlyStopping
+from ddp.train.ema import EMA
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
@@ -99,6 +102,14 @@ def _own_data(config: Config) -> Splits:
             raise ConfigError(f"data={address}: {error}") from error
         except Exception as error:
             raise ConfigError(f"data={address}: taking its first sample failed: {told(error)}") from error
+
+
+def make_callbacks(config: Config) -> list[Callback]:
+    """Returns what runs beside the training."""
+    patience, decay = config.early_stopping.patience, config.ema.decay
+    averages = [] if decay is None else [EMA(decay)]
+    stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
+    return [*averages, *stops]
 
 
 def make_task(config: Config) -> Task:

@@ -462,7 +462,23 @@ class Checkpoint:
     """The checkpoints of the run."""
 
     every_steps: int | None = setting(None, "steps between two checkpoints; null: one at the end of every epoch")
-    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best one")
+    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best ones")
+    keep_best: int = setting(1, "how many of those with the best main metric are kept")
+
+
+@dataclass(kw_only=True, slots=True)
+class EarlyStopping:
+    """The end of a run whose main metric no longer becomes better."""
+
+    patience: int | None = setting(None, "evaluations in a row without a better main metric that end a run; null: off")
+    min_delta: float = setting(0.0, "a metric is better if it is better by more than this")
+
+
+@dataclass(kw_only=True, slots=True)
+class Ema:
+    """An exponential moving average of the weights, which evaluations and ddp.load use."""
+
+    decay: float | None = setting(None, "share of the average that a step keeps, such as 0.999; null: no average")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -509,6 +525,7 @@ class Config:
         "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
     )
     trust: bool = setting(False, "run code that the files of a run to be resumed name, also if others may write them")
+    trial: bool = setting(False, "three steps, one evaluation and one save only, of which no file but logs is kept")
     loss: str = setting(
         "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
     )
@@ -519,6 +536,8 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     replica: Replica = field(default_factory=Replica)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    ema: Ema = field(default_factory=Ema)
     evaluate: Evaluate = field(default_factory=Evaluate)
     loader: Loader = field(default_factory=Loader)
     data: Data = field(default_factory=lambda: choose("data", "digits"))

@@ -85,6 +85,21 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _cluster_problems(config)
     yield from _device_problems(config)
     yield from _start_problems(config)
+    yield from _end_problems(config)
+
+
+def _end_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with how a run ends."""
+    if config.trial and config.resume != "none":
+        yield f"trial=true: with resume={config.resume}; a trial begins anew, so leave one out"
+    stopping, evaluate = config.early_stopping, config.evaluate
+    if stopping.patience is not None and evaluate.every_epochs is evaluate.every_steps is None:
+        yield (
+            f"early_stopping.patience={stopping.patience}: goes by evaluations, of which there is one, at the end; set "
+            "evaluate.every_epochs or evaluate.every_steps"
+        )
+    if stopping.patience is None and stopping.min_delta:
+        yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
 
 
 def _bound_problems(config: Config) -> Iterator[str]:
@@ -110,16 +125,17 @@ LARGEST = 3.4e38  # of float32
 _AT_LEAST = {
     0: "seed data.max_unreadable loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
     "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every hook.dense_start_steps "
-    "hook.warmup_steps",
+    "hook.warmup_steps early_stopping.min_delta",
     1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
     "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
-    "checkpoint.keep_last evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
+    "checkpoint.keep_last checkpoint.keep_best early_stopping.patience "
+    "evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
     "data.context data.vocab_size data.num_samples data.window batch.tokens model.hidden model.width model.depth "
     "model.heads optim.base_batch hook.rank",
     2: "data.num_classes",
     1024: "comm.segment_bytes",
 }
-_SHARES = "model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction hook.momentum"
+_SHARES = "ema.decay model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction hook.momentum"
 _POSITIVE = (
     "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps "
     "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs hook.ratio"

@@ -370,10 +370,12 @@ def train(config: Config, run_dir: Path) -> int:
     ended = run_workers([str(run_dir.resolve())], workers=config.cluster.workers, threads=threads)
 
     if ended.failures:
+        if config.trial:
+            (run_dir / "config.yaml").unlink()  # so that the next trial may have this name
         _restore_terminal()
         print(describe_failures(ended.failures, run_dir / "logs"), file=sys.stderr, flush=True)
         return 1
-    if (run_dir / "summary.json").exists():  # it does not after a signal before the first step
+    if config.trial or (run_dir / "summary.json").exists():  # it does not after a signal before the first step
         finish(config, run_dir)
     stopped_by = ended.signal or _agreed_stop(run_dir)
     if stopped_by is None:

@@ -179,6 +179,13 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
             {"hook": {"name": "top_k"}, "replica": {"wire": "bf16"}},
             "hook=top_k: does the sending by itself; leave replica.wire=bf16 out",
         ),
+        ({"trial": True, "resume": "auto"}, "trial=true: with resume=auto; a trial begins anew, so leave one out"),
+        ({"early_stopping": {"min_delta": 0.1}}, "early_stopping.min_delta=0.1: does nothing without"),
+        (
+            {"early_stopping": {"patience": 2}, "evaluate": {"every_epochs": None}},
+            "early_stopping.patience=2: goes by evaluations, of which there is one, at the end; set",
+        ),
+        ({"ema": {"decay": 1.0}}, "ema.decay=1.0: must be at least 0 and below 1"),
         ({"hook": {"name": "top_k", "ratio": 1.5}}, "hook.ratio=1.5: is a share, at most 1"),
         ({"hook": {"name": "random_k", "ratio": 0.0}}, "hook.ratio=0.0: must be greater than 0"),
         ({"hook": {"name": "powersgd", "rank": 0}}, "hook.rank=0: must be at least 1"),

@@ -3,7 +3,7 @@
 A mistake is one sentence, before the first step. What differs between ranks is refused, too: every rank would go on
 with its own, and the replicas would drift apart.
 
-Read before: `loop.py`, `report.py`. Read next: `fit.py`.
+Read before: `loop.py`, `report.py`. Read next: `trial.py`.
 """
 
 from __future__ import annotations

@@ -288,8 +288,8 @@ def run_identity(comm: Communicator, model: Replica, settings: Mapping[str, Any]
 class Checkpointer(Callback):
     """Saves every few steps, or at the end of each epoch, and at the end of the run.
 
-    A checkpoint that is due together with an evaluation waits for it: the metric decides which one is the best. While
-    a fit runs, no other process may save into the store's folder.
+    A checkpoint that is due together with an evaluation waits for `AfterEvaluation`: the metric decides which one is
+    the best. While a fit runs, no other process may save into the store's folder.
     """
 
     def __init__(
@@ -324,10 +324,6 @@ class Checkpointer(Callback):
         else:
             self._due = self._due or state.step % self._every_steps == 0
 
-    def evaluated(self, state: TrainState) -> None:
-        if self._due or self._saved_step == state.step:  # saved when it was stopped, and not yet scored
-            self._save(state)
-
     def fit_end(self, state: TrainState) -> None:
         if self._saved_step != state.step:
             self._save(state)
@@ -335,6 +331,11 @@ class Checkpointer(Callback):
 
     def exception(self, state: TrainState, error: BaseException) -> None:
         self._release()
+
+    def scored(self, state: TrainState) -> None:
+        """Saves what has waited for an evaluation, or was saved when the run stopped, and not yet scored."""
+        if self._due or self._saved_step == state.step:
+            self._save(state)
 
     def _release(self) -> None:
         held, self._held = self._held, None
@@ -347,6 +348,16 @@ class Checkpointer(Callback):
         score = state.evaluation.get(self._score_metric or "") if scored else None
         save_checkpoint(self._store, state, identity=self._identity, score=score, kept=self._kept)
         self._saved_step = state.step
+
+
+class AfterEvaluation(Callback):
+    """Lets a checkpointer save once all callbacks before this one have taken note of an evaluation, as in a counter."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+
+    def evaluated(self, state: TrainState) -> None:
+        self._checkpointer.scored(state)
 
 
 def _random_states(comm: Communicator) -> dict[str, Any]:

@@ -5,7 +5,7 @@ What a save does, and why a process killed between any two lines leaves a valid 
     write     parts and manifest into .tmp-..., each flushed to the disk     killed: the next save removes .tmp-...
     publish   rename to step-..., flush the parent                           atomic
     point     replace `latest` and `best`                                    killed: they lag; no code reads them
-    prune     remove all but the last k and the best                         renamed to .tmp-... first, so never half
+    prune     remove all but the last k and the best few                     renamed to .tmp-... first, so never half
 
 A checkpoint of the same step that exists already steps aside as .old-... before the new one is published.
 
@@ -23,7 +23,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -42,11 +42,19 @@ class CheckpointStore:
     Args:
         folder: made at the first save.
         keep_last: how many of the last saved to keep.
+        keep_best: how many of those with the best scores to keep.
         best: which score is better; None keeps none for its score.
     """
 
-    def __init__(self, folder: Path | str, *, keep_last: int = 3, best: Literal["max", "min"] | None = "max") -> None:
-        self.folder, self.keep_last, self.best = Path(folder), keep_last, best
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        best: Literal["max", "min"] | None = "max",
+    ) -> None:
+        self.folder, self.keep_last, self.keep_best, self.best = Path(folder), keep_last, keep_best, best
 
     def save(
         self, step: int, parts: Mapping[str, object], *, meta: Mapping[str, Any], score: float | None = None
@@ -75,8 +83,8 @@ class CheckpointStore:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
             write_whole(self.folder / "latest", f"{path.name}\n")
-            if (best := self._best()) is not None:
-                write_whole(self.folder / "best", f"{best.name}\n")
+            if best := self._best():
+                write_whole(self.folder / "best", f"{best[0].name}\n")
             self._prune(keep=best)
         return path
 
@@ -126,18 +134,19 @@ class CheckpointStore:
         if old.exists():
             _remove(old)
 
-    def _best(self) -> Path | None:
-        """Returns the checkpoint with the best score, the last saved of equals; None without scores or `best`."""
+    def _best(self) -> list[Path]:
+        """Returns the checkpoints with the best scores, the best first, the last saved of equals first."""
         if self.best is None:
-            return None
+            return []
         scored = [saved for saved in listed(self.folder).saved if saved.manifest["score"] is not None]
         sign = 1.0 if self.best == "max" else -1.0
-        return max(scored, key=lambda saved: sign * float(saved.manifest["score"])).path if scored else None
+        scored.sort(key=lambda saved: -sign * float(saved.manifest["score"]))
+        return [saved.path for saved in scored[: self.keep_best]]
 
-    def _prune(self, *, keep: Path | None) -> None:
+    def _prune(self, *, keep: Collection[Path]) -> None:
         saved, unreadable = listed(self.folder)
         for path in [*(one.path for one in saved), *unreadable][self.keep_last :]:
-            if path != keep:
+            if path not in keep:
                 _remove(path)
 
 

@@ -7,7 +7,7 @@
 
 The command line ends here, too: `ddp/build.py` makes the arguments from the settings.
 
-Read before: `arguments.py`. Read next: `address.py`.
+Read before: `trial.py`. Read next: `address.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from ddp.train.arguments import (
     with_cache,
 )
 from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMeter
-from ddp.train.checkpoint import Checkpointer, read_checkpoint, restore, run_identity
+from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.data_checks import EpochCheck
 from ddp.train.evaluate import evaluate
@@ -82,6 +82,7 @@ from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.stored_checkpoint import resume_from, steps
 from ddp.train.traffic_hint import TrafficHint
+from ddp.train.trial import tried
 from ddp.wording import counted
 
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
@@ -125,6 +126,7 @@ def fit(
     checkpoint_dir: str | Path | None = "runs/DATE_TIME",
     checkpoint_every_steps: int | None = None,
     keep_last: int = 3,
+    keep_best: int = 1,
     resume: str | Path | None = None,
     log_every: int = 10,
     noise_scale_every: int = 10,
@@ -132,6 +134,7 @@ def fit(
     curves: bool = True,
     callbacks: Sequence[Callback] = (),
     stop: StopFlag | None = None,
+    trial: bool = False,
     settings: Mapping[str, Any] | None = None,
     comm: Communicator | None = None,
     **mistyped: Never,
@@ -198,7 +201,7 @@ def fit(
         checkpoint_dir: the folder of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json,
             curves.png. Unless given, a new one below runs/. None: nothing is written.
         checkpoint_every_steps: None: at the end of every epoch.
-        keep_last: number of checkpoints to keep beside the best.
+        keep_last, keep_best: numbers of checkpoints to keep: the last ones, and those with the best main metric.
         resume: "auto" continues the run in `checkpoint_dir`, or begins it if there is none; a path continues from the
             run or checkpoint there.
         log_every: steps between two lines of metrics.jsonl.
@@ -206,8 +209,10 @@ def fit(
             workers pay (`ddp/monitor/noise_scale.py`); 0: never. It needs several ranks or micro-batches.
         progress: prints what was derived, and a bar, or off a terminal a line per evaluation.
         curves: draws curves.png at the end.
-        callbacks: objects of `ddp.Callback`, run after those of fit.
+        callbacks: objects of `ddp.Callback`, run after those of fit, such as `ddp.EMA()` and
+            `ddp.EarlyStopping(patience=3)`. Their state is saved and resumed.
         stop: a wish to stop that the caller sets; unless given, signals set it.
+        trial: makes three steps, one evaluation and one save only, and keeps no file, to see whether all goes well.
         settings: what else the result depends on, by key, to be compared on a resume; None: the arguments above.
         comm: the ranks; None: all.
 
@@ -221,6 +226,7 @@ def fit(
         UnusedParameters: some parameters got no gradient.
         PeerLost: a rank was lost.
     """
+    given = {name: value for name, value in locals().items() if name != "mistyped"}
     refuse_unknown(mistyped, [each for each in inspect.signature(fit).parameters if each != "mistyped"])
     for name, value in (("loss", loss), ("global_batch", global_batch)):
         if value is NEEDED:
@@ -230,6 +236,7 @@ def fit(
         needed=True,
         evaluation_batch=evaluation_batch,
         keep_last=keep_last,
+        keep_best=keep_best,
         log_every=log_every,
     )
     if not isinstance(global_batch, (BatchWarmup, TokenBudget)):
@@ -248,9 +255,11 @@ def fit(
         checkpoint_every_steps=checkpoint_every_steps,
     )
     check_callbacks(callbacks, is_evaluated=test_data is not None)
-    for name, value in (("sharded", sharded), ("cache", cache), ("debug_data", debug_data)):
+    for name, value in (("sharded", sharded), ("cache", cache), ("debug_data", debug_data), ("trial", trial)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be True or False")
+    if trial:
+        return tried(fit, given)
     if not (order is None or isinstance(order, Order)):
         raise ConfigError(f"order={order!r:.60}: give an order of ddp.data, such as ddp.data.Fixed(len(data)), or None")
     skip_steps = None if skip_steps is None else checked_range(skip_steps)
@@ -334,13 +343,14 @@ def fit(
     # 3  the loop
     meter, noise, epochs_seen = ThroughputMeter(), NoiseMeter(), EpochCheck()
     watching: list[Callback] = [meter, noise, epochs_seen]
+    last: list[Callback] = [beside]
     store = None
     if run_dir is not None:
         best: Literal["max", "min"] = "max" if task.higher_is_better else "min"
-        store = CheckpointStore(run_dir / "checkpoints", keep_last=keep_last, best=best)
+        store = CheckpointStore(run_dir / "checkpoints", keep_last=keep_last, keep_best=keep_best, best=best)
         watching += [
             MetricsFile(run_dir / "metrics.jsonl", meter, noise, every=log_every),
-            Checkpointer(
+            checkpointer := Checkpointer(
                 store,
                 identity=identity,
                 every_steps=checkpoint_every_steps,
@@ -348,11 +358,12 @@ def fit(
                 kept=beside,
             ),
         ]
+        last.append(AfterEvaluation(checkpointer))
     if replica.comm.carriers.num_hosts > 1:
         watching.append(TrafficHint(partial(_say, comm, progress=progress)))
     if progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run_dir is None else f"{SHORTEN} {GO_ON}"
-        watching.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs, if_long=if_long))
+        last.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs, if_long=if_long))
     if stop_on_signals:
         watching.append(StopNote(run_dir))
     evaluation = None
@@ -381,7 +392,7 @@ def fit(
                 evaluation=evaluation,
                 evaluate_every_epochs=evaluate_every_epochs,
                 evaluate_every_steps=evaluate_every_steps,
-                callbacks=[*watching, *callbacks, beside],
+                callbacks=[*watching, *callbacks, *last],
                 stop=stop,
             )
         except BaseException as error:

@@ -29,7 +29,7 @@ LONG_S = 600.0
 
 
 class ProgressBar(Callback):
-    """Shows a bar on a terminal; elsewhere it prints one line per evaluation. A long run says how long it will take.
+    """Prints a line per evaluation, and shows a bar on a terminal. A long run says how long it will take.
 
     Args:
         if_long: what follows when a long run says so, such as how to shorten it.
@@ -80,12 +80,14 @@ class ProgressBar(Callback):
         if state.comm.rank != 0:
             return
         metrics = [f"{name} {value:.4f}" for name, value in state.evaluation.items()]
+        rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
+        where = f"step {state.step}/{self._num_steps}"
+        line = f"{where}  loss {state.train_loss or 0.0:.4f}  {rate}  {'  '.join(metrics)}"
         if self._bar is not None:
             self._bar.update(self._task, metrics=metrics)
+            self._bar.console.print(line, highlight=False, markup=False)  # above the bar, where it stays
         else:
-            rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
-            where = f"step {state.step}/{self._num_steps}"
-            print(f"{where}  loss {state.train_loss or 0.0:.4f}  {rate}  {'  '.join(metrics)}", flush=True)
+            print(line, flush=True)
 
     def exception(self, state: TrainState, error: BaseException) -> None:
         self.fit_end(state)

@@ -18,6 +18,7 @@ from ddp.files import json_object, whole_file, write_whole
 from ddp.precision.autocast import Precision
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
 from ddp.train.data_checks import EpochCheck
+from ddp.train.early_stopping import EARLY
 from ddp.train.state import TrainState
 from ddp.wording import counted, shown
 
@@ -94,14 +95,18 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
     figure = Figure(figsize=(10, 3.8), layout="constrained")  # no pyplot, which would choose the program's backend
     left, right = figure.subplots(1, 2)
-    left.plot([e["step"] for e in steps], [max(e["train_loss"], LOWEST_LOSS_SHOWN) for e in steps], lw=1, label="train")
+    losses = [max(e["train_loss"], LOWEST_LOSS_SHOWN) for e in steps]
+    left.plot([e["step"] for e in steps], losses, lw=1, label="train")
     held_out = [(e["step"], e["test_loss"]) for e in evaluations if "test_loss" in e]
     if held_out:
         left.plot(*zip(*held_out, strict=True), "o-", ms=3, label="held out")
-    left.set(title="loss", xlabel="step", yscale="log")
-    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 4)))
-    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    left.yaxis.set_minor_formatter(NullFormatter())
+    left.set(title="loss", xlabel="step")
+    losses += [loss for _, loss in held_out]
+    if losses and max(losses) >= 10 * min(losses):  # within a decade a logarithmic axis would have one label or two
+        left.set(yscale="log")
+        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 4)))
+        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        left.yaxis.set_minor_formatter(NullFormatter())
     left.legend()
     points = [(e["step"], e[main_metric]) for e in evaluations if main_metric in e]
     name = main_metric.replace("_", " ")
@@ -124,7 +129,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
 
     Paths and commands stand below the table, where nothing breaks them, so that they can be copied.
     """
-    table = Table(show_header=False, title="finished" if not summary["stopped_by"] else "stopped early and saved")
+    titles = {None: "finished", EARLY: "finished early: the main metric no longer became better"}
+    table = Table(show_header=False, title=titles.get(summary["stopped_by"], "stopped early and saved"))
     table.add_column(justify="right", style="bold")
     table.add_column()
     for key, value in summary.items():

@@ -89,11 +89,17 @@ def test_paths_of_a_checkpoint_and_of_a_folder(store, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("best", "pointer", "kept"),
-    [("max", "step-00000002", [2, 5, 6]), ("min", "step-00000001", [1, 5, 6]), (None, None, [5, 6])],
+    ("best", "keep_best", "pointer", "kept"),
+    [
+        ("max", 1, "step-00000002", [2, 5, 6]),
+        ("max", 3, "step-00000002", [2, 3, 5, 6]),
+        ("min", 1, "step-00000001", [1, 5, 6]),
+        ("min", 3, "step-00000001", [1, 3, 5, 6]),
+        (None, 3, None, [5, 6]),
+    ],
 )
-def test_the_last_and_the_best_are_kept(tmp_path, best, pointer, kept):
-    store = CheckpointStore(tmp_path, keep_last=2, best=best)
+def test_the_last_and_the_best_are_kept(tmp_path, best, keep_best, pointer, kept):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=keep_best, best=best)
     for step, score in enumerate([0.1, 0.9, 0.3, math.nan, None, 0.2], start=1):
         save(store, step, score=score)
     assert steps(store.folder) == kept

@@ -147,6 +147,7 @@ def ends_early(folder: str) -> None:
     """After two evaluations that are not better by more than 0.05; a larger patience goes on, and counts on."""
     how: dict[str, Any] = {"evaluate_every_steps": 3, "evaluate_every_epochs": None, "max_steps": 30}
     how |= {"max_unreadable": 1}  # then there is no look at the first batch, which would ask for metrics
+    how |= {"checkpoint_every_steps": 3}
     for patience, right, steps in ((2, [0.5, 0.6, 0.6, 0.61], 12), (2, [], 12), (4, [0.62, 0.4], 18)):
         stopping = ddp.EarlyStopping(patience, min_delta=0.05)
         state = fit(folder, [stopping], loss=Judged(*right), **how)
@@ -246,3 +247,39 @@ def test_what_a_layer_saves_beside_tensors_is_resumed_and_given_to_a_fresh_model
         load_initial_weights(
             tmp_path / "file", nn.Sequential(Extra(6, 6), Extra(6, 3)), strict=True, rename={}, skip=[]
         )
+
+
+def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    class Notes(ddp.EMA):
+        def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+            super().step_end(state, report)
+            calls.append("step")
+
+        def evaluated(self, state: ddp.TrainState) -> None:
+            calls.append("evaluation")
+
+        def fit_end(self, state: ddp.TrainState) -> None:
+            folder = next(tmp_path.glob("runs/.trial-*/checkpoints"))
+            calls.append(f"{len(list(folder.glob('step-*')))} saved")
+
+    how: dict[str, Any] = {"comm": ddp.Communicator(SimulatedNetwork(1).transport(0)), "epochs": 50}
+    module = net()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    state = ddp.fit(
+        module, (X, CLASSES), optimizer, loss=F.cross_entropy, test_data=(X, CLASSES), global_batch=10,
+        evaluate_every_steps=1, checkpoint_every_steps=1, checkpoint_dir=tmp_path / "runs" / "mine", resume="auto",
+        callbacks=[Notes()], trial=True, **how,
+    )  # fmt: skip
+    assert (state.step, calls) == (3, ["step", "step", "step", "evaluation", "1 saved"])
+    assert list((tmp_path / "runs").iterdir()) == []
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "the trial went well: 3 steps, an evaluation, a save; no file of it is kept"
+    with pytest.raises(ConfigError, match="trial=True with resume='here': a trial begins anew"):
+        fit(tmp_path, resume="here", trial=True, **how)
+    with pytest.raises(ConfigError, match="cannot hold"):
+        fit(tmp_path / "runs" / "mine", module=nn.Sequential(Extra(6, 3)), trial=True, **how)
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from ddp.monitor.throughput import Throughput
 from ddp.train.callbacks import ThroughputMeter
 from ddp.train.progress import ProgressBar, fitting
-from ddp.train.report import print_summary
+from ddp.train.report import draw_curves, print_summary
 
 NUM_STEPS = 12345
 
@@ -40,7 +43,9 @@ class Run:
             meter, num_steps=num_steps, num_epochs=15, if_long="A hint.", console=console, clock=self.clock
         )
         evaluation = {"test_loss": 0.4321, "test_accuracy": 0.9876}
-        self.state: Any = SimpleNamespace(comm=SimpleNamespace(rank=rank), step=0, evaluation=evaluation)
+        self.state: Any = SimpleNamespace(
+            comm=SimpleNamespace(rank=rank), step=0, evaluation=evaluation, train_loss=0.5
+        )
         self.bar.fit_start(self.state)
 
     def step(self, number: int) -> None:
@@ -72,6 +77,33 @@ def test_the_bar_keeps_steps_and_time_left_and_wraps_no_word(width: int, there: 
     assert [words for words in there if words not in last] == []
     assert [words for words in left_out if words in last] == []
     assert all(len(line) <= width for line in run.lines())
+
+
+def test_evaluations_stay_above_the_bar() -> None:
+    run = Run(130)
+    for step, loss in ((100, 0.5), (200, 0.25)):
+        run.state.step, run.state.train_loss = step, loss
+        run.step(step)
+        run.bar.evaluated(run.state)
+    lines = [line for line in run.lines() if line.startswith("step ")]
+    metrics = "123,456 samples/s  test_loss 0.4321  test_accuracy 0.9876"
+    assert lines == [f"step {at}/12345  loss {loss}00  {metrics}" for at, loss in ((100, "0.50"), (200, "0.25"))]
+
+
+@pytest.mark.parametrize("losses", [[0.9, 0.31], [0.62, 0.6], [3.0, 0.0002]])
+def test_the_axis_of_losses_has_labels(losses: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+
+    def look(figure: Figure, path: Path, **how: Any) -> None:
+        figure.draw_without_rendering()
+        axes, (low, high) = figure.axes[0], figure.axes[0].get_ylim()
+        labels.extend(t.get_text() for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    entries = [{"kind": "step", "step": step, "train_loss": loss} for step, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", summary={"main_metric": "test_loss"})
+    assert len([label for label in labels if label]) >= 4
 
 
 def test_what_does_not_fit_leaves_room_for_what_does() -> None:

@@ -1,0 +1,66 @@
+"""A trial of a fit: three steps, one evaluation, one save, as quickly as they go, of which no file is kept.
+
+It finds out in a minute what would else show after hours: a batch that does not fit into memory, an evaluation that
+fails, a disk that is full, a state that cannot be saved.
+
+Read before: `arguments.py`. Read next: `fit.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp.comm.objects import on_rank_zero
+from ddp.comm.setup import current
+from ddp.errors import ConfigError
+from ddp.train.state import TrainState
+
+NUM_STEPS = 3
+
+
+def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainState:
+    """Returns the state after a trial of `fit` with the arguments given. Model and optimizer have made its steps.
+
+    Its files lie beside the run's folder, on the same disk, until it is over.
+
+    Raises:
+        ConfigError: the trial is to be resumed.
+    """
+    if given["resume"] not in (None, "auto"):
+        raise ConfigError(f"trial=True with resume={str(given['resume'])!r}: a trial begins anew; leave one out")
+    comm = given["comm"] or current()
+    folder = None
+    if given["checkpoint_dir"] is not None:
+        folder = on_rank_zero(comm, lambda: _folder_beside(Path(given["checkpoint_dir"])), label="making a folder")
+    changed = {
+        "max_steps": min(NUM_STEPS, given["max_steps"] or NUM_STEPS),
+        "evaluate_every_epochs": None,
+        "evaluate_every_steps": None,
+        "checkpoint_every_steps": NUM_STEPS,
+        "checkpoint_dir": folder,
+        "resume": None,
+        "trial": False,
+    }
+    try:
+        state = fit(**{**given, **changed, "comm": comm})
+    finally:
+        if folder is not None and comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if given["progress"] and comm.rank == 0:
+        more = {"an evaluation": bool(state.evaluation), "a save": folder is not None}
+        done = ", ".join([f"{state.step} steps", *(what for what, was_made in more.items() if was_made)])
+        print(f"the trial went well: {done}; no file of it is kept", flush=True)
+    return state
+
+
+def _folder_beside(run_dir: Path) -> Path:
+    """Returns a new folder. On rank 0 only."""
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".trial-", dir=run_dir.parent))
+    except OSError as error:
+        raise ConfigError(f"checkpoint_dir={run_dir}: {error.strerror}; take another folder") from error
