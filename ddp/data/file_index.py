@@ -1,7 +1,7 @@
 """The index of a set of files: where each sample begins and ends. The parent makes it once; every process maps it.
 
     INDEX_DIR/tar-4f1d….index      one line of JSON, filled with spaces to a multiple of 64 bytes, then a table
-        {"format": {"kind": "tar"}, "files": [{"address": …, "facts": [size, version], "num_samples": 3, …}, …]}
+        {"format": {"kind": "tar"}, "files": [{"address": …, "facts": [size, version, …], "num_samples": 3, …}, …]}
         int64 [num_samples of all files, 2]: first byte and end of each sample in its file
 
 The file's name has a hash of the given addresses and of the format's settings, so that two sets, or two formats of one
@@ -103,6 +103,14 @@ class Format(ABC):
     @abstractmethod
     def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
         """Returns a sample. Whatever it raises becomes an `UnreadableSample`."""
+
+    def completed(self, data: bytes, notes: dict[str, Any], read: Callable[[int, int], bytes]) -> bytes:
+        """Returns the bytes of a sample with what else belongs to it, for formats in which samples share bytes.
+
+        Args:
+            read: returns bytes of the sample's file, by offset and length.
+        """
+        return data
 
     def place(self, reader: Reader, number: int, start: int) -> str:
         """Returns which sample of its file this is, in words for an error."""

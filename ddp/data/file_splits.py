@@ -28,7 +28,7 @@ from ddp.data.file_index import Format
 from ddp.data.files import FileSet
 from ddp.data.image_sets import folder_transforms
 from ddp.data.lines import Csv, JsonLines
-from ddp.data.listing import real_paths
+from ddp.data.listing import identity_of
 from ddp.data.splits import Splits
 from ddp.data.storage import Storage
 from ddp.data.tar_shards import TarSamples
@@ -131,10 +131,10 @@ def _check_apart(files: Files, train: FileSet, test: FileSet) -> None:
     """
     if not files.build:  # the process that builds has compared them
         return
-    known = dict(zip(real_paths(train.addresses), train.addresses, strict=True))
-    for address, real in zip(test.addresses, real_paths(test.addresses), strict=True):
-        if real in known:
-            also = "" if known[real] == address else f", there as {known[real]}"
+    known = {identity_of(address): address for address in train.addresses}
+    for address in test.addresses:
+        if (name := known.get(identity_of(address))) is not None:
+            also = "" if name == address else f", there as {name}"
             raise ConfigError(
                 f"{address} belongs to test_path={files.test_path} and to path={files.path}{also}: held-out samples "
                 "must be others"

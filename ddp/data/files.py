@@ -118,7 +118,8 @@ class FileSet:
         file, number = self._where(index)
         start, end = self._span(file, number)
         try:
-            return self._open[file].read(start, end - start), self._index.files[file].notes
+            notes, reader = self._index.files[file].notes, self._open[file]
+            return self.format.completed(reader.read(start, end - start), notes, reader.read), notes
         except ReadFailed as error:
             raise UnreadableSample(f"sample {number} of {error}") from error
 

@@ -9,7 +9,8 @@
 
 Files of a pattern or a folder are in the order of their addresses. Local addresses become absolute, because a worker
 may run in another folder. A file that exists under the very name that was given is that file, whatever signs it has.
-A local file that is found under two names, by a link or by `..`, is refused like one that is listed twice.
+A local file that is found under two names, by a link of either kind or by `..`, is refused like one that is listed
+twice.
 
 Read before: `storage.py`. Read next: `file_index.py`.
 """
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp.data.readers import unopened
 from ddp.data.remote import file_system, is_remote, patiently
 from ddp.data.storage import Storage
 from ddp.errors import ConfigError
@@ -59,31 +61,32 @@ def listed(addresses: Addresses, *, suffixes: Sequence[str], storage: Storage) -
     files = [file for each in as_given(addresses) for file in _files_of(each, tuple(suffixes), storage)]
     if not files:
         raise ConfigError("the list of addresses is empty: give at least one file, folder or pattern")
-    real, seen = real_paths(files), set[str]()
-    for path in real:
-        if path in seen:
-            one, other = sorted((file for file, each in zip(files, real, strict=True) if each == path), key=len)[:2]
+    identities, seen = [identity_of(file) for file in files], set[object]()
+    for identity in identities:
+        if identity in seen:
+            same = [file for file, each in zip(files, identities, strict=True) if each == identity]
+            one, other = sorted(same, key=len)[:2]
             how = f"{one} is listed twice" if one == other else f"{one} and {other} are the same file"
             raise ConfigError(f"{how}, so its samples would be read twice an epoch: list it once")
-        seen.add(path)
+        seen.add(identity)
     return files
 
 
-def real_paths(addresses: Sequence[str]) -> list[str]:
-    """Returns for each address the one name that a local file has, without links; a remote address as it is."""
-    folders: dict[str, str] = {}  # because most files share theirs, and looking for links in it takes 20 us
+def identity_of(address: str) -> object:
+    """Returns what all names of a local file have in common, also hard links; of a remote file, the address.
 
-    def real_path(address: str) -> str:
-        if is_remote(address):
-            return address
-        if Path(address).is_symlink():
-            return os.path.realpath(address)
-        folder, _, name = address.rpartition("/")
-        if folder not in folders:
-            folders[folder] = os.path.realpath(folder or "/")
-        return f"{folders[folder]}/{name}"
+    Size and time are part of it, because some network file systems give a number of theirs to several files.
 
-    return [real_path(address) for address in addresses]
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if is_remote(address):
+        return address
+    try:
+        status = Path(address).stat()
+    except OSError as error:
+        raise unopened(address, error) from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _absolute(address: str) -> str:

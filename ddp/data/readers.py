@@ -8,7 +8,10 @@ SIGBUS. Here it is an error that names the file.
 
 `Facts` tell a file's versions apart: the size, and the time of the last change or what the remote side has in its
 place. A reader compares them after every read, because a file that is written over while it is open would be read as a
-mixture of two versions. One fstat(2) takes 1 us of the two.
+mixture of two versions. One fstat(2) takes 1 us of the two. A copy may keep size and time of the file that it replaces.
+So local files also have the time of their last change of any kind (ctime), and their number on the disk (inode). An
+index is made again if one of these is another. A run that goes on ends only if both are, because a new name or new
+permissions change the first, and some network file systems change the second.
 
 Read before: `standard_library.py`. Read next: `remote.py`.
 """
@@ -29,6 +32,13 @@ class Facts(NamedTuple):
 
     size: int  # in bytes
     version: str  # local: time of the last change in ns; remote: its etag, checksum or time; "" if it has none
+    ctime_ns: int = 0  # of a local file
+    inode: int = 0
+
+    def is_same_version(self, other: Facts) -> bool:
+        """Returns False for another content, as far as that can be told while a run goes on."""
+        is_same_file = self.ctime_ns == other.ctime_ns or self.inode == other.inode
+        return self[:2] == other[:2] and is_same_file
 
 
 class ReadFailed(ConfigError):
@@ -145,8 +155,12 @@ def check_unchanged(address: str, before: Facts, now: Facts) -> None:
     Raises:
         ConfigError: it is another one.
     """
-    if now != before:
-        how = f"from {before.size} to {now.size} bytes" if now.size != before.size else "in time, with the same size"
+    if not before.is_same_version(now):
+        how = "to another file of the same size and time"
+        if now.version != before.version:
+            how = "in time, with the same size"
+        if now.size != before.size:
+            how = f"from {before.size} to {now.size} bytes"
         raise ConfigError(
             f"{address} has changed {how} since it was indexed: restore the file, or start again, so that the parent "
             "indexes it (ddp.data.file_index.index_files)"
@@ -163,4 +177,4 @@ def unopened(address: str, error: OSError) -> ConfigError:
 def _facts(path: str, status: os.stat_result) -> Facts:
     if stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{path} is a folder where a file is expected: give its files, or a pattern such as {path}/*")
-    return Facts(status.st_size, str(status.st_mtime_ns))
+    return Facts(status.st_size, str(status.st_mtime_ns), status.st_ctime_ns, status.st_ino)

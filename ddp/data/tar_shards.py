@@ -6,8 +6,10 @@
                       n01/0008.seg.png  │ one sample       →     {…, "jpg": b"…", "seg.png": b"…", "cls": b"0"}
                       n01/0008.cls      ┘
 
-The key is the path up to the first dot of the base name; the rest is the extension, in lower case. Folders, links,
-hidden files and members such as __meta__ are left out. The members of a sample are contiguous, so it is one read.
+The key is the path up to the first dot of the base name; the rest is the extension, in lower case. So img_0.25.png and
+img_0.50.png have one key, and are refused rather than read as one sample. Folders, hidden files and members such as
+__meta__ are left out, and symbolic links with a warning. The members of a sample are contiguous, so it is one read; a
+hard link, which tar writes for a second name of a file, is one more.
 
 Python's `tarfile` reads the headers, so long names (GNU's and pax) are no special case. Indexing seeks over contents:
 about 20 us a member, whatever its size. A tar file ends with blocks of zeros. If they are missing, the file was cut
@@ -23,17 +25,20 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ddp.data.file_index import Format, Layout
 from ddp.data.readers import Reader, ReaderFile
 from ddp.errors import ConfigError
+from ddp.log import log
 
 _BLOCK = 512
 _MANY = 1 << 20
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
+_META = re.compile(r"__[a-z]+__")  # of a whole key; a video's number may begin like this
+_NUMBER = re.compile(r"\d[^.]*\.|\d+$")  # an extension that goes on with a number, as 25.png, unlike 3gp
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
@@ -51,22 +56,55 @@ class TarSamples(Format):
     def __init__(self, *, decode: Callable[[dict[str, Any]], Any] | None = None) -> None:
         self._decode, self.draws_nothing = decode, decode is None
 
+    def settings(self) -> dict[str, Any]:
+        """Returns which members are samples, because older versions left out hard links and names such as __4f1d."""
+        return {"members": 2}
+
     def index(self, reader: Reader) -> Layout:
         """Finds runs of members with the same key."""
         spans: list[list[int]] = []
-        key, seen = None, set[str]()
-        for member in _members(reader):
-            if member.key != key:
-                spans.append([member.start, member.end])
-                key, seen = member.key, set()
-            elif member.extension in seen:
+        key, names, linked, passed_over = None, dict[str, str](), set[str](), list[str]()
+        for info in _headers(reader):
+            if info.issym() and _NAME.fullmatch(info.name):
+                passed_over.append(info.name)
+            if (name := _key_and_extension(info)) is None:
+                continue
+            if name[0] != key:
+                _check_numbers(reader, key, names)
+                spans.append([info.offset, info.offset])
+                key, names = name[0], {}
+            elif name[1] in names:
                 raise ConfigError(
-                    f"{reader.address} has two members {key}.{member.extension} one after the other: a key belongs to "
-                    "one sample, so give each sample its own"
+                    f"{reader.address} has two members {key}.{name[1]} one after the other: a key belongs to one "
+                    "sample, so give each sample its own"
                 )
-            spans[-1][1] = member.end
-            seen.add(member.extension)
-        return Layout(np.array(spans, dtype=np.int64).reshape(-1, 2), {})
+            spans[-1][1] = info.offset_data + (0 if info.islnk() else _padded(info.size))
+            names[name[1]] = info.name
+            linked |= {info.linkname} if info.islnk() else set()
+        _check_numbers(reader, key, names)
+        if passed_over:
+            log.warning(
+                "%s: members that are symbolic links are left out (%d, the first is %s); write it with tar "
+                "--dereference to have them",
+                *(reader.address, len(passed_over), passed_over[0]),
+            )
+        notes = {"links": _found(reader, linked)} if linked else {}
+        return Layout(np.array(spans, dtype=np.int64).reshape(-1, 2), notes)
+
+    def completed(self, data: bytes, notes: dict[str, Any], read: Callable[[int, int], bytes]) -> bytes:
+        """Puts what hard links lead to in their place."""
+        links = notes.get("links")
+        if links is None:
+            return data
+        whole = []
+        for info in tarfile.TarFile(fileobj=BytesIO(data)):
+            if info.islnk():
+                start, size = links[info.linkname]
+                info.type, info.linkname, info.size, info.pax_headers = tarfile.REGTYPE, "", size, {}
+                whole += [info.tobuf(), read(start, size), bytes(_padded(size) - size)]
+            else:
+                whole.append(data[info.offset : info.offset_data + _padded(info.size)])
+        return b"".join(whole)
 
     def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
         """Returns the members as a dict of bytes, or what `decode` makes of it."""
@@ -83,15 +121,49 @@ class SparseMember(ValueError):
     """A member is stored without its zeros, so that its size is not the number of its bytes in the file."""
 
 
-class _Member(NamedTuple):
-    key: str
-    extension: str
-    start: int  # of its first header
-    end: int  # of its last block
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
 
 
-def _members(reader: Reader) -> Iterator[_Member]:
-    """Yields the members that belong to samples.
+def _found(reader: Reader, names: set[str]) -> dict[str, tuple[int, int]]:
+    """Returns where the contents of members lie that hard links lead to: first byte and size.
+
+    Raises:
+        ConfigError: the file does not have one of them.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for info in _headers(reader):
+        if info.isreg() and info.name in names:
+            found[info.name] = info.offset_data, info.size
+        elif info.islnk() and info.linkname in found:
+            found[info.name] = found[info.linkname]
+        elif info.islnk() and info.linkname in names:
+            raise ConfigError(
+                f"{reader.address}: its member {info.name} is a hard link to {info.linkname}, which does not stand "
+                "before it in this file: write the file again with tar --hard-dereference"
+            )
+    return {name: found[name] for name in names}
+
+
+def _check_numbers(reader: Reader, key: str | None, names: dict[str, str]) -> None:
+    """Refuses a run of members whose names differ in a number around the dot at which their key ends.
+
+    Args:
+        names: extension → name of the members.
+    """
+    if key is None or not key[-1].isdigit() or not all(map(_NUMBER.match, names)):
+        return
+    numbers = {extension.rpartition(".")[0] or extension: name for extension, name in names.items()}
+    if len(numbers) > 1:
+        one, other = list(numbers.values())[:2]
+        raise ConfigError(
+            f"{reader.address}: {one} and {other} would be one sample, {key}, because a key ends at the first dot of a "
+            "name: write another sign in place of this dot, or, if they are one, a letter behind it"
+        )
+
+
+def _headers(reader: Reader) -> Iterator[tarfile.TarInfo]:
+    """Yields what the file says of its members.
 
     Raises:
         ConfigError: the file is no tar file, or cut off, or has a sparse member.
@@ -100,9 +172,8 @@ def _members(reader: Reader) -> Iterator[_Member]:
         with tarfile.TarFile(fileobj=ReaderFile(reader)) as archive:  # type: ignore[arg-type]
             while (info := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
-                if (name := _key_and_extension(info)) is not None:
-                    size = -(-info.size // _BLOCK) * _BLOCK
-                    yield _Member(*name, info.offset, info.offset_data + size)
+                _check_whole(info)
+                yield info
             _check_end(reader, archive.offset)
     except SparseMember as error:
         raise ConfigError(f"{reader.address}: {error}") from error
@@ -131,14 +202,14 @@ def _check_end(reader: Reader, end: int) -> None:
 
 
 def _key_and_extension(info: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Returns how a member is named as part of a sample; None if it is no part of one.
-
-    Raises:
-        SparseMember: the member is one.
-    """
-    match = _NAME.fullmatch(info.name) if info.isreg() else None
-    if match is None or match[1].rpartition("/")[2].startswith("__"):
+    """Returns how a member is named as part of a sample; None if it is no part of one."""
+    match = _NAME.fullmatch(info.name) if info.isreg() or info.islnk() else None
+    if match is None or _META.fullmatch(match[1].rpartition("/")[2]):
         return None
-    if info.issparse():
-        raise SparseMember(f"its member {info.name} is sparse, so parts of it are missing; write it without --sparse")
     return match[1], match[2].lower()
+
+
+def _check_whole(info: tarfile.TarInfo) -> None:
+    """Raises SparseMember for part of a sample that is sparse."""
+    if info.issparse() and _key_and_extension(info) is not None:
+        raise SparseMember(f"its member {info.name} is sparse, so parts of it are missing; write it without --sparse")

@@ -15,7 +15,7 @@ Read before: `lines.py`. Read next: `file_splits.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddp.data.file_index import Format, Layout, Regular
+from ddp.data.file_index import Format, IndexedFile, Layout, Regular
 from ddp.data.files import FileSet
 from ddp.data.listing import Addresses
 from ddp.data.loader import WholeBatches
@@ -35,6 +35,9 @@ from ddp.errors import ConfigError
 
 _DTYPES = ("uint8", "uint16", "int32", "uint32")
 _NPY = b"\x93NUMPY"
+_LOOKED_AT = 4096  # tokens at the beginning of the first file
+_ENOUGH = 64  # of them, to tell the dtype
+_WIDER = {1: "uint16", 2: "uint32"}  # by bytes of a token
 
 
 class TokenFiles(Format):
@@ -86,6 +89,25 @@ class TokenFiles(Format):
             first, self.context * dtype.itemsize, (self.context + 1) * dtype.itemsize, (num_tokens - 1) // self.context
         )
         return Layout(window, {"dtype": dtype.str})
+
+    def check(self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]) -> None:
+        """Looks whether tokens of twice the bytes are read as two tokens each, of which every second one is 0.
+
+        Of tokens of a large vocabulary it is no larger than what does not fit into the first.
+        """
+        reader, start, _ = first()
+        dtype = np.dtype(files[0].notes["dtype"])
+        num = min(_LOOKED_AT, (reader.facts.size - start) // dtype.itemsize)
+        tokens = np.frombuffer(reader.read(start, num * dtype.itemsize), dtype=dtype).astype(np.int64)
+        rest = 0 if self.vocab_size is None else (self.vocab_size - 1) >> 8 * dtype.itemsize
+        if num >= _ENOUGH and tokens[1::2].max() <= rest < tokens[::2].max() and tokens.min() >= 0:
+            wider = _WIDER.get(dtype.itemsize)
+            remedy = f"take dtype={wider}" if wider else "save them as int32 or uint32"
+            found = "0" if not rest else f"at most {rest}"
+            raise ConfigError(
+                f"{reader.address}: read as {dtype.name}, every second token is {found}, so the tokens have more "
+                f"bytes: {remedy}"
+            )
 
     def decode(self, data: bytes, notes: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Returns a window."""

@@ -206,6 +206,31 @@ def test_a_worker_neither_reads_nor_writes(words: FileSet, tmp_path: Path) -> No
     assert (contents(), Words.num_indexed) == before
 
 
+def test_a_file_of_the_same_size_and_time_is_another_one(tmp_path: Path) -> None:
+    """As `cp --preserve` and `rsync --times` write. Whoever has the file open reads what was indexed."""
+    make(tmp_path, "a.words", "b.words")
+    for name in ("a.words", "b.words"):
+        (tmp_path / name).write_text(f"{name[0]} 1234 {name[0]}")
+        os.utime(tmp_path / name, ns=(5, 5))
+
+    def opened(name: str) -> FileSet:
+        return FileSet(tmp_path / name, Words(), index_dir=tmp_path / "index")
+
+    before, going_on = opened("a.words"), opened("b.words")
+    assert before[1] == ("1234", 8)
+    (tmp_path / "new").write_text("a 12 345")  # as long, with other samples
+    os.utime(tmp_path / "new", ns=(5, 5))
+    (tmp_path / "new").replace(tmp_path / "a.words")
+    assert before[1] == ("1234", 8)
+    with pytest.raises(ConfigError, match=r"a\.words has changed to another file of the same size and time since"):
+        pickle.loads(pickle.dumps(before))[0]
+    assert opened("a.words")[1] == ("12", 8)
+
+    (tmp_path / "b.words").chmod(0o600)  # no other content, though the index would be made again
+    (tmp_path / "another name").hardlink_to(tmp_path / "b.words")
+    assert pickle.loads(pickle.dumps(going_on))[1] == ("1234", 8)
+
+
 @pytest.mark.parametrize("content", ["longer than it was", None])
 def test_a_file_that_changed_since_its_index_is_named(content: str | None, tmp_path: Path) -> None:
     (tmp_path / "a.words").write_text("some words")
@@ -421,6 +446,7 @@ def test_lists_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["links/[xy].*"], r"x.words and \S+/links/y.words are the same file"),
         (["sub/**/*.tar"], r"sub/b.tar and \S+/sub/again/b.tar are the same file"),
         (["again/b.tar", "sub/b.tar"], r"sub/b.tar and \S+/again/b.tar are the same file"),
+        (["a.words", "hard.words"], r"a.words and \S+/hard.words are the same file"),
         (["gone"], "gone/z.words is a link to a file that does not exist: restore the file"),
         (["gone/*"], "gone/z.words is a link to a file that does not exist"),
         (["loop"], r"loop/self.words cannot be looked up \(Too many levels of symbolic links\): ."),
@@ -435,6 +461,7 @@ def test_addresses_that_mean_nothing_are_named(addresses: list[str], message: st
     make(tmp_path, "links/x.words", "loop/x.words", "gone/x.words", "[1]/x.words")
     for link, target in (("links/y.words", "x.words"), ("loop/self.words", "self.words"), ("gone/z.words", "nowhere")):
         (tmp_path / link).symlink_to(target)
+    (tmp_path / "hard.words").hardlink_to(tmp_path / "a.words")
     for link in ("again", "sub/again"):
         (tmp_path / link).symlink_to(tmp_path / "sub")
     with pytest.raises(ConfigError, match=rf"^(\S+/)?{message}") as failure:

@@ -107,7 +107,12 @@ def test_held_out_files_are_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "suffix", "settings"), [case[:3] for case in CASES])
 def test_no_file_is_on_both_sides(name: str, suffix: str, settings: Any, tmp_path: Path) -> None:
     (written(tmp_path) / "held-out").symlink_to(tmp_path)
-    for path, also in ((f"train-3.{suffix}", ""), (f"held-out/train-3.{suffix}", ", there as .*/train-3")):
+    (tmp_path / f"hard.{suffix}").hardlink_to(tmp_path / f"train-3.{suffix}")
+    for path, also in (
+        (f"train-3.{suffix}", ""),
+        (f"held-out/train-3.{suffix}", ", there as .*/train-3"),
+        (f"hard.{suffix}", ", there as .*/train-3"),
+    ):
         config = config_of(tmp_path, name, suffix, **settings)
         config.data.test_path = f"{tmp_path}/{path}"  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match=rf"{path} belongs to test_path=.* and to path=\S+{also}.*must be others"):

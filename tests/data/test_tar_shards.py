@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,61 @@ def test_long_names_and_names_of_any_language(format: int, tmp_path: Path) -> No
     assert shards[2]["__key__"] == "é猫"
 
 
-def test_what_is_no_sample_is_left_out(tmp_path: Path) -> None:
+def test_a_hard_link_is_its_target_s_content(tmp_path: Path) -> None:
+    """As GNU tar packs a folder in which several names are one file. A link may lead to a link, and out of a sample."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, content in [("0.png", b"p" * 700), ("0.cls", b"1"), (".hidden", b"h")]:
+        (source / name).write_bytes(content)
+    for name, target in [("1.png", "0.png"), ("1.cls", "0.cls"), ("2.png", "0.png"), ("2.txt", ".hidden")]:
+        (source / name).hardlink_to(source / target)
+    (source / "2.cls").write_bytes(b"2")
+    subprocess.run(["tar", "--sort=name", "-cf", tmp_path / "a.tar", "."], cwd=source, check=True)
+    shards = open_tar(tmp_path)
+    assert list(shards) == [  # type: ignore[call-overload]
+        {"__key__": "./0", "png": b"p" * 700, "cls": b"1"},
+        {"__key__": "./1", "png": b"p" * 700, "cls": b"1"},
+        {"__key__": "./2", "png": b"p" * 700, "cls": b"2", "txt": b"h"},
+    ]
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        info = tarfile.TarInfo("1.png")
+        info.type, info.linkname = tarfile.LNKTYPE, "0.png"
+        archive.addfile(info)
+    with pytest.raises(ConfigError, match=r"its member 1.png is a hard link to 0.png, which does not stand before it"):
+        open_tar(tmp_path)
+
+
+def test_numbers_with_a_dot_are_not_merged(tmp_path: Path) -> None:
+    """A key ends at the first dot. What can only be several samples is refused; what may be one is one."""
+
+    def opened(*names: str) -> list[str]:
+        write_tar(tmp_path / "a.tar", [(name, b"1") for name in names])
+        return [sample["__key__"] for sample in open_tar(tmp_path)]  # type: ignore[attr-defined]
+
+    for first, second, *others in (
+        ["img_0.25.cls", "img_0.50.cls", "img_0.25.png", "img_0.50.png"],
+        ["img_0.25.png", "img_0.50.png"],
+        ["1 Track 2.0 (Clean).mp3", "1 Track 2.1 (Clean).mp3"],
+        ["x/7.25", "x/7.50"],
+    ):
+        for names in ([first, second, *others], [*reversed(others), first, second]):
+            with pytest.raises(ConfigError, match=r"one sample, .*, because a key ends at the first dot") as error:
+                opened(*names)
+            assert sum(name in str(error.value) for name in names) == 2
+    assert opened("7.0.jpg", "7.1.jpg", "7.json", "8.0.jpg", "8.1.jpg", "8.json") == ["7", "8"]  # frames with a label
+    assert opened("7.left.jpg", "7.left.json", "7.right.jpg", "8.3gp", "8.7z") == ["7", "8"]
+    assert opened("img_0.25.png", "img_0.25.cls", "img_1.25.png") == ["img_0", "img_1"]
+    assert opened("clip.0.jpg", "clip.1.jpg") == ["clip"]
+
+
+def test_a_name_may_begin_with_underscores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tar(tmp_path / "a.tar", [("__A1b-2c3D4e.mp4", b"1"), ("x/__9.cls", b"2"), ("__meta__.json", b"")])
+    shards = open_tar(tmp_path)
+    assert [sample["__key__"] for sample in shards] == ["__A1b-2c3D4e", "x/__9"]  # type: ignore[attr-defined]
+    assert not caplog.records
+
+
+def test_what_is_no_sample_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name, kind in [
             ("folder.d", tarfile.DIRTYPE),
@@ -114,6 +169,10 @@ def test_what_is_no_sample_is_left_out(tmp_path: Path) -> None:
             archive.addfile(info)
     expected = [{"__key__": "a.b/one", "jpg": b"", "cls": b""}, {"__key__": "two", "jpg": b""}]
     assert list(open_tar(tmp_path)) == expected == samples_in(tmp_path / "a.tar")  # type: ignore[call-overload]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{tmp_path}/a.tar: members that are symbolic links are left out (1, the first is link.jpg); write it with tar "
+        "--dereference to have them"
+    ]
 
 
 @pytest.mark.parametrize("cut", [1, 300, 512, 513, 1500, 3071, 3072, 3584, 4000, 4096])

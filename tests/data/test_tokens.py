@@ -116,6 +116,33 @@ def test_a_token_that_is_not_in_the_vocabulary_is_named(dtype: str, token: int, 
         TokenSet(tmp_path / "a.bin", vocab_size=0, **ask)
 
 
+@pytest.mark.parametrize(
+    ("written", "read", "vocab_size", "says"),
+    [
+        ("uint32", "uint16", None, "every second token is 0, .*: take dtype=uint32"),
+        ("uint32", "uint16", 200_000, "every second token is at most 3, .*: take dtype=uint32"),
+        ("uint16", "uint8", 50_257, "every second token is at most 196, .*: take dtype=uint16"),
+        ("int64", "uint16", None, "every second token is 0, .*: take dtype=uint32"),
+        ("int64", "uint32", None, "every second token is 0, .*: save them as int32 or uint32"),
+        ("uint16", "uint16", 200_000, None),
+        ("uint8", "uint8", 50_257, None),
+        ("int32", "int32", None, None),
+    ],
+)
+def test_tokens_of_another_dtype_are_named(
+    written: str, read: str, vocab_size: int | None, says: str | None, tmp_path: Path
+) -> None:
+    tokens = np.random.RandomState(0).randint(0, min(vocab_size or 50_257, np.iinfo(written).max), 500)
+    (tmp_path / "a.bin").write_bytes(tokens.astype(written).tobytes())
+    ask: Any = {"context": 10, "dtype": read, "index_dir": tmp_path / "index"}
+    if says is None:
+        TokenSet(tmp_path, vocab_size=vocab_size, **ask)
+        return
+    for _ in range(2):  # also with an index that is there
+        with pytest.raises(ConfigError, match=rf"^\S+/a.bin: read as {read}, {says}"):
+            TokenSet(tmp_path, vocab_size=vocab_size, **ask)
+
+
 def test_files_that_hold_no_windows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
 
