@@ -6,7 +6,7 @@ silent (`how="silent"`): it posts nothing and its wait never completes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal
 
 from ddp.transport.edge import InVain, Pending, Transfer, Transport, TransportError
@@ -31,6 +31,10 @@ class Faulty:
         if self._how == "raise":
             raise TransportError(peer, f"scripted to fail in round {this_round}")
         return _Silence(peer)
+
+    def for_collective(self, kind: Hashable) -> Transport:
+        """Returns itself: faults are scripted by round, whatever it is for."""
+        return self
 
     def for_message(self, number: int, kind: tuple[int, str]) -> Transport:
         """Returns the inner transport's: faults are scripted by round of the whole group."""

@@ -8,6 +8,7 @@ Read before: `settings.py`. Read next: `status.py`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from math import prod
 from typing import Literal, NamedTuple
@@ -15,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Direction = Literal["to", "from"]
+LONGEST_KIND = 160  # characters; slices for many ranks have more
 
 
 class Envelope(NamedTuple):
@@ -83,16 +85,22 @@ class Call(NamedTuple):
         return f"ddp: {what if comma and step.startswith('step ') else self.label}"
 
     def describe(self) -> str:
-        """Returns all that must agree between ranks."""
-        words = [self.operation, self.op]
-        if self.shape is not None:
-            words.append(f"of {list(self.shape)}")
-        if self.dtype is not None:
-            words.append(str(self.dtype).removeprefix("torch."))
-        words += [str(item).removeprefix("torch.") for item in self.how if item not in ("auto", None)]
-        if self.name:
-            words.append(f"[{self.name}]")
-        return f"#{self.sequence} " + " ".join(word for word in words if word)
+        """Returns all that must agree between ranks, the label and the shape included."""
+        shape = "" if self.shape is None else f"of {list(self.shape)}"
+        return f"#{self.sequence} {self._words(shape)}" + (f" [{self.name}]" if self.name else "")
+
+    @property
+    def kind(self) -> str:
+        """All without which ranks cannot do it together: operation, number of elements, dtype and the like."""
+        words = self._words("" if self.shape is None else f"of {prod(self.shape)}")
+        if len(words) <= LONGEST_KIND:
+            return words
+        return f"{words[:LONGEST_KIND]} … {zlib.crc32(words.encode()):08x}"
+
+    def _words(self, size: str) -> str:
+        how = (each for each in self.how if each not in ("auto", None))
+        words = [self.operation, self.op, size, *map(str, (each for each in (self.dtype, *how) if each is not None))]
+        return " ".join(word for word in words if word).replace("torch.", "")
 
 
 def disagreement(descriptions: Sequence[bytes]) -> str:

@@ -32,6 +32,7 @@ class Status:
 
     Attributes:
         sequence, label: of its last collective.
+        run, kind: which one of all collectives it is, 0 for none, and what must agree in it (`Call.kind`).
         message: what it was last seen in, if that was a message.
         posted: how many messages it has posted, by route ("to rank 1").
         in_flight: those of them that it has not yet waited for to the end.
@@ -44,6 +45,8 @@ class Status:
     state: str = "running"  # "running", "waiting", "failed", "left"
     sequence: int = 0
     label: str = ""
+    run: int = 0
+    kind: str = ""
     waiting_for: int | None = None
     reason: str = ""
     blames: int | None = None  # a failed rank's own culprit, whom `reason` is about: guilt is passed on
@@ -107,7 +110,7 @@ class Others(NamedTuple):
     def certain(self) -> Verdict | None:
         """Returns who is surely to blame for a wait that has failed."""
         concerned = self if self.call.message is None else self.among({*self.chain(), self.call.message.peer})
-        return self.stuck() or self.failed() or concerned.gone() or self.elsewhere() or concerned.silent(STALE_S)
+        return self.stuck() or self.failed() or concerned.gone() or concerned.silent(STALE_S)
 
     def lost(self) -> Verdict | None:
         """Returns who is surely lost, whichever collectives the ranks are in."""
@@ -142,9 +145,13 @@ class Others(NamedTuple):
         return ranks
 
     def stuck(self) -> Verdict | None:
-        """Returns the peer of a message that can never arrive: its two ends do not fit, or ranks wait in a circle."""
+        """Returns the rank because of which a call can never complete: the ranks call what does not fit together, the
+        two ends of a message do not fit, or ranks wait in a circle.
+        """
         mine = self.call.message
-        if mine is None or (status := self.statuses.get(mine.peer)) is None:
+        if mine is None:
+            return self._calls_otherwise()
+        if (status := self.statuses.get(mine.peer)) is None:
             return None
         theirs = status.posted_end(mine, self.mine.rank)
         if theirs is not None and theirs.kind != mine.kind:
@@ -155,6 +162,18 @@ class Others(NamedTuple):
             return None
         waits = [mine, *(wait for rank in circle[1:] if (wait := self.statuses[rank].waits_in))]
         return mine.peer, _deadlock(circle, {each.direction for each in waits})
+
+    def _calls_otherwise(self) -> Verdict | None:
+        """Returns a rank whose collective of the same place in order is another one than this rank's."""
+        mine = self.mine
+        for rank, status in self.statuses.items():
+            if 0 < status.run == mine.run and status.kind != mine.kind:
+                theirs, ours = f"{status.kind} [{status.label}]", f"{mine.kind} [{self.call.label}]"
+                return rank, (
+                    f"it calls {theirs} where rank {mine.rank} calls {ours}: all ranks must call the same, with one "
+                    "dtype and size. With debug=True (comm.debug=true) the error is raised where the calls differ"
+                )
+        return None
 
     def failed(self) -> Verdict | None:
         """Returns a rank that says it failed, or whom such a rank blames; this rank itself, if it was given up."""
@@ -179,16 +198,6 @@ class Others(NamedTuple):
                 return rank, LEFT
             if status.state != "left" and rank in self.ended:
                 return rank, "it shows no sign of life: its process has ended"
-        return None
-
-    def elsewhere(self) -> Verdict | None:
-        """Returns a rank that is in another collective of the same number."""
-        if self.call.message is not None:
-            return None
-        for rank, status in self.statuses.items():
-            is_there = status.sequence == self.call.sequence and status.message is None  # else it is past that already
-            if is_there and status.label != self.call.label:
-                return rank, f"it is in another collective of that number: [{status.label}]; all must call the same"
         return None
 
     def silent(self, silence_s: float) -> Verdict | None:

@@ -58,6 +58,7 @@ class Turns:
     ) -> None:
         self.num_calls = 0
         self.error: BaseException | None = None
+        self._num_runs = 0  # collectives so far, with each one inside of a chain
         self._rank, self._world_ranks = rank, world_ranks
         self._neighbour = (rank + 1) % len(world_ranks)
         self._watchdog, self._gather = watchdog, gather
@@ -93,8 +94,11 @@ class Turns:
             return Call(sequence, operation, op, tensors.shape, tensors.dtype, label, how)
         if self._gather is not None:
             how = (*how, *((list(tensor.shape), tensor.dtype) for tensor in tensors))
-        total = sum(tensor.numel() for tensor in tensors)
-        return Call(sequence, f"{operation} of {len(tensors)} tensors", op, (total,), name=label, how=how)
+        totals: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.numel()
+        shape, how = (sum(totals.values()),), (*how, *totals.items())
+        return Call(sequence, f"{operation} of {len(tensors)} tensors", op, shape, name=label, how=how)
 
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
@@ -156,9 +160,12 @@ class Turns:
     def _run_now(self, call: Call, collective: Callable[[], Any]) -> Any:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
         try:
-            self._running = call
-            self._watchdog.begin(call, self._neighbour if call.message is None else call.message.peer)
-            gather = self._gather if call.message is None else None
+            self._running, gather = call, None
+            if call.message is not None:
+                self._watchdog.begin(call, call.message.peer)
+            else:
+                self._num_runs, gather = self._num_runs + 1, self._gather
+                self._watchdog.begin(call, self._neighbour, self._num_runs)
             if gather is not None and (difference := disagreement(gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
             if profiler._is_profiler_enabled:  # on any thread

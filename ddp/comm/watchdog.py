@@ -13,12 +13,13 @@ tell five cases apart:
     the tick runs, a lower number      it is alive, but somewhere else       its Python stack says where
     the tick runs, same number         it waits too: the link between is cut
 
-A rank publishes its messages, too. Ranks that wait for each other in a circle, and messages whose two ends do not fit,
-are found by comparing them.
+A rank publishes what it calls, too: the operation, dtype and number of elements, and its messages. Ranks that call
+different collectives or wait for each other in a circle, and messages whose two ends do not fit, are found by
+comparing them.
 
 After `warn_s` of waiting the watchdog prints a warning, once per call. A rank that lives and computes is waited for
 until the deadline, `abort_s`. If the statuses show before that nobody can come any more, because a rank failed, left,
-or has shown no sign of life for `SILENCE_S`, or because a message is stuck, the watchdog gives up: `in_vain` says so to
+or has shown no sign of life for `SILENCE_S`, or because a call is stuck, the watchdog gives up: `in_vain` says so to
 whoever waits. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a collective down,
 because a note is one assignment.
 
@@ -55,11 +56,16 @@ STACK_FRAMES = 6
 
 
 class Wait(NamedTuple):
-    """A call of this rank, and the rank that it waits for."""
+    """A call of this rank, and the rank that it waits for.
+
+    Attributes:
+        run: counts the collectives that ranks do together, on all of them alike; 0: it is none of these.
+    """
 
     call: Call
     peer: int
     since_s: float
+    run: int = 0
 
 
 class Watchdog:
@@ -123,13 +129,14 @@ class Watchdog:
             abort_s=self._abort_s,
         )
 
-    def begin(self, call: Call, peer: int) -> None:
-        """Notes that a call begins, and whom it waits for first."""
-        self._wait = self._last_wait = Wait(call, peer, now_s())
+    def begin(self, call: Call, peer: int, run: int = 0) -> None:
+        """Notes that a call begins, and whom it waits for first (`run`: see `Wait`)."""
+        self._wait = self._last_wait = Wait(call, peer, now_s(), run)
 
     def waits_for(self, peer: int) -> None:
         """Notes a wait that begins now, in the running call."""
-        self._wait = self._last_wait = Wait(self._last_wait.call, peer, now_s())
+        last = self._last_wait
+        self._wait = self._last_wait = Wait(last.call, peer, now_s(), last.run)
 
     def end(self) -> None:
         """Notes that the call is over."""
@@ -209,7 +216,7 @@ class Watchdog:
                 verdict.append(found or others.likely(suspect, observed, self._abort_s))
             except Exception as error:
                 why = f"and the store that the ranks share is out of reach ({type(error).__name__})"
-                verdict.append((suspect, why))
+                verdict.append(self._verdict or (suspect, why))
             self.fail(verdict[0][1], blames=verdict[0][0])
 
         judging = threading.Thread(target=judge, name="ddp-judge", daemon=True)
@@ -272,10 +279,11 @@ class Watchdog:
 
     def _publish(self) -> None:
         with self._lock:
-            status, wait, call = self._status, self._wait, self._last_wait.call
+            status, wait, (call, _, _, run) = self._status, self._wait, self._last_wait
             status.tick += 1
             stands_still, self._published = call is self._published, call
             status.sequence, status.label, status.message = call.sequence, call.label, call.message
+            status.run, status.kind = run, call.kind
             status.posted, status.in_flight = dict(self._posted), list(self._in_flight)
             if status.state in ("running", "waiting"):
                 status.state = "waiting" if wait else "running"
@@ -306,8 +314,10 @@ class Watchdog:
                 self._last_change[rank] = status.tick, since_s
             silent_s[rank] = now_s() - since_s
         ended = [rank for rank, life in self._lives.items() if not life.goes_on()]
-        mine = replace(self._status, posted=dict(self._posted), in_flight=list(self._in_flight))
-        return Others(mine, self._last_wait.call, statuses, silent_s, ended)
+        call, _, _, run = self._last_wait
+        posted, in_flight = dict(self._posted), list(self._in_flight)
+        mine = replace(self._status, run=run, kind=call.kind, posted=posted, in_flight=in_flight)
+        return Others(mine, call, statuses, silent_s, ended)
 
     def _begin_anew_if_paused(self) -> None:
         """Forgets what was seen before this process was paused, or had nobody to wait for."""
@@ -353,7 +363,7 @@ class Watchdog:
         missed = others.missed(wait.peer)
         verdict = others.stuck() or others.failed() or missed.gone()
         if verdict is None and waited_s >= self._silence_s:
-            verdict = missed.elsewhere() or missed.silent(self._silence_s)
+            verdict = missed.silent(self._silence_s)
         if verdict is not None and wait is self._wait:
             self.give_up(*verdict)
 

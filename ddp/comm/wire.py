@@ -1,7 +1,8 @@
 """One rank's edges: runs the schedules of collectives over a transport.
 
-All tensors here are flat, contiguous, and of the same length on all ranks. A failed transfer is a `TransportError` that
-names the peer by its rank in the communicator.
+All tensors here are flat, contiguous, and of the same length on all ranks. Ranks whose tensors are not never meet: the
+transport keeps apart what differs in anything that the length of a message depends on. A failed transfer is a
+`TransportError` that names the peer by its rank in the communicator.
 
 Read before: `execute.py`, `watchdog.py`. Read next: `host_memory.py`.
 """
@@ -9,6 +10,7 @@ Read before: `execute.py`, `watchdog.py`. Read next: `host_memory.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,11 +20,12 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.schedule import Goal, Schedule
 from ddp.comm.arithmetic import SUM, Reduction
-from ddp.comm.execute import Scratch, execute, program
+from ddp.comm.execute import Program, Scratch, execute, program
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import Watchdog
 from ddp.transport.edge import Transport, TransportError
 
+MAX_PLANS = 256
 FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks together; up to these, a round costs more than its messages
 
 
@@ -40,6 +43,7 @@ class Wire:
         self.rank, self.world_size, self.transport = transport.rank, transport.world_size, transport
         self._watchdog, self._settings, self._ranks = watchdog, settings, ranks or range(self.world_size)
         self._scratch = Scratch()
+        self._plan = lru_cache(MAX_PLANS)(partial(_planned, transport))
 
     def among(self, ranks: Sequence[int], channel: int) -> Wire:
         """Returns the edges between some of the ranks, of which this is one. Collective over them.
@@ -112,14 +116,13 @@ class Wire:
         if reduction.wire is not None:
             segment_numel = -(-segment_numel // reduction.wire.unit) * reduction.wire.unit
         places = tuple(map(tuple, bounds))
-        steps = program(
-            schedule.algorithm, self.rank, self.world_size, places, segment_numel=segment_numel, longest=longest
-        )
+        wire = None if reduction.wire is None else (reduction.wire.dtype, reduction.wire.unit, reduction.wire.shrink)
+        steps, edges = self._plan(schedule, places, segment_numel, longest, (buffers[0].dtype, reduction.op, wire))
         try:
             execute(
                 steps,
                 buffers,
-                self.transport,
+                edges,
                 scratch=self._scratch,
                 reduction=reduction,
                 is_shared=schedule.goal is not Goal.REDUCE_SCATTER,
@@ -129,6 +132,41 @@ class Wire:
         except TransportError as error:
             error.peer = self._ranks[error.peer]
             raise
+
+
+def _planned(
+    transport: Transport,
+    schedule: Schedule,
+    places: tuple[tuple[int, ...], ...],
+    segment_numel: int,
+    longest: int | None,
+    numbers: tuple[object, ...],
+) -> tuple[Program, Transport]:
+    """Returns what this rank does, and the edges on which it meets only ranks that do the same.
+
+    Args:
+        places: by buffer, its bounds. They are the same on all ranks, unless `longest` is given.
+        numbers: what the elements are, and what is done with them.
+    """
+    steps = program(
+        schedule.algorithm,
+        transport.rank,
+        transport.world_size,
+        places,
+        segment_numel=segment_numel,
+        longest=longest,
+    )
+    shared = places if longest is None else longest
+    return steps, transport.for_collective((_spelled(schedule), shared, segment_numel, numbers))
+
+
+def _spelled(part: object) -> str:
+    """Returns the name of an algorithm, with those of what it is made of: the same words in every process."""
+    if isinstance(part, partial):
+        return f"{_spelled(part.func)}({', '.join(map(_spelled, (*part.args, *part.keywords.values())))})"
+    if isinstance(part, Schedule):
+        return _spelled(part.algorithm)
+    return getattr(part, "__qualname__", repr(part))
 
 
 def by_size(operation: str, nbytes: int, num_ranks: int) -> Schedule:

@@ -10,7 +10,7 @@ Read before: `collectives/schedule.py`, for what a round is made of. Read next: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -59,6 +59,14 @@ class Transport(Protocol):
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Starts every transfer of one round."""
+
+    def for_collective(self, kind: Hashable) -> Transport:
+        """Returns the edges for collectives of one kind, which never meet those of another kind; itself, without tags.
+
+        Args:
+            kind: what must agree between all ranks, so that every message fits its receive. Equal kinds have equal
+                `str`, in every process.
+        """
 
     def for_message(self, number: int, kind: tuple[int, str]) -> Transport:
         """Returns the edges for one message between two ranks, which meets only its other end; itself, without tags.

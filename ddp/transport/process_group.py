@@ -9,9 +9,8 @@ NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by 
         the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
 
 Note "tags". Gloo puts a message into the receive with the same tag. If that is shorter, the process aborts; if it is
-longer, nobody is told. So a message between two ranks (not of a round) has a tag that says what it is, and ends that do
-not fit never meet: then the watchdog can tell who did what. Bit 30 keeps these tags apart from those of rounds, which
-are channels, counted from 0.
+longer, nobody is told. So every message has a tag that says what it is, and ends that do not fit never meet: then the
+watchdog can tell who did what. Bit 30 keeps the tags of messages between two ranks apart from those of collectives.
 
 Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
 while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline and
@@ -32,7 +31,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -125,17 +124,25 @@ class GlooTransport:
         ranks: the group's ranks, in the connections' numbers.
         rank: this one's place among them.
         in_vain: see `Transport.among`.
-        channel: tag of this group's rounds; those of other groups over the same connections have others.
+        channel: this group's number; other groups over the same connections have other ones.
+        tag: of all its transfers.
     """
 
     has_tags = True
 
     def __init__(
-        self, connections: GlooConnections, ranks: Sequence[int], rank: int, in_vain: InVain, *, channel: int = 0
+        self,
+        connections: GlooConnections,
+        ranks: Sequence[int],
+        rank: int,
+        in_vain: InVain,
+        *,
+        channel: int = 0,
+        tag: int = 0,
     ) -> None:
         self.rank, self.world_size = rank, len(ranks)
         self._connections, self._backend, self._in_vain = connections, connections.backend, in_vain
-        self._ranks, self._channel = ranks, channel
+        self._ranks, self._channel, self._tag = ranks, channel, tag
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Posts receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
@@ -143,20 +150,26 @@ class GlooTransport:
         works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
         return _GlooRound(self._connections, works, self._in_vain)
 
+    def for_collective(self, kind: Hashable) -> GlooTransport:
+        """Returns the same connections under the tag of this kind (note "tags")."""
+        return self._under(collective_tag(self._channel, kind))
+
     def for_message(self, number: int, kind: tuple[int, str]) -> GlooTransport:
         """Returns the same connections under the message's own tag (note "tags")."""
-        tag = message_tag(self._channel, number, kind)
-        return type(self)(self._connections, self._ranks, self.rank, self._in_vain, channel=tag)
+        return self._under(message_tag(self._channel, number, kind))
+
+    def _under(self, tag: int) -> GlooTransport:
+        return type(self)(self._connections, self._ranks, self.rank, self._in_vain, channel=self._channel, tag=tag)
 
     def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> GlooTransport:
-        """Returns the same connections under another tag. They end when the last transport is forgotten."""
+        """Returns the same connections for another group. They end when the last transport is forgotten."""
         names = [self._ranks[rank] for rank in ranks]
         return type(self)(self._connections, names, list(ranks).index(self.rank), in_vain, channel=channel)
 
     def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
         """Posts one transfer. That fails, too, if the peer's connection has broken since the last round."""
         try:
-            return operation([data], self._ranks[peer], self._channel)
+            return operation([data], self._ranks[peer], self._tag)
         except RuntimeError as error:
             raise TransportError(peer, str(error).splitlines()[0]) from error
 
@@ -170,8 +183,13 @@ def message_tag(channel: int, number: int, kind: tuple[int, str]) -> int:
     return 1 << 30 | (number & 1023) << 20 | _agreed(channel, kind)
 
 
+def collective_tag(channel: int, kind: Hashable) -> int:
+    """Returns the tag of all transfers of a collective: ten bits of the channel, twenty of what else must agree."""
+    return (channel & 1023) << 20 | _agreed(channel, kind)
+
+
 @lru_cache(1024)
-def _agreed(channel: int, kind: tuple[int, str]) -> int:
+def _agreed(channel: int, kind: Hashable) -> int:
     """Returns twenty bits, but never all ones: see NOBODY_SENDS."""
     return zlib.crc32(f"{channel} {kind}".encode()) % ((1 << 20) - 1)
 
@@ -241,6 +259,10 @@ class NcclTransport:
         ]
         peer = (sends or receives)[0].peer
         return _NcclRound(peer, dist.batch_isend_irecv(ops), self._in_vain)
+
+    def for_collective(self, kind: Hashable) -> NcclTransport:
+        """Returns itself, because NCCL knows no tags."""
+        return self
 
     def for_message(self, number: int, kind: tuple[int, str]) -> NcclTransport:
         """Returns itself, because NCCL knows no tags."""

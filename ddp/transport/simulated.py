@@ -109,6 +109,10 @@ class SimulatedTransport:
             self._network.put((self._ranks[self.rank], self._ranks[peer], self._channel), end)
         return _SimulatedRound([*coming, *going])
 
+    def for_collective(self, kind: Hashable) -> SimulatedTransport:
+        """Returns the same edges on a channel of this kind's own."""
+        return SimulatedTransport(self._network, self._ranks, self.rank, channel=(self._channel, kind))
+
     def for_message(self, number: int, kind: tuple[int, str]) -> SimulatedTransport:
         """Returns the same edges on a channel of the message's own."""
         channel = (self._channel, number, kind)

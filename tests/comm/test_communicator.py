@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 from functools import cache
 from itertools import product
@@ -530,7 +530,7 @@ def test_after_an_error_the_communicator_refuses_further_calls() -> None:
             lambda comm: comm.all_reduce(torch.ones(4), algorithm="tree"),
             "rank 1: #1 all_reduce sum of [4] float32 tr",
         ),
-        (lambda comm: comm.all_reduce([torch.ones(4)]), "rank 1: #1 all_reduce of 1 tensors sum of [4] ([4], torch.f"),
+        (lambda comm: comm.all_reduce([torch.ones(4)]), "rank 1: #1 all_reduce of 1 tensors sum of [4] ([4], float32"),
         (lambda comm: comm.all_reduce(torch.ones(4), label="bucket 7"), "rank 1: #1 all_reduce sum of [4] float32 [bu"),
     ],
 )
@@ -678,6 +678,9 @@ def test_an_error_of_any_kind_ends_the_communicator() -> None:
     class Interrupted(SimulatedTransport):
         def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
             raise KeyboardInterrupt
+
+        def for_collective(self, kind: Hashable) -> Interrupted:
+            return self
 
     comm = over(Interrupted(SimulatedNetwork(2), range(2), 0, channel=0))
     with pytest.raises(KeyboardInterrupt):

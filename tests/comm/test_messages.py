@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +28,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
 from ddp.transport.edge import Pending, Transfer
-from ddp.transport.process_group import NOBODY_SENDS, message_tag
+from ddp.transport.process_group import NOBODY_SENDS, collective_tag, message_tag
 from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 SETTINGS = Settings(algorithm="ring", abort_s=20, shared_memory=False)
@@ -50,6 +50,10 @@ class Untagged(SimulatedTransport):
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         self.rounds.append((len(sends), len(receives)))
         return super().post(sends, receives)
+
+    def for_collective(self, kind: Hashable) -> Untagged:
+        """Returns itself."""
+        return self
 
     def for_message(self, number: int, kind: tuple[int, str]) -> Untagged:
         """Returns itself."""
@@ -244,12 +248,15 @@ def test_two_threads_of_a_rank_may_post_messages() -> None:
     assert SimulatedNetwork(2).run(run) == [200, 200]
 
 
-def test_tags_are_no_channels_and_tell_messages_apart() -> None:
+def test_tags_tell_collectives_and_messages_apart() -> None:
     kinds = [(numel, dtype) for numel in range(50) for dtype in ("float32", "int64")]
     tags = {(n, kind): message_tag(3, n, kind) for n in (1, 2, 1023, 1024) for kind in kinds}
     assert len(set(tags.values())) == len(tags)
     for tag in tags.values():
         assert 1 << 30 <= tag < NOBODY_SENDS
+    collectives = {collective_tag(channel, kind) for channel in (0, 3, 1023) for kind in kinds}
+    assert len(collectives) == 3 * len(kinds)
+    assert max(collectives) < 1 << 30
 
 
 # --- what does not ---------------------------------------------------------------------------------------------------
@@ -323,6 +330,24 @@ WRONG: dict[str, tuple[list[Callable[[Communicator], Any]], list[str]]] = {
     "a collective and a message": (
         [lambda comm: comm.barrier(), recv(0)],
         ["rank 0 waits in collective #1 [barrier] and rank 1 in message #1 from rank 0, each for the other one"] * 2,
+    ),
+    "other types in a collective": (
+        [lambda comm: comm.reduce(torch.zeros(2, 2)), lambda comm: comm.reduce(torch.zeros(2, 2, dtype=torch.int32))],
+        [
+            "lost rank 1 .*it calls reduce sum to 0 of 4 int32 [reduce of [2, 2]] where rank 0 calls reduce",
+            "lost rank 0 .*it calls reduce sum to 0 of 4 float32",
+        ],
+    ),
+    "other sizes in a collective": (
+        [lambda comm: comm.broadcast(torch.zeros(4)), *[lambda comm: comm.broadcast(torch.zeros(2))] * 2],
+        ["lost rank 1 .*it calls broadcast from 0 of 2 float32", *["lost rank 0 .*it calls broadcast from 0 of 4"] * 2],
+    ),
+    "another collective, in a chain": (
+        [
+            lambda comm: comm.chain(lambda: (comm.barrier(), comm.gather(torch.zeros(2)))),
+            lambda comm: comm.chain(lambda: (comm.barrier(), comm.all_to_all([torch.zeros(2)] * 2))),
+        ],
+        ["lost rank 1 .*it calls all_to_all rows [] float32", "lost rank 0 .*it calls gather to 0 rows [] float32"],
     ),
     "the peer has left": ([send(1), leave], ["lost rank 1 .*it has left already; every send needs a recv", ""]),
     "somebody has failed": (

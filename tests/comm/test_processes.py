@@ -21,8 +21,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
 import ddp
+from ddp.comm import watchdog as watchdog_module
 from ddp.comm.communicator import Communicator, Op
-from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.transport import topology
 
 LENGTHS = (0, 1, 9, 40_000)
@@ -295,6 +296,23 @@ def test_a_different_call_is_named_on_every_rank() -> None:
     for message in run_ranks(call_something_else, 3, lambda comm: comm.all_reduce(torch.ones(5))):
         assert "#1 all_reduce of 4 × float32 by sum" in message
         assert "#1 all_reduce of 5 × float32 by sum" in message
+
+
+def differ_over_the_wire() -> tuple[int, str]:
+    watchdog_module.INTERVAL_S, watchdog_module.STALE_S = 0.05, 0.2
+    comm = ddp.init(shared_memory=False)
+    with pytest.raises(PeerLost) as raised:
+        comm.broadcast(torch.ones(4, dtype=torch.float64 if comm.rank == 0 else torch.float32))
+    return raised.value.rank, str(raised.value)
+
+
+def test_over_the_wire_a_different_call_ends_by_an_error_and_not_by_an_abort() -> None:
+    (first, said), *others = run_ranks(differ_over_the_wire, 3)
+    assert first in (1, 2)
+    assert "it calls broadcast from 0 of 4 float32 [broadcast of [4]] where rank 0 calls broadcast from 0 of" in said
+    for blamed, text in others:
+        assert blamed == 0
+        assert "it calls broadcast from 0 of 4 float64 [broadcast of [4]] where rank" in text
 
 
 def ask_for_a_way_that_is_not_there() -> None:

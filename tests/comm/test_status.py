@@ -38,13 +38,17 @@ def test_a_rank_that_was_given_up_is_told_so_and_blames_nobody_else() -> None:
     assert verdict == (1, "rank 0 has given this one up: it shows no sign of life")
 
 
-def test_another_label_tells_of_a_wrong_call_and_not_of_a_lost_rank() -> None:
-    seen = others(status(0, label="bucket 2"), status(2))
+def test_another_kind_at_the_same_place_tells_of_a_wrong_call_and_not_of_a_lost_rank() -> None:
+    seen = others(status(0, run=3, kind="all_reduce max of 4"), status(2, run=3, kind="all_reduce sum of 4"))
+    seen = seen._replace(mine=status(1, run=3, kind="all_reduce sum of 4"))
     verdict = seen.certain()
     assert verdict is not None
     assert verdict[0] == 0
-    assert "it is in another collective of that number: [bucket 2]" in verdict[1]
+    assert "it calls all_reduce max of 4 [bucket 1] where rank 1 calls all_reduce sum of 4 [bucket 1]" in verdict[1]
     assert seen.lost() is None
+    for elsewhere in (2, 4):  # one behind, or one ahead: its call is no answer to this one
+        assert seen._replace(mine=status(1, run=elsewhere, kind="barrier")).certain() is None
+    assert others(status(0, run=0, kind="wait_for_rank_zero"))._replace(mine=status(1)).certain() is None
 
 
 def test_silence_and_ends_tell_of_lost_ranks() -> None:

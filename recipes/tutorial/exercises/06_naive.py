@@ -46,7 +46,7 @@ class NaiveDataParallel(Replica):
         comm: the ranks that take part; all by default.
 
     Raises:
-        ReplicaMismatch: the ranks' models differ in a name, shape or dtype.
+        ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
         ConfigError: no parameter needs a gradient.
     """
 

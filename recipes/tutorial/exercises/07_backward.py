@@ -58,6 +58,7 @@ from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.compression import Compression
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import GlobalCount, Parts, Totals, Verdicts
+from ddp.replica.broadcast import check_same_layout
 from ddp.replica.unused import Use, complaint, greatest_uses
 
 
@@ -400,7 +401,11 @@ class Backward:
         """Changes to a layout in the order in which gradients have become ready. Collective.
 
         All ranks take the order of the first rank that had a backward.
+
+        Raises:
+            ReplicaMismatch: the ranks' gradients differ, which nobody has looked for if `init_sync` was off.
         """
+        check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in self.layout.slots])
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]
         seen = all_gather_object(self.comm, names if self._has_samples else None)
         if (order := next((names for names in seen if names is not None), None)) is not None:
