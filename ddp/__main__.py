@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate, pairwise
@@ -35,6 +35,7 @@ from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
+from ddp.errors import WorkersFailed
 from ddp.tutorial.holes import SOURCES
 from ddp.wording import program
 
@@ -56,6 +57,8 @@ examples:
   python -m ddp explain 100MB --hooks --transport-only                 what every hook would save
   python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
   python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
+  python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data
+  python -m ddp predict runs/mine --out scores.csv                     what its model makes of each sample
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
 
@@ -87,17 +90,23 @@ def main(argv: Sequence[str]) -> int:
     questions.add_parser("train", help="trains a model on this host's workers; its --help lists all settings")
     for add_question in (
         *(draw_question, overlap_question, check_question, simulate_question, explain_question),
-        *(where_question, exercise_question, tutorial_question),
+        *(where_question, evaluate_question, predict_question, exercise_question, tutorial_question),
     ):
         add_question(questions)
     if argv[:2] == OVERLAP.split():
         argv = [OVERLAP, *argv[2:]]
-    options = parser.parse_args(argv)
+    options, settings = parser.parse_known_args(argv)
+    if wrong := [word for word in settings if "settings" not in options or "=" not in word or word.startswith("-")]:
+        questions.choices[options.question].error(f"unrecognized arguments: {' '.join(wrong)}")
+    options.settings = settings
     try:
         if text := options.answer(options):  # one rank of many says it
             print(text, flush=True)
     except ValueError as error:
         questions.choices[options.question].error(str(error))
+    except WorkersFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
     except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -300,6 +309,42 @@ def where_question(questions: Questions) -> None:
     parser.add_argument("--sample", type=int, help="number of a training sample, from 0")
     parser.add_argument("--epoch", type=int, help="the epoch in which to look for it, from 0")
     parser.set_defaults(answer=answer)
+
+
+def evaluate_question(questions: Questions) -> None:
+    """Adds `evaluate`: how good is a finished run, on its held-out samples or on others?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        from ddp.finished import evaluate_run
+
+        return evaluate_run(options.run, options.settings)
+
+    add_run(questions, "evaluate", "says how good a finished run is", answer)
+
+
+def predict_question(questions: Questions) -> None:
+    """Adds `predict`: what does a finished run say of each sample?"""
+
+    def answer(options: argparse.Namespace) -> str:
+        from ddp.finished import predict_run
+
+        return predict_run(options.run, options.settings, options.out)
+
+    parser = add_run(questions, "predict", "writes what a finished run makes of each sample", answer)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="NAME.csv or NAME.npy, a row a sample")
+
+
+def add_run(questions: Questions, name: str, meaning: str, answer: Callable[[argparse.Namespace], str]) -> Parser:
+    """Adds a question about a finished run, to which settings may be given."""
+    parser = questions.add_parser(
+        name,
+        help=meaning,
+        usage=f"{program()} {name} RUN {'--out FILE ' if name == 'predict' else ''}[KEY=VALUE …]",
+        epilog="KEY=VALUE: data.test_path=other.csv, cluster.workers=4, loader.…, comm.…, device=…, trust=true",
+    )
+    parser.add_argument("run", type=Path, help="the folder of a run, whose best checkpoint is taken, or a checkpoint")
+    parser.set_defaults(answer=answer, settings=[])
+    return parser
 
 
 def tutorial_question(questions: Questions) -> None:

@@ -5,14 +5,15 @@
     run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
     finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
 
-Read before: `components.py`, `dealing.py`, `trained.py`. Read next: `under_torchrun.py`.
+Read before: `components.py`, `dealing.py`, `trained.py`. Read next: `finished.py`, `under_torchrun.py`.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -83,6 +84,14 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 def run(config: Config, run_dir: Path) -> None:
     """Runs as one worker: joins the others, trains, leaves."""
+    stop = StopFlag()
+    with joined(config) as comm, stop.listening():
+        _train(config, run_dir, comm, stop)
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[Communicator]:
+    """Yields the communicator of the run's workers; tells them at the end if this one has failed."""
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
     components.add_own_algorithm(config)
@@ -97,10 +106,8 @@ def run(config: Config, run_dir: Path) -> None:
         warn_s=config.comm.warn_s,
         abort_s=config.comm.abort_s,
     )
-    stop = StopFlag()
     try:
-        with stop.listening():
-            _train(config, run_dir, comm, stop)
+        yield comm
     except BaseException as error:
         shutdown(failed=f"{type(error).__name__}: {error}")
         raise

@@ -99,7 +99,7 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
     if path is None or "recipe" in keys:
         return config
     try:
-        plain, now = _read_settings(path), asdict(config)
+        plain, now = read_settings(path), asdict(config)
     except ConfigError as error:
         if config.resume == "auto":
             raise
@@ -195,7 +195,7 @@ def _earlier_num_shards(config: Config, run_dir: Path) -> int | None:
     """Returns the number of shards of the run that this one resumes, because random streams depend on it."""
     if (path := _earlier_settings(config, run_dir)) is not None:
         with contextlib.suppress(ConfigError):  # its checkpoints do not need it; `restore` says what differs
-            return from_plain(_read_settings(path)).batch.num_shards
+            return from_plain(read_settings(path)).batch.num_shards
     return None
 
 
@@ -208,7 +208,7 @@ def _earlier_settings(config: Config, run_dir: Path) -> Path | None:
     return settings_of(Path(config.resume))
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Returns the content of the config.yaml of an earlier run.
 
     Raises:

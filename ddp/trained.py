@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ddp import components
 from ddp.address import own_parts
+from ddp.config import Config
 from ddp.config_reader import from_plain, settings_of
 from ddp.data.splits import Splits
 from ddp.errors import CheckpointError, ConfigError
@@ -49,6 +50,12 @@ class Trained:
     weights: dict[str, Tensor]
     _identity: dict[str, Any]
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Returns what the model was built for: shape of one input, and number of classes; None where unknown."""
+        shape = self._identity.get("sample_shape")
+        return {"sample_shape": shape and tuple(shape), "num_classes": self._identity.get("num_classes")}
+
     def model(self, *, trust: bool = False) -> nn.Module:
         """Returns the trained model in evaluation mode, on the CPU. A class of the user's own is imported for that.
 
@@ -67,8 +74,11 @@ class Trained:
             )
         config = from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
         check_trust(own_parts({"model": asdict(config.model)}), code=config.run.code, settings=path, trust=trust)
-        shape, num_classes = (self._identity.get(fact) for fact in ("sample_shape", "num_classes"))
-        splits = Splits(train=(), test=(), sample_shape=shape and tuple(shape), num_classes=num_classes)
+        return self.built(config)
+
+    def built(self, config: Config) -> nn.Module:
+        """Returns the trained model, as `model` does, from settings that have been read already."""
+        splits = Splits(train=(), test=(), **self.facts)
         with torch.random.fork_rng(devices=[]):
             model = components.make_model(config, splits)
         model.load_state_dict(self.weights)

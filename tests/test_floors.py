@@ -33,6 +33,7 @@ FLOORS = [
         "worker",
         "build",
         "trained",
+        "finished",
         "components",
         "dealing",
         "where",
