@@ -27,7 +27,8 @@ class Classification(Task):
     """Minimises the cross-entropy of the class; reports it with the accuracy.
 
     Batches are (inputs, classes), the classes [n] whole numbers from 0, or −100 for none; the model returns scores
-    [n, num_classes]:
+    [n, num_classes]. Classes may also be one-hot, or a probability of each class, [n, num_classes]; the right class is
+    then the likeliest:
 
         ddp.fit(model, data, optimizer, loss=ddp.Classification(), global_batch=64, epochs=3, test_data=test)
 
@@ -47,18 +48,20 @@ class Classification(Task):
         """Returns (Σ cross-entropy over the samples, their number)."""
         inputs, classes = batch
         scores = at_least_float32(model(inputs))
-        loss_sum = F.cross_entropy(scores, classes, reduction="sum", label_smoothing=self.label_smoothing)
-        return loss_sum, _count(classes)
+        targets = _targets(classes, scores)
+        loss_sum = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
+        return loss_sum, _count(targets)
 
     @torch.no_grad()
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
         """Returns `loss` (without label smoothing) and `accuracy`."""
         inputs, classes = batch
         scores = at_least_float32(model(inputs))
-        num_right = (scores.argmax(dim=1) == classes).sum()
+        targets = _targets(classes, scores)
+        num_right = (scores.argmax(dim=1) == (targets.argmax(dim=1) if targets.is_floating_point() else targets)).sum()
         return {
-            "loss": (F.cross_entropy(scores, classes, reduction="sum"), _count(classes)),
-            "accuracy": (num_right, _count(classes)),
+            "loss": (F.cross_entropy(scores, targets, reduction="sum"), _count(targets)),
+            "accuracy": (num_right, _count(targets)),
         }
 
     @torch.no_grad()
@@ -68,6 +71,13 @@ class Classification(Task):
         return F.log_softmax(at_least_float32(model(inputs)), dim=1)
 
 
-def _count(classes: Tensor) -> int:
+def _targets(classes: Tensor, scores: Tensor) -> Tensor:
+    """Returns classes as numbers; or as probabilities of the scores' type, if there is one for each score."""
+    return classes.to(scores.dtype) if classes.shape == scores.shape else classes
+
+
+def _count(targets: Tensor) -> int:
     """Returns the number of samples that have a class."""
-    return len(classes) if classes.is_floating_point() else int((classes != IGNORE).sum())
+    if targets.is_floating_point():
+        return targets.numel() // max(1, targets.shape[1]) if targets.dim() > 1 else len(targets)
+    return int((targets != IGNORE).sum())

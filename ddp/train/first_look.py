@@ -9,7 +9,7 @@ size of a micro-batch, and nothing else would show it. So the first batch of eac
 by a copy of the model in evaluation mode, because there dropout and BatchNorm treat each sample alike. A model that
 cannot run like this, or a batch that cannot be cut, is not looked at.
 
-Read before: `step.py`. Read next: `loop.py`.
+Read before: `step.py`, `probabilities.py`. Read next: `loop.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.loss_function import LossFunction, length_of, name_of
 from ddp.tasks.task import Task
 from ddp.train.kept import loss_modules
+from ddp.train.probabilities import warn_of_probabilities
 from ddp.train.step import sum_and_count
 
 
@@ -75,6 +76,7 @@ class FirstLook:
                 _refuse_broadcast(task, module, copy.deepcopy(batch))
                 (whole, count), *both = (_sum_and_count(task, module, copy.deepcopy(each)) for each in (batch, *parts))
                 _check_metrics(task, module, copy.deepcopy(batch))
+                warn_of_probabilities(task, module, copy.deepcopy(batch))
         except (ConfigError, PeerLost, CommunicatorBroken, CollectiveMismatch):
             raise
         except Exception as error:  # if training fails like this, too, the user sees it there

@@ -4,7 +4,7 @@
     each step          nothing: the totals count the ranks whose stream ends with it
     a pass ends        one message: how many samples it had
 
-Read before: `data/iterable.py`, `step.py`. Read next: `first_look.py`.
+Read before: `data/iterable.py`, `step.py`. Read next: `probabilities.py`.
 """
 
 from __future__ import annotations

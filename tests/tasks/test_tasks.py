@@ -32,7 +32,14 @@ def language_model() -> Member:
     return LanguageModel(), model, (tokens, targets)
 
 
+def soft_targets() -> Member:
+    """Each sample has a probability of each class."""
+    task, model, (inputs, _) = classification(0.1)
+    return task, model, (inputs, torch.randn(11, 4, generator=torch.Generator().manual_seed(1)).double().softmax(1))
+
+
 MEMBERS = {
+    "soft targets": soft_targets,
     "classification": classification,
     "smoothed": lambda: classification(0.1),
     "language model": language_model,
@@ -103,6 +110,25 @@ def test_accuracy_counts_the_right_ones() -> None:
     value, count = metrics["accuracy"]
     assert (float(value), count) == (2, 3)
     assert Classification().higher_is_better
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32, torch.float64, torch.bool])
+def test_one_hot_targets_are_classes(kind: torch.dtype) -> None:
+    one_hot, task = torch.eye(10), Classification()
+    found = {"right": one_hot, "wrong": one_hot.roll(1, 1), "always 1": one_hot[[1] * 10]}
+    for name, num_right in {"right": 10, "wrong": 0, "always 1": 1}.items():
+        metrics = task.metrics(nn.Identity(), (found[name], one_hot.to(kind)))
+        numbered = task.metrics(nn.Identity(), (found[name], torch.arange(10)))
+        assert (float(metrics["accuracy"][0]), metrics["accuracy"][1]) == (num_right, 10)
+        assert metrics["loss"][0] == pytest.approx(float(numbered["loss"][0])) and metrics["loss"][1] == 10
+        loss, count = task.loss(nn.Identity(), (found[name], one_hot.to(kind)))
+        assert loss == numbered["loss"][0] and count == 10
+
+
+def test_soft_targets_of_pixels_count_pixels() -> None:
+    scores, targets = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5).softmax(1)
+    loss, count = Classification().loss(nn.Identity(), (scores, targets))
+    torch.testing.assert_close(loss / count, F.cross_entropy(scores, targets))
 
 
 def test_classification_outputs_are_log_probabilities() -> None:
