@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -37,7 +36,7 @@ from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
 from ddp.errors import WorkersFailed
 from ddp.tutorial.holes import SOURCES
-from ddp.wording import program
+from ddp.wording import did_you_mean, program
 
 if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
@@ -439,8 +438,7 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
     if name == "two_dimensional":
         raise ValueError(f"{num_ranks} ranks fill no grid of several rows and columns: take another number, or ring")
     names = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS]
-    guess = [f"Did you mean {match}? " for match in get_close_matches(name, names, n=1)]
-    raise ValueError(f"there is no schedule {name!r}. {''.join(guess)}There are {', '.join(names)}")
+    raise ValueError(f"there is no schedule {name!r}.{did_you_mean(name, names)} There are {', '.join(names)}")
 
 
 def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp.address import is_address, own_parts
 from ddp.clock import LONGEST_S
-from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS
+from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.config import (
     Config,
     DataFiles,
@@ -34,6 +34,7 @@ from ddp.config import (
     Wsd,
 )
 from ddp.errors import ConfigError
+from ddp.wording import did_you_mean
 
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
 
@@ -161,10 +162,19 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
     name = config.comm.algorithm
     if is_address(name):
         return
+    workers = config.cluster.workers
     if name not in WAYS:
-        yield f"comm.algorithm={name}: unknown; choose one of {', '.join(WAYS)}"
+        yield f"comm.algorithm={name}: unknown.{did_you_mean(name, WAYS)} Choose one of {', '.join(WAYS)}"
     elif name.startswith("shared_memory") and not config.comm.shared_memory:
         yield f"comm.algorithm={name} with comm.shared_memory=false: leave one of them out"
+    elif config.cluster.local_workers not in (None, workers) or name == "auto":
+        return  # of several hosts only the ranks know which one each is on
+    elif name in BETWEEN_HOSTS or "+" in name:
+        yield f"comm.algorithm={name}: is for several hosts, and all workers are on this one; leave it out"
+    elif name == "shared_memory" and workers == 1:
+        yield f"comm.algorithm={name}: there is one worker, which shares memory with nobody; leave it out"
+    elif name == "two_dimensional" and name not in all_reduce_schedules((tuple(range(workers)),)):
+        yield f"comm.algorithm={name}: {workers} workers fill no grid of several rows and columns; take ring, say"
 
 
 def _choice_problems(config: Config) -> Iterator[str]:
@@ -176,7 +186,7 @@ def _choice_problems(config: Config) -> Iterator[str]:
         kind = "text" if is_text else "images"
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
     if config.loss != "auto" and not is_address(config.loss):
-        yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME of a function or task of your own"
+        yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME, as torch.nn.functional:cross_entropy"
     match config.data:
         case ImageFolder(path=None):
             yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
@@ -215,7 +225,8 @@ def _order_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with the order of samples."""
     data, batch = config.data, config.batch
     if data.sharding not in SHARDINGS and not is_address(data.sharding):
-        yield f"data.sharding={data.sharding}: unknown; choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
+        hint = did_you_mean(data.sharding, SHARDINGS)
+        yield f"data.sharding={data.sharding}: unknown.{hint} Choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
     if data.window is not None and data.order not in ("auto", "blocks"):
         yield f"data.window={data.window}: mixes samples of files, and data.order={data.order} does not; leave one out"
     if data.debug and data.sharding == "off":

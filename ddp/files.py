@@ -202,6 +202,16 @@ def make_folder(folder: Path) -> None:
         flush_folder(path.parent)
 
 
+def refuse_unwritable_name(folder: Path) -> None:
+    """Raises ConfigError if a folder's name is not in UTF-8, because torch reads back no checkpoint from there."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{folder}: this name is not in UTF-8, and torch reads back no file from such a folder; take another one"
+        ) from error
+
+
 def refuse_others_link(folder: Path) -> None:
     """Raises ConfigError if a folder is another user's link, which could lead to a folder of this user's."""
     if folder.is_symlink() and (uid := folder.lstat().st_uid) not in (0, os.geteuid()):

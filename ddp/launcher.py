@@ -33,6 +33,7 @@ import contextlib
 import importlib
 import os
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ from ddp.address import is_address
 from ddp.comm.place import refuse_workers
 from ddp.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.config_checks import available_cores, most_workers
-from ddp.config_reader import chosen_in, from_plain, unknown_choice, unknown_key
+from ddp.config_reader import chosen_in, from_plain, key_of_option, unknown_choice, unknown_key
 from ddp.engine import run_workers
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.failures import Failure, describe_failures
@@ -111,7 +112,9 @@ def main() -> NoReturn:
 
     _offer_settings()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
-    sys.argv[1:] = _quoted_paths(_free_keys(sys.argv[1:]))
+    with bad_input_to(exit_with_error):
+        arguments = _options_first(sys.argv[1:])
+    sys.argv[1:] = _quoted_paths(_free_keys(arguments), sweeps=arguments[:1] in (["-m"], ["--multirun"]))
     varied: list[str] = []
 
     def job_folder(overrides: Sequence[str], number: int) -> str:
@@ -204,13 +207,39 @@ def _free_keys(overrides: Sequence[str]) -> list[str]:
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 
-def _quoted_paths(overrides: Sequence[str]) -> list[str]:
-    """Quotes a path that Hydra could not read, such as the folder `cluster.workers=2` of a sweep, or {00..99}.tar."""
+HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i", "--info"}
+HYDRAS |= {"-cd", "--config-dir", "-cn", "--config-name", "--hydra-help", "--version"}
+
+
+def _options_first(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with `-m` in front, because Hydra reads no settings on both sides of it.
+
+    Raises:
+        ConfigError: a setting is written as an option, which Hydra would answer with its usage.
+    """
+    for number, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name.startswith("-") and name not in HYDRAS:
+            beside = [each for each in arguments[number + 1 :][:1] if "=" not in each and not each.startswith("-")]
+            example = f"{key_of_option(name)}={value or (beside or ['VALUE'])[0]}"
+            raise ConfigError(f"{' '.join([argument, *beside])}: settings have no dashes before them; write {example}")
+    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+
+
+def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str]:
+    """Quotes a path that Hydra could not read, such as the folder `cluster.workers=2` of a sweep, or {00..99}.tar.
+
+    Args:
+        sweeps: commas that are not within brackets stand between values, a job each.
+    """
 
     def readable(override: str) -> str:
         key, _, value = override.partition("=")
         is_pattern = key in ("data.path", "data.test_path") and not value.startswith(('"', "'"))
-        return f'{key}="{value}"' if is_pattern or ("=" in value and Path(value).exists()) else override
+        if not is_pattern and not ("=" in value and Path(value).exists()):
+            return override
+        values = re.findall(r"(?:[^,{\[]|\{[^}]*\}|\[[^\]]*\]|[{\[])+", value) if sweeps and is_pattern else [value]
+        return f"{key}=" + ",".join(f'"{each}"' for each in values)
 
     return [readable(override) for override in overrides]
 

@@ -37,6 +37,7 @@ from ddp.files import (
     new_file,
     read_own,
     refuse_others_link,
+    refuse_unwritable_name,
     to_read,
     write_whole,
 )
@@ -134,6 +135,7 @@ def only_writer(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run writes it: that run's launcher, or its rank 0, which may outlive the launcher.
     """
+    refuse_unwritable_name(run_dir)
     try:
         with contextlib.ExitStack() as held:
             try:

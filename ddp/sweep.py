@@ -39,7 +39,7 @@ class Job(NamedTuple):
     def settings(self) -> dict[str, str]:
         """Returns what the command line sets for this job, by key."""
         parts = (each.replace("\\:", ":").partition("=") for each in self.overrides)  # Hydra's sweeper adds the \
-        return {key.lstrip("+~"): value for key, _, value in parts}
+        return {key.lstrip("+~"): re.sub(r'^"(.*)"$', r"\1", value) for key, _, value in parts}  # paths are quoted
 
 
 class Row(NamedTuple):

@@ -11,12 +11,14 @@ Read before: `train/progress.py`. Read next: `train/report.py`.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shlex
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -69,6 +71,19 @@ def users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Returns the innermost frame of a traceback that belongs neither to a library nor to this package."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)), None)
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """Returns the known word that is nearest, whatever its capitals; "" if none is near."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1)
+    return by_lower[near[0]] if near else ""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Returns a sentence, with a space before it, that names the nearest known word; "" if none is near."""
+    near = nearest(word, known)
+    return f" Did you mean {near}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:

@@ -28,8 +28,8 @@ from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
-from ddp.launcher import launch, translated
-from ddp.run_folder import continued, prepare
+from ddp.launcher import _options_first, _quoted_paths, launch, translated
+from ddp.run_folder import continued, only_writer, prepare
 from ddp.under_torchrun import _asked_for, prepared
 from ddp.worker import Report
 
@@ -339,6 +339,16 @@ def test_root_cause(
         ("batch.global_size=null", "batch.global_size=null: expected a whole number"),
         ("epochs=1.5", "epochs=1.5: expected a whole number or null"),
         ("device=gpu", "device=gpu: expected one of auto, cpu, cuda"),
+        ("precision=BF16", "expected one of fp32, bf16, bf16_pure, fp16. Did you mean bf16?"),
+        ("model=CNN", "unknown choice model=CNN. Did you mean model=cnn?"),
+        ("comm.algorithm=RING", "comm.algorithm=RING: unknown. Did you mean ring? Choose one of auto"),
+        ("comm.algorithm=hierarchical", "is for several hosts, and all workers are on this one; leave it out"),
+        ("comm.algorithm=shared_memory+ring", "is for several hosts, and all workers are on this one; leave it out"),
+        ("data.sharding=Sample", "data.sharding=Sample: unknown. Did you mean sample? Choose one of"),
+        ("batch_size=64", "unknown key batch_size. Did you mean batch.global_size?"),
+        ("validation_split=0.1", "unknown key validation_split. Did you mean data.validation?"),
+        ("data.shuffle=true", "unknown key data.shuffle. Did you mean data.order?"),
+        ("steps_per_epoch=3", "unknown key steps_per_epoch. Did you mean max_steps?"),
         ("optim.lr=[1]", "optim.lr=[1]: expected a number"),
         ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2"),
         ("cluster.workers=3", "torchrun has started 2 workers"),
@@ -355,6 +365,46 @@ def test_every_error_of_hydra_becomes_one_sentence(
     message = translated(error.value)
     assert message is not None and words in message
     assert "\n" not in message and "schema_" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--epochs", "3"], "--epochs 3: settings have no dashes before them; write epochs=3"),
+        (["epochs=3", "--batch-size=8"], "settings have no dashes before them; write batch.global_size=8"),
+        (["--workers", "2", "seed=1"], "write cluster.workers=2"),
+        (["-lr", "seed=1"], "-lr: settings have no dashes before them; write optim.lr=VALUE"),
+    ],
+)
+def test_a_setting_that_is_written_as_an_option_is_told_how(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _options_first(arguments)
+    assert str(refused.value).endswith(words)
+
+
+def test_the_word_for_a_sweep_may_stand_anywhere_and_its_paths_are_split_at_commas() -> None:
+    assert _options_first(["epochs=3", "-m", "seed=1,2"]) == ["-m", "epochs=3", "seed=1,2"]
+    paths = ["data.path=a.csv,{b,c}.tar", "data.test_path=d", 'data.path="e,f"', "seed=1,2"]
+    quoted = ['data.path="a.csv","{b,c}.tar"', 'data.test_path="d"', 'data.path="e,f"', "seed=1,2"]
+    assert _quoted_paths(paths, sweeps=True) == quoted
+    assert _quoted_paths(paths) == ['data.path="a.csv,{b,c}.tar"', *quoted[1:]]
+
+
+@pytest.mark.parametrize("of_several", [{"cluster": {"workers": 4, "local_workers": 2}}, {"cluster": {"workers": 4}}])
+def test_an_algorithm_between_hosts_is_refused_on_one_host_alone(of_several: dict[str, Any]) -> None:
+    plain = {**of_several, "comm": {"algorithm": "hierarchical"}}
+    if "local_workers" in of_several["cluster"]:
+        assert from_plain(plain).comm.algorithm == "hierarchical"
+    else:
+        with pytest.raises(ConfigError, match="is for several hosts"):
+            from_plain(plain)
+
+
+def test_a_run_s_folder_that_is_not_in_utf_8_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    run_dir = tmp_path / os.fsdecode(b"r\xff")
+    with pytest.raises(ConfigError, match="this name is not in UTF-8"), only_writer(run_dir):
+        pytest.fail("it was made")
+    assert not run_dir.exists()
 
 
 def test_an_error_of_ours_is_not_made_the_user_s() -> None:

@@ -101,6 +101,7 @@ def test_the_files_hold_what_varied_and_what_came_out(tmp_path: Path) -> None:
         (["cluster.workers=2", "epochs=3", "optim.lr=0.1"], ["cluster.workers", "optim.lr"], None),
         (["+model=mlp"], ["model"], "model=mlp"),
         (["epochs=3"], [], "job=7"),
+        (['data.path="a.csv"'], ["data.path"], "data.path=a.csv"),
         (["data.path=/a/../b"], ["data.path"], "data.path=_a_.._b,job=7"),
         (["run.name='a b'"], ["run.name"], "run.name=_a_b_,job=7"),
     ],

@@ -53,6 +53,7 @@ from ddp.comm.way import IN_MEMORY, Way, num_pieces
 from ddp.comm.wire import by_size
 from ddp.comm.wire_format import Narrow, WireFormat, wire_format
 from ddp.errors import ConfigError
+from ddp.wording import did_you_mean
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
 NEARLY = 1.1  # times that differ by no more count as equal
@@ -179,7 +180,8 @@ class Auto:
             ConfigError: there is no such way here.
         """
         if not self._links.offers(name):
-            raise ConfigError(f"algorithm={name!r} is not possible here; choose one of auto, {', '.join(self._ways)}")
+            hint, ways = did_you_mean(name, self._ways), ", ".join(self._ways)
+            raise ConfigError(f"algorithm={name!r} is not possible here.{hint} Choose one of auto, {ways}")
 
     def way(self, flat: Tensor, algorithm: str, wire: Narrow | None = None) -> Way:
         """Returns the way for this tensor. The name may stand for several ways.

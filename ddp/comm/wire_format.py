@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
+from ddp.wording import did_you_mean
 
 Narrow = Literal["bf16", "fp16", "int8", "int8_stochastic"]
 WireName = Narrow | Literal["fp32"]
@@ -181,4 +182,4 @@ def wire_format(name: Narrow, divide_by: int = 1) -> WireFormat:
             return Int8()
         case "int8_stochastic":
             return Int8(by_chance=True)
-    raise ConfigError(f"wire={name!r}: take one of {', '.join(NAMES)}, or leave it out")
+    raise ConfigError(f"wire={name!r}: take one of {', '.join(NAMES)}, or leave it out.{did_you_mean(name, NAMES)}")

@@ -31,7 +31,7 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type:
 
 from ddp.clock import Patience
 from ddp.data.sending import in_words, is_about_memory, unpacked
-from ddp.errors import LoaderLost
+from ddp.errors import ConfigError, LoaderLost
 from ddp.log import log
 from ddp.parent_death import ask_for_signal
 
@@ -84,7 +84,7 @@ class LoaderWatch:
         self._iterator = self._loader._iterator  # of processes that persist
         is_first = self._iterator is None
         if is_first:
-            self._iterator = iter(self._loader)  # starts the processes
+            self._iterator = self._started()
         with self._watching():
             if not is_first:
                 self._wait_for(iter, self._loader)  # for each process, which is to begin anew
@@ -96,6 +96,20 @@ class LoaderWatch:
                 if self.asked:
                     self.asked.popleft()
                 yield batch
+
+    def _started(self) -> Iterator[Any]:
+        """Starts the processes; returns the iterator over their batches.
+
+        Raises:
+            ConfigError: they cannot be started here.
+        """
+        try:
+            return iter(self._loader)
+        except OSError as error:
+            raise ConfigError(
+                f"loader processes cannot be started: {error.strerror or error}. They need room in /dev/shm, and leave "
+                "to write there; without them, take loader_workers=0 (loader.num_workers=0)"
+            ) from error
 
     def explained(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns batches that came through `batches`, in whichever thread that is read.

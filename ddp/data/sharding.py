@@ -24,7 +24,7 @@ from ddp.data.lanes import Copies, Lanes, Listed, Shuffles
 from ddp.data.orders import Blocks, Order, Permutation
 from ddp.data.permutation import Indices, indices
 from ddp.errors import ConfigError
-from ddp.wording import counted
+from ddp.wording import counted, did_you_mean
 
 OwnSharding = Callable[[int, int], Iterable[int]]
 """A function (shard, number of shards) → the samples of that lane."""
@@ -55,7 +55,8 @@ def dealt(
         ConfigError: the choices contradict each other or the data.
     """
     if not callable(sharding) and sharding not in SHARDINGS:
-        raise ConfigError(f"sharding={sharding!r}: take one of {', '.join(SHARDINGS)}, or a function (shard, shards)")
+        hint, known = did_you_mean(sharding, SHARDINGS), ", ".join(SHARDINGS)
+        raise ConfigError(f"sharding={sharding!r}: take one of {known}, or a function (shard, shards).{hint}")
     if order is not None and order.num_samples != len(samples):
         raise ConfigError(f"the order is made for {order.num_samples} samples, and the data have {len(samples)}")
     blocks = order if isinstance(order, Blocks) else _blocks_of(samples) if order is None else None

@@ -8,9 +8,11 @@ Read before: `loop.py`, `report.py`. Read next: `trial.py`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from ddp.collectives.catalog import own_schedules
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
-from ddp.comm.objects import all_gather_object
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import device_of, init
 from ddp.comm.wire_format import WireName
 from ddp.data.cache import cached
@@ -34,7 +36,7 @@ from ddp.data.sampler import TrainSampler
 from ddp.data.source import Source, fingerprint, source_of
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
-from ddp.errors import ConfigError
+from ddp.errors import CheckpointError, ConfigError
 from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.schedules import RateSchedule
@@ -43,12 +45,15 @@ from ddp.precision.master import MasterWeights
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
+from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 from ddp.train.early_stopping import EarlyStopping
+from ddp.train.stored_checkpoint import identity_of, resume_from
 from ddp.transport.available_memory import available_bytes
+from ddp.wording import did_you_mean
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -60,10 +65,33 @@ ELSEWHERE = {
     **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
     **dict.fromkeys(("val_data", "valid_data", "validation_data", "eval_data"), "test_data"),
     **dict.fromkeys(("num_workers", "workers"), "loader_workers"),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "max_norm"), "clip_norm"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "max_norm", "gradient_clip_val"), "clip_norm"),
+    **dict.fromkeys(("shuffle", "sampler", "class_weight", "sample_weight"), "order"),
+    **dict.fromkeys(("validation_freq", "check_val_every_n_epoch"), "evaluate_every_epochs"),
+    **dict.fromkeys(("val_check_interval", "eval_steps"), "evaluate_every_steps"),
+    **dict.fromkeys(("random_state", "random_seed"), "seed"),
+    **dict.fromkeys(("logging_steps", "log_every_n_steps"), "log_every"),
+    **dict.fromkeys(("default_root_dir", "output_dir", "save_dir"), "checkpoint_dir"),
+    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path"), "resume"),
+    **dict.fromkeys(("validation_split", "val_split"), "validation_data"),
+    "steps_per_epoch": "max_steps",
+    "verbose": "progress",
+    "validation_batch_size": "evaluation_batch",
     "collate_fn": "collate",
 }
 """What other libraries call an argument, and what `fit` calls it."""
+
+NOT_AN_ARGUMENT = {
+    **dict.fromkeys(("lr", "learning_rate"), "the optimizer has it, as torch.optim.Adam(model.parameters(), lr=0.01)"),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps"),
+        "batches are accumulated where micro_size is less than a rank's share of global_batch",
+    ),
+    "drop_last": "a DataLoader as data says it",
+    "metrics": "a ddp.Task has them, such as loss=ddp.Classification()",
+    "device": "the model's device is taken, or that of ddp.init(device=…)",
+}
+"""What other libraries have as an argument, and what takes its place here."""
 
 
 CACHE_SHARE = 0.5  # of the memory that is left
@@ -76,6 +104,31 @@ def ranks_of(model: nn.Module) -> Communicator:
         return model.comm
     device = device_of(model) if isinstance(model, nn.Module) else None
     return init(device=device if device is not None and device.type == "cuda" else "auto")
+
+
+def shards_of(
+    num_shards: int | None,
+    comm: Communicator,
+    model: nn.Module,
+    global_batch: Any,
+    checkpoint_dir: str | Path | None,
+    resume: str | Path | None,
+) -> int | None:
+    """Returns the number of shards; unless given, that of the run to be resumed, while it still fits. Collective."""
+    if num_shards is not None or resume is None:
+        return num_shards
+
+    def saved() -> Any:
+        with contextlib.suppress(CheckpointError):
+            start = resume_from(str(resume), Path(checkpoint_dir or ""))
+            identity = {} if start is None else identity_of(start)
+            return flat(identity).get("num_shards", flat(identity).get("batch.num_shards"))  # the latter: of a command
+        return None
+
+    then = on_rank_zero(comm, saved, label="looking for a checkpoint")
+    waits = any(isinstance(layer, SyncBatchNorm) for layer in model.modules())  # for all ranks, in each forward
+    fits = isinstance(then, int) and comm.world_size <= then and not (waits and then % comm.world_size)
+    return then if fits and not (isinstance(global_batch, int) and global_batch < then) else None
 
 
 def replica_of(
@@ -192,6 +245,12 @@ def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) ->
             raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
 
 
+def not_one_of(known: Sequence[str], **given: object) -> ConfigError:
+    """Returns the error for an argument that is a word, and none of those that it may be."""
+    ((name, value),) = given.items()
+    return ConfigError(f"{name}={value!r}: take one of {', '.join(known)}.{did_you_mean(value, known)}")
+
+
 def check_callbacks(callbacks: Any, *, is_evaluated: bool) -> None:
     """Raises ConfigError unless these are several objects of `ddp.Callback`, and what they need is there."""
     if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
@@ -299,6 +358,8 @@ def schedules_of(
 def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first argument that `fit` does not have, with the one that is probably meant."""
     for name in mistyped:
+        if name in NOT_AN_ARGUMENT:
+            raise ConfigError(f"fit() has no argument {name!r}: {NOT_AN_ARGUMENT[name]}")
         near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}"
         raise ConfigError(f"fit() has no argument {name!r}. {hint}")

@@ -41,7 +41,7 @@ from ddp.data.source import Source, source_of
 from ddp.data.steps import BatchWarmup
 from ddp.data.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters
-from ddp.files import json_object, make_folder, read_own
+from ddp.files import json_object, make_folder, read_own, refuse_unwritable_name
 from ddp.gradients.error_feedback import corrected
 from ddp.gradients.hook import Hook
 from ddp.log import log
@@ -59,6 +59,7 @@ from ddp.train.arguments import (
     held_out_source,
     idle_notes,
     master_weights,
+    not_one_of,
     order_of,
     ranks_of,
     refuse_disagreement,
@@ -66,6 +67,7 @@ from ddp.train.arguments import (
     replica_of,
     schedules_of,
     settings_of,
+    shards_of,
     with_cache,
 )
 from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMeter
@@ -195,8 +197,8 @@ def fit(
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
             (`ddp/comm/wire_format.py`). "fp32", for precision="bf16_pure": they are added up as float32.
         hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
-        num_shards, micro_size: number of parts of a batch, and largest number of samples per forward; larger shares are
-            accumulated (`TrainSampler`).
+        num_shards, micro_size: number of parts of a batch, unless given that of the run to be resumed, or one for each
+            rank; and largest number of samples per forward: larger shares are accumulated (`TrainSampler`).
         seed: of the samples' order and of dropout. The program's own generators are afterwards as before.
         checkpoint_dir: the folder of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json,
             curves.png. Unless given, a new one below runs/. None: nothing is written.
@@ -264,9 +266,9 @@ def fit(
         raise ConfigError(f"order={order!r:.60}: give an order of ddp.data, such as ddp.data.Fixed(len(data)), or None")
     skip_steps = None if skip_steps is None else checked_range(skip_steps)
     if uneven not in get_args(Uneven):
-        raise ConfigError(f"uneven={uneven!r}: take one of {', '.join(get_args(Uneven))}")
+        raise not_one_of(get_args(Uneven), uneven=uneven)
     if precision not in get_args(Precision):
-        raise ConfigError(f"precision={precision!r}: take one of {', '.join(get_args(Precision))}")
+        raise not_one_of(get_args(Precision), precision=precision)
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ConfigError(f"clip_norm={clip_norm!r}: must be a number above 0; leave it out for no clipping")
     if isinstance(optimizer, Layerwise) and None not in (clip_norm, optimizer.clip_norm):
@@ -286,7 +288,8 @@ def fit(
     factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
 
     # 2  the state
-    shares: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size, "num_shards": num_shards}
+    shares: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size}
+    shares["num_shards"] = shards_of(num_shards, comm, model, global_batch, checkpoint_dir, resume)
     shares |= {"global_batch": global_batch, "micro_size": micro_size, "seed": seed, "skip_steps": skip_steps}
     if source.is_stream:
         if max_unreadable:
@@ -444,6 +447,7 @@ def _open(checkpoint_dir: str | Path | None, resume: str | Path | None) -> tuple
         raise ConfigError(
             f'checkpoint_dir={run_dir} holds a run: continue it with resume="auto", or take another folder'
         )
+    refuse_unwritable_name(run_dir)
     try:
         make_folder(run_dir)
     except OSError as error:

@@ -190,10 +190,12 @@ def _check_replica(state: TrainState, uneven: Uneven) -> None:
         sizes = {sampler.global_batch} if is_stream else sampler.sizes.all()
         mine = [sampler.num_micros(size) for size in sorted(sizes)]
         if len(set(map(tuple, all_gather_object(state.comm, mine)))) > 1:
+            remedy = "choose a global batch that divides the number of samples, or leave out micro_size"
+            if sampler.num_shards % state.comm.world_size:
+                remedy = f"leave num_shards={sampler.num_shards} out, or take a multiple of {state.comm.world_size}"
             raise ConfigError(
                 "SyncBatchNorm waits in each forward for all ranks, but in some steps they have different "
-                "numbers of forwards: choose a global batch that divides the number of samples, or leave out "
-                "micro_size, so that every rank has samples in every step"
+                f"numbers of forwards: {remedy}, so that every rank has as many in every step"
             )
 
 

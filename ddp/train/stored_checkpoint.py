@@ -20,6 +20,7 @@ Read before: `files.py`. Read next: `checkpoint_store.py`, which writes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -169,6 +170,15 @@ def resume_from(resume: str, run_dir: Path) -> Path | None:
     if not path.exists():
         raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")
     return checkpoints_of(path)
+
+
+def identity_of(path: Path) -> Mapping[str, Any]:
+    """Returns what a checkpoint, or the last one in a folder, says of its run, without its parts; empty if unread."""
+    with contextlib.suppress(CheckpointError, OSError, LookupError, TypeError):
+        folder = path if (path / MANIFEST).exists() else listed(path).saved[0].path
+        identity: Mapping[str, Any] = _read_manifest(folder)["meta"]["identity"]
+        return identity
+    return {}
 
 
 def _folders(folder: Path) -> dict[int, Path]:

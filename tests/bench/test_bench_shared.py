@@ -335,7 +335,7 @@ def test_bad_input_is_refused_in_one_line(words: str, message: str, refusal: Ref
 
 def test_an_algorithm_that_needs_several_hosts_is_refused_in_one_line_by_the_ranks(refusal: Refusal) -> None:
     line = refusal("bench_collectives", "--workers", "2", "--cases", "ring,hierarchical")
-    assert "'hierarchical' is not possible here; choose one of" in line
+    assert "'hierarchical' is not possible here. Choose one of" in line
 
 
 def test_a_netbed_without_root_or_tools_is_refused_in_one_line(

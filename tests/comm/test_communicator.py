@@ -597,7 +597,7 @@ def test_threads_that_take_a_channel_at_once_get_different_ones() -> None:
 
 def test_wrong_arguments() -> None:
     comm = over(SimulatedNetwork(1).transport(0))
-    with pytest.raises(ConfigError, match="algorithm='star' is not possible here; choose one of auto, ring, tree"):
+    with pytest.raises(ConfigError, match=r"algorithm='star' is not possible here\. Choose one of auto, ring, tree"):
         comm.all_reduce(torch.zeros(1), algorithm="star")
     for verb in (comm.all_reduce, comm.reduce_scatter):
         with pytest.raises(ConfigError, match="op='avg' is unknown"):

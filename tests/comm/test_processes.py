@@ -316,7 +316,7 @@ def test_over_the_wire_a_different_call_ends_by_an_error_and_not_by_an_abort() -
 
 
 def ask_for_a_way_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm='hierarchical' is not possible here; choose one of auto, ring"):
+    with pytest.raises(ConfigError, match=r"algorithm='hierarchical' is not possible here. Choose one of auto, ring"):
         ddp.init(algorithm="hierarchical")
 
 

@@ -211,7 +211,7 @@ def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() 
     assert chooser.way(flat, "shared_memory").name == expected
     assert chooser.way(flat, "tree").name == "tree"
     assert auto(TWO_HOSTS, algorithm="tree").way(flat, "auto").name == "tree"
-    with pytest.raises(ConfigError, match="algorithm='abacus' is not possible here; choose one of auto, ring, tree"):
+    with pytest.raises(ConfigError, match=r"algorithm='abacus' is not possible here\. Choose one of auto, ring, tree"):
         chooser.check("abacus")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -260,6 +261,17 @@ def test_bad_input():
         TrainLoader(InMemory(13), sampler_of(), num_workers=-1)
     with pytest.raises(ConfigError, match="got 0"):
         EvaluationLoader(InMemory(13), batch_size=0, rank=0, world_size=1)
+
+
+def test_loader_processes_that_cannot_be_started_are_one_sentence(monkeypatch):
+    """As with a /dev/shm that is full or cannot be written to, where their locks would be."""
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be started: Read-only file system.*/dev/shm.* loader_workers=0"):
+        next(next(TrainLoader(InMemory(13), sampler_of(), num_workers=1).epoch())[1])
 
 
 def test_an_error_in_the_data_set_reaches_the_caller():

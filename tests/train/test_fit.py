@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -275,6 +276,16 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no main metric": (Judged({"acc": (1.0, 2)}), {}, "main_metric='accuracy' is not among its metrics, acc: make"),
     "no test samples": (F.cross_entropy, {"test_data": []}, "test_data has 0 samples"),
     "batch_size": (F.cross_entropy, {"batch_size": 3}, "no argument 'batch_size'. Did you mean 'global_batch'"),
+    "Keras' share": (F.cross_entropy, {"validation_split": 0.1}, "'validation_split'. Did you mean 'validation_data'"),
+    "Keras' order": (F.cross_entropy, {"shuffle": True}, "no argument 'shuffle'. Did you mean 'order'"),
+    "Keras' steps": (F.cross_entropy, {"steps_per_epoch": 3}, "'steps_per_epoch'. Did you mean 'max_steps'"),
+    "a rate": (F.cross_entropy, {"lr": 0.1}, "no argument 'lr': the optimizer has it, as torch.optim.Adam"),
+    "capitals": (F.cross_entropy, {"precision": "BF16"}, r"precision='BF16': take one of .*. Did you mean bf16\?"),
+    "a folder's name": (
+        F.cross_entropy,
+        {"checkpoint_dir": os.fsdecode(b"r\xff")},
+        "this name is not in UTF-8, and torch reads back no file from such a folder",
+    ),
     "a schedule's name": (F.cross_entropy, {"schedule": "cosine"}, "schedule='cosine': give a function"),
     "a schedule of epochs": (
         F.cross_entropy,
@@ -484,10 +495,12 @@ def stopped_and_resumed(folder: str) -> None:
     run, stop = Path(folder) / "run", StopFlag()
     first, rest, again = Stopped(stop), Stopped(StopFlag()), Stopped(StopFlag())
     how: dict[str, Any] = {"test_data": (X, CLASSES), "checkpoint_dir": run, "resume": "auto", "curves": False}
-    assert fit(F.cross_entropy, epochs=2, callbacks=[first], stop=stop, **how).stopped_by == "SIGTERM"
-    whole = fit(F.cross_entropy, epochs=2, test_data=(X, CLASSES))
+    begun = fit(F.cross_entropy, epochs=2, callbacks=[first], stop=stop, num_shards=2, **how)
+    assert begun.stopped_by == "SIGTERM"
+    whole = fit(F.cross_entropy, epochs=2, test_data=(X, CLASSES), num_shards=2)
     state = fit(F.cross_entropy, epochs=2, callbacks=[rest], **how)
     assert (first.evaluated_at, rest.evaluated_at) == ([], [4, 8])
+    assert state.sampler.num_shards == 2, "unless given, as in the run"
     assert torch.equal(weights(state), weights(whole)) and state.evaluation == whole.evaluation
     summary = (run / "summary.json").read_text()
     assert fit(F.cross_entropy, epochs=2, callbacks=[again], **how).evaluation == whole.evaluation

@@ -41,6 +41,8 @@ def refusals() -> None:
         fit(inside, 8)
     with pytest.raises(ConfigError, match="SyncBatchNorm waits in each forward"):
         fit(ddp.DistributedDataParallel(ddp.SyncBatchNorm.convert(net())), 9)  # the last batch has one sample
+    with pytest.raises(ConfigError, match="leave num_shards=3 out, or take a multiple of 2"):
+        fit(ddp.DistributedDataParallel(ddp.SyncBatchNorm.convert(net())), 8, num_shards=3)
     fit(ddp.DistributedDataParallel(ddp.SyncBatchNorm.convert(net())), 8)
     for wrap in (ddp.DistributedDataParallel, ddp.NaiveDataParallel):
         drifting = wrap(net())
