@@ -9,7 +9,7 @@ Read before: `loop.py`. Read next: `files.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from ddp.train.state import limits_of
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
 
+_SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"
 POLL_EVERY = 16  # batches between two polls of the stop flag
 
 
@@ -101,27 +102,65 @@ def predict(
 
     Args:
         model, data, collate, batch_size, num_workers: as in `evaluate`.
-        task: its `outputs` are returned; None: what the model returns for the inputs, the first part of a sample.
+        task: its `outputs` are returned; None: what the model returns for the inputs, the first part of a sample, or
+            for the whole sample if that has no parts, as a dict.
 
     Returns:
         [len(data), ...], on the communicator's device.
 
     Raises:
-        ConfigError: an argument cannot work.
+        ConfigError: an argument cannot work; or the outputs are not one tensor with a row for each sample.
     """
     comm = comm or current(device_of(model))
-    compute = outputs_of if task is None else task.outputs
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     loader = _loader(source, comm, batch_size, None)
     outputs: list[Tensor] = []
     with _evaluating(model, task), torch.no_grad():
         for batch in loader:
             with forward_precision(precision, comm.device):
-                outputs.append(compute(model, to_device(batch, comm.device)))
-    kinds = all_gather_object(comm, (tuple(outputs[0].shape[1:]), outputs[0].dtype) if outputs else None)
-    shape, dtype = next((kind for kind in kinds if kind is not None), ((), torch.float32))
+                outputs.append(_outputs(model, to_device(batch, comm.device), task))
+    shape, dtype = _kind(comm, outputs, num_samples=len(source.samples))
     mine = torch.cat(outputs) if outputs else torch.empty(0, *shape, dtype=dtype, device=comm.device)
     return torch.cat(comm.all_gather(mine))
+
+
+def _outputs(model: nn.Module, batch: Any, task: Task | None) -> Tensor:
+    """Returns what `predict` keeps of a batch.
+
+    Raises:
+        ConfigError: the model is called in another way, or returns something else.
+    """
+    try:
+        found: Any = outputs_of(model, batch) if task is None else task.outputs(model, batch)
+    except (AttributeError, TypeError, LookupError, ValueError) as error:
+        if task is not None or not isinstance(batch, Mapping):
+            raise
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"the data give dicts of {', '.join(map(str, batch))}, and the model cannot be called with one ({cause}): "
+            f"{_SAY_HOW}"
+        ) from error
+    if not isinstance(found, Tensor) or not found.dim():
+        what = "a tensor of one number" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        by = "the model" if task is None else f"{type(task).__name__}.outputs"
+        raise ConfigError(f"{by} returned {what}, not a tensor with a row for each sample: {_SAY_HOW}")
+    return found
+
+
+def _kind(comm: Communicator, outputs: Sequence[Tensor], *, num_samples: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Returns shape and type of a row, which are the same in all batches of all ranks; raises ConfigError if not."""
+    mine = list(dict.fromkeys((tuple(each.shape[1:]), each.dtype) for each in outputs))
+    found = all_gather_object(comm, (mine, sum(map(len, outputs))))
+    kinds = list(dict.fromkeys(kind for kinds, _ in found for kind in kinds))
+    if len(kinds) > 1:
+        (one, of_one), (other, of_other) = kinds[:2]
+        raise ConfigError(
+            f"the outputs of one sample are {list(one)} of {of_one} in one batch and {list(other)} of {of_other} in "
+            f"another: make them alike, as by padding all samples to one length; or {_SAY_HOW}"
+        )
+    if (num_rows := sum(num for _, num in found)) != num_samples:
+        raise ConfigError(f"the outputs have {num_rows} rows for {num_samples} samples: {_SAY_HOW}")
+    return kinds[0] if kinds else ((), torch.float32)
 
 
 def _loader(source: Source, comm: Communicator, batch_size: int, stop: StopFlag | None) -> Iterable[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,8 +45,37 @@ def evaluate_and_predict() -> list[tuple[dict[str, float], Tensor]]:
         results.append((means, ddp.predict(replica, data(n), task=Classification(), batch_size=2)))
         assert replica.training
         assert not replica.module[0].training
+    what_predict_cannot_keep()
     ddp.shutdown()
     return results
+
+
+class Calls(nn.Module):
+    """A model that is called in a way of its own."""
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, batch: Any) -> Any:
+        return self.call(batch)
+
+
+def what_predict_cannot_keep() -> None:
+    """On all ranks alike; each of them has the four samples at most once."""
+    dicts = [{"x": torch.full((3,), float(i)), "y": i} for i in range(4)]
+    assert ddp.predict(Calls(lambda batch: batch["x"]), dicts).tolist() == [[float(i)] * 3 for i in range(4)]
+    longer = [torch.zeros(i + 1, 2) for i in range(4)]
+    cases: list[tuple[Callable[[Any], Any], Any, str]] = [
+        (lambda batch: batch.size(), dicts, r"the data give dicts of x, y, .* \(AttributeError: 'dict' .*give task="),
+        (lambda batch: (batch["x"], batch["x"]), dicts, "the model returned a tuple, not a tensor with a row for each"),
+        (lambda batch: batch["x"].sum(), dicts, "the model returned a tensor of one number, not"),
+        (lambda batch: batch, longer, r"\[., 2\] of torch.float32 in one batch and \[., 2\] .* padding all samples"),
+        (lambda batch: batch["x"][:1].repeat(3, 1), dicts, "the outputs have [0-9]+ rows for 4 samples"),
+    ]
+    for call, samples, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            ddp.predict(Calls(call), samples, batch_size=1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
