@@ -155,6 +155,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
         max_unreadable=config.data.max_unreadable,
         epochs=config.epochs,
         max_steps=config.max_steps,
+        validation_data=splits.validation,
         test_data=splits.test,
         evaluate_every_epochs=config.evaluate.every_epochs,
         evaluate_every_steps=config.evaluate.every_steps,
@@ -191,8 +192,9 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
 
 def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
     """Raises ConfigError, with hosts, unless all workers have loaded the same data: hosts need not share a disk."""
-    num_train, num_test = len(splits.train), len(splits.test)
-    mine = f"{splits.name}: {num_train:,} + {num_test:,} samples of {splits.sample_shape}, {splits.num_classes} classes"
+    sides = [each for each in (splits.train, splits.validation, splits.test) if each is not None]
+    numbers = " + ".join(f"{len(each):,}" for each in sides)
+    mine = f"{splits.name}: {numbers} samples of {splits.sample_shape}, {splits.num_classes} classes"
     found: dict[str, list[str]] = {}
     for host, theirs in all_gather_object(comm, (socket.gethostname(), mine)):
         found.setdefault(theirs, []).append(host)

@@ -24,6 +24,7 @@ from ddp.data import digits, image_sets, standard_library, streams, synthetic
 from ddp.data.file_splits import Files, load_lines, load_tar, load_tokens
 from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
+from ddp.data.validation import with_share
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.models.cnn import CNN
@@ -47,6 +48,15 @@ SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
 def load_data(config: Config, *, download: bool = False) -> Splits:
     """Returns training and held-out samples, after downloading what is missing if `download`."""
+    splits, share = _whole_data(config, download=download), config.data.validation
+    if share is None:
+        return splits
+    if splits.validation is not None:
+        raise ConfigError(f"data.validation={share:g}: data={config.data.name} has a validation set; leave it out")
+    return with_share(splits, share, seed=config.seed)
+
+
+def _whole_data(config: Config, *, download: bool) -> Splits:
     match config.data:
         case settings.OwnData():
             return _own_data(config)
@@ -73,6 +83,7 @@ def _data_files(data: settings.DataFiles, *, build: bool) -> Splits:
     files = Files(
         path=cast(str, data.path),
         test_path=cast(str, data.test_path),
+        validation_path=data.validation_path,
         index_dir=data.index_dir,
         cache_dir=data.cache_dir,
         build=build,

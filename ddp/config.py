@@ -80,6 +80,11 @@ class Data:
     max_unreadable: int = setting(
         0, "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run"
     )
+    validation: float | None = setting(
+        None,
+        "share of the training samples that is set apart, between 0 and 1; the run chooses by it (the best checkpoint, "
+        "say), and the test set is read at the end; null: it chooses by the test set",
+    )
     debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 
 
@@ -113,6 +118,9 @@ class DataFiles(Data):
         None, "training files: a file, a pattern such as s3://bucket/train-{000..099}.tar, or a folder; must be given"
     )
     test_path: str | None = setting(None, "the same for the held-out files; must be given")
+    validation_path: str | None = setting(
+        None, "the same for held-out files that the run chooses by, in place of data.validation; null: there are none"
+    )
     index_dir: str = setting("data/index", "folder with the indexes of files: where each sample begins")
     cache_dir: str | None = setting(
         None, "folder of each host into which remote files are copied; null: they are streamed"

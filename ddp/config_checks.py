@@ -136,10 +136,13 @@ _AT_LEAST = {
     2: "data.num_classes",
     1024: "comm.segment_bytes",
 }
-_SHARES = "ema.decay model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction hook.momentum"
+_SHARES = (
+    "ema.decay data.validation model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction "
+    "hook.momentum"
+)
 _POSITIVE = (
     "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps "
-    "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs hook.ratio"
+    "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs hook.ratio data.validation"
 )
 
 
@@ -193,6 +196,8 @@ def _choice_problems(config: Config) -> Iterator[str]:
         case DataFiles(path=path, test_path=test_path) if path is None or test_path is None:
             key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
             yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
+        case DataFiles(validation=share, validation_path=path) if share is not None and path is not None:
+            yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
         case Lines(inputs=inputs, target=target) if not inputs or target is None:
             key = "target" if inputs else "inputs"
             yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"

@@ -22,6 +22,7 @@ from ddp.data.orders import Blocks, Fixed, Order, Permutation, Stratified, Weigh
 from ddp.data.sampler import TrainSampler, sampler_of
 from ddp.data.sharding import OwnSharding
 from ddp.data.splits import Samples, Splits
+from ddp.data.validation import part_in
 from ddp.errors import ConfigError
 
 
@@ -54,6 +55,8 @@ def check_dealing(config: Config, splits: Splits, state: Mapping[str, Any] | Non
         except ConfigError as error:
             if str(error).startswith("skip_steps="):
                 raise ConfigError(f"data.{error}") from error
+            if str(error).startswith("the run has set apart"):
+                raise ConfigError(f"resume={config.resume}: {error}") from error
             raise ConfigError(
                 f"resume={config.resume}: {error}; the settings are data.order, data.window, data.sharding, "
                 "batch.global_size, and batch.num_shards, which is at least the number of workers"
@@ -116,8 +119,9 @@ def _sharding(config: Config, samples: Samples) -> str | OwnSharding:
     name = config.data.sharding
     if not is_address(name):
         return name
-    if isinstance(samples, Noted):
-        return lambda shard, _: samples.shards[shard]
+    whole = samples if (part := part_in(samples)) is None else part.samples
+    if isinstance(whole, Noted):
+        return lambda shard, _: whole.shards[shard]
     return cast(OwnSharding, from_address(name, key="data.sharding", folder=config.run.code))
 
 
@@ -152,8 +156,9 @@ def noted(config: Config, samples: Samples) -> dict[str, Any] | None:
     asked |= {"weights"} if config.data.order == "weighted" else set()
     asked |= {"targets"} if config.data.order == "stratified" else set()
     asked |= {"lengths"} if config.batch.tokens is not None else set()
-    found = {name: getattr(samples, name, None) for name in sorted(asked)}
-    facts = {"num_samples": len(samples), **{name: _plain(each) for name, each in found.items() if each is not None}}
+    whole = samples if (part := part_in(samples)) is None else part.samples  # `where` sets the same share apart
+    found = {name: getattr(whole, name, None) for name in sorted(asked)}
+    facts = {"num_samples": len(whole), **{name: _plain(each) for name, each in found.items() if each is not None}}
     sharding = _sharding(config, samples)
     if callable(sharding):
         num_shards = config.batch.num_shards or config.cluster.workers

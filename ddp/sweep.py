@@ -83,7 +83,9 @@ def gather(jobs: Sequence[Job], varied: Collection[str]) -> Results:
 
 def write(results: Results, folder: Path) -> None:
     """Writes sweep.csv, with a column for each setting that varies, and sweep.json, with all settings and summaries."""
-    metrics = dict.fromkeys(key for row in results.rows for key in row.summary if key.startswith("test_"))
+    from ddp.train.report import is_metric
+
+    metrics = dict.fromkeys(key for row in results.rows for key in row.summary if is_metric(key))
     columns = [*metrics, "samples_per_s", "seconds"]
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")

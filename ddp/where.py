@@ -29,6 +29,7 @@ from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.data.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.splits import Samples, Splits
+from ddp.data.validation import part_in, with_share
 from ddp.dealing import Noted, sampler_for
 from ddp.errors import ConfigError
 from ddp.run_folder import STARTS
@@ -106,9 +107,15 @@ def starts_of(run: Path) -> list[Start]:
             if start.step < step  # what came after it was lost
         ]
         with contextlib.chdir(folder if folder.is_dir() else "."):  # relative paths are meant from there
-            splits = load_data(config) if facts is None else Splits(train=Noted(facts), test=())
+            splits = load_data(config) if facts is None else _noted_splits(config, facts)
             found.append(Start(config, splits, step, state))
     return found
+
+
+def _noted_splits(config: Config, facts: Mapping[str, Any]) -> Splits:
+    """Returns stand-ins for data of the user's own."""
+    splits, share = Splits(train=Noted(facts), test=()), config.data.validation
+    return splits if share is None else with_share(splits, share, seed=config.seed)
 
 
 def _noted(line: Any) -> tuple[Config, Path, int, Mapping[str, Any] | None, Mapping[str, Any] | None]:
@@ -150,11 +157,17 @@ def place_of_sample(starts: list[Start], sample: int, epoch: int) -> str:
         ConfigError: there is no such sample or epoch.
     """
     samples = starts[-1].splits.train
-    if not 0 <= sample < len(samples):
-        raise ConfigError(f"--sample {sample}: the data have samples 0 to {len(samples) - 1}")
+    part, number = part_in(samples), sample
+    num_samples = len(samples if part is None else part.samples)
+    if not 0 <= number < num_samples:
+        raise ConfigError(f"--sample {number}: the data have samples 0 to {num_samples - 1}")
     if epoch < 0:
         raise ConfigError(f"--epoch {epoch}: epochs are counted from 0")
-    name = f"sample {sample}{_file_of(samples, sample)}, epoch {epoch}"
+    if part is not None:
+        sample = int(np.searchsorted(part.numbers, number))
+        if sample == len(part) or part.numbers[sample] != number:
+            return f"sample {number}: never trained on, because it is set apart by data.validation"
+    name = f"sample {number}{_file_of(samples, sample)}, epoch {epoch}"
     found = [
         each
         for start in starts
@@ -216,8 +229,9 @@ def _lines_of(micro: Micro, rank: int, loader: str, samples: Samples) -> Iterato
     part = f", part {micro.part}" if micro.part else ""
     yield f"rank {rank}, {loader}shard {micro.shard}{part}:"
     by_file: dict[str, list[int]] = {}
+    rest = part_in(samples)
     for sample in micro.indices:
-        by_file.setdefault(_file_of(samples, sample), []).append(sample)
+        by_file.setdefault(_file_of(samples, sample), []).append(sample if rest is None else int(rest.numbers[sample]))
     for file, numbers in by_file.items():
         yield f"    {' '.join(map(str, numbers))}{file}"
 

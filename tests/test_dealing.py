@@ -14,7 +14,8 @@ from ddp.config import Config, choose
 from ddp.data.orders import Checksum
 from ddp.data.sampler import TrainSampler, sampler_of
 from ddp.data.splits import Splits
-from ddp.dealing import check_dealing, dealing, sampler_for
+from ddp.data.validation import with_share
+from ddp.dealing import Noted, check_dealing, dealing, noted, sampler_for
 from ddp.errors import ConfigError
 from ddp.where import Start, place_of_sample, samples_of_step, starts_of
 
@@ -87,6 +88,28 @@ def test_both_answers_are_what_the_samplers_plan(config):
             )
             if config.data.skip_steps and not expected:
                 assert "left out, by data.skip_steps" in answer
+
+
+def test_samples_that_are_set_apart_are_never_read_and_the_others_keep_their_numbers():
+    config, splits = config_of(validation=0.2), with_share(SPLITS, 0.2, seed=0)
+    start = Start(config, splits)
+    answers = {sample: place_of_sample([start], sample, 0) for sample in range(40)}
+    held_out = {sample for sample, answer in answers.items() if answer.endswith("it is set apart by data.validation")}
+    assert held_out == {index for index, _ in splits.validation} and len(held_out) == 8
+    for sample in set(range(40)) - held_out:
+        file = "abcd"[int(np.searchsorted(np.cumsum(Named.file_sizes), sample, side="right"))]
+        assert answers[sample].startswith(f"sample {sample}  in {file}.tar, epoch 0: step ")
+        step = int(answers[sample].split("step ")[1].split(",")[0])
+        lines = [line for line in samples_of_step([start], step).splitlines() if line.endswith(f"in {file}.tar")]
+        assert str(sample) in " ".join(lines).split()
+    with pytest.raises(ConfigError, match="the data have samples 0 to 39"):
+        place_of_sample([start], 40, 0)
+    own = config_of(validation=0.2)
+    own.data = choose("data", "mine:make", validation=0.2)
+    facts = noted(own, splits.train)
+    assert facts is not None and facts["num_samples"] == 40
+    stand_ins = with_share(Splits(train=Noted(facts), test=()), 0.2, seed=0)
+    assert {sample: place_of_sample([Start(config, stand_ins)], sample, 0) for sample in range(40)} == answers
 
 
 def test_each_start_of_a_run_answers_for_its_own_steps():

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ class Files:
 
     Attributes:
         path, test_path: of the training and the held-out files.
+        validation_path: of those that are held out to choose by; None: there are none.
         index_dir: folder with their indexes.
         cache_dir: folder on this host into which remote files are copied; None: they are streamed.
         build: whether missing indexes are made; only one process of a host does so.
@@ -51,16 +53,24 @@ class Files:
 
     path: str
     test_path: str
+    validation_path: str | None = None
     index_dir: str | Path
     cache_dir: str | Path | None = None
     build: bool = True
 
     def sides(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """Returns the addresses of both sides, with the other arguments of `FileSet`."""
-        if self.path == self.test_path:
-            raise ConfigError(f"path and test_path are both {self.path}: held-out samples must be others")
+        """Returns the addresses of each side, with the other arguments of `FileSet`: train, test, and validation."""
+        given = self.named()
+        for (name, path), (other, same) in combinations(given.items(), 2):
+            if path == same:
+                raise ConfigError(f"{name} and {other} are both {path}: held-out samples must be others")
         options = {"index_dir": self.index_dir, "build": self.build, "storage": Storage(cache_dir=self.cache_dir)}
-        return (self.path, options), (self.test_path, options)
+        return tuple((path, options) for path in given.values())
+
+    def named(self) -> dict[str, str]:
+        """Returns the addresses of each side under the name of its setting."""
+        given = {"path": self.path, "test_path": self.test_path, "validation_path": self.validation_path}
+        return {name: path for name, path in given.items() if path is not None}
 
 
 def load_tar(files: Files, *, image_size: int, num_classes: int) -> Splits:
@@ -68,11 +78,14 @@ def load_tar(files: Files, *, image_size: int, num_classes: int) -> Splits:
     # A cache keeps what this decodes, before it is augmented.
     decoded = TarSamples(decode=ImageAndClass(transform=np.asarray, num_classes=num_classes))
     splits = _splits(files, decoded, sample_shape=(3, image_size, image_size), num_classes=num_classes)
-    train, test = (
-        Transformed(samples, OnInput(_Decoded(transform)))
-        for samples, transform in zip((splits.train, splits.test), folder_transforms(image_size), strict=True)
+    of_train, of_test = (OnInput(_Decoded(transform)) for transform in folder_transforms(image_size))
+    return replace(
+        splits,
+        train=Transformed(splits.train, of_train),
+        test=Transformed(splits.test, of_test),
+        validation=None if splits.validation is None else Transformed(splits.validation, of_test),
+        unaugmented=Transformed(splits.train, of_test),
     )
-    return replace(splits, train=train, test=test)
 
 
 class _Decoded:
@@ -98,21 +111,33 @@ def load_lines(
 
 def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> Splits:
     """Returns windows of tokens."""
-    train, test = (
+    sides = [
         TokenSet(path, context=context, dtype=dtype, vocab_size=vocab_size, **options)
         for path, options in files.sides()
-    )
-    _check_apart(files, train, test)
-    return Splits(
-        train=train, test=test, sample_shape=(context,), num_classes=vocab_size, name=_name(files, train, test)
-    )
+    ]
+    return _of_sides(files, sides, sample_shape=(context,), num_classes=vocab_size)
 
 
 def _splits(files: Files, format: Format, *, sample_shape: tuple[int, ...] | None, num_classes: int | None) -> Splits:
-    train, test = (FileSet(path, format, **options) for path, options in files.sides())
-    _check_apart(files, train, test)
-    shape = _shape_of(train) if sample_shape is None else sample_shape
-    return Splits(train=train, test=test, sample_shape=shape, num_classes=num_classes, name=_name(files, train, test))
+    sides = [FileSet(path, format, **options) for path, options in files.sides()]
+    return _of_sides(files, sides, sample_shape=sample_shape, num_classes=num_classes)
+
+
+def _of_sides(
+    files: Files, sides: Sequence[FileSet], *, sample_shape: tuple[int, ...] | None, num_classes: int | None
+) -> Splits:
+    """Returns the splits of train, test and, if there is one, validation."""
+    _check_apart(files, sides)
+    train, test, validation = (*sides, None)[:3]
+    assert train is not None and test is not None
+    return Splits(
+        train=train,
+        test=test,
+        validation=validation,
+        sample_shape=_shape_of(train) if sample_shape is None else sample_shape,
+        num_classes=num_classes,
+        name=_name(files, sides),
+    )
 
 
 def _shape_of(train: FileSet) -> tuple[int, ...]:
@@ -123,25 +148,27 @@ def _shape_of(train: FileSet) -> tuple[int, ...]:
     return tuple(train[min(_NUM_TRIED, len(train)) - 1][0].shape)
 
 
-def _check_apart(files: Files, train: FileSet, test: FileSet) -> None:
-    """Checks that no file is on both sides, also under another name.
+def _check_apart(files: Files, sides: Sequence[FileSet]) -> None:
+    """Checks that no file is on two sides, also under another name.
 
     Raises:
         ConfigError: one is.
     """
     if not files.build:  # the process that builds has compared them
         return
-    known = {identity_of(address): address for address in train.addresses}
-    for address in test.addresses:
-        if (name := known.get(identity_of(address))) is not None:
-            also = "" if name == address else f", there as {name}"
+    known: dict[Any, tuple[str, str]] = {}
+    for (name, path), side in zip(files.named().items(), sides, strict=True):
+        mine = {identity_of(address): address for address in side.addresses}
+        for identity in mine.keys() & known.keys():
+            where, other = known[identity]
+            also = "" if other == mine[identity] else f", there as {other}"
             raise ConfigError(
-                f"{address} belongs to test_path={files.test_path} and to path={files.path}{also}: held-out samples "
-                "must be others"
+                f"{mine[identity]} belongs to {name}={path} and to {where}{also}: held-out samples must be others"
             )
+        known |= {identity: (f"{name}={path}", address) for identity, address in mine.items()}
 
 
-def _name(files: Files, *sets: FileSet) -> str:
+def _name(files: Files, sides: Sequence[FileSet]) -> str:
     """Returns the files in words, so that hosts can compare what they have."""
-    sizes = [f"{np.sum(each.file_sizes):,} samples in {len(each.addresses):,} files" for each in sets]
-    return f"{files.path} ({sizes[0]}), {files.test_path} ({sizes[1]})"
+    sizes = [f"{np.sum(each.file_sizes):,} samples in {len(each.addresses):,} files" for each in sides]
+    return ", ".join(f"{path} ({size})" for path, size in zip(files.named().values(), sizes, strict=True))

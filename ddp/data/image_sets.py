@@ -17,6 +17,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def load_cifar10(root: str | Path, *, download: bool = False) -> Splits:
         train, test = (torchvision().datasets.CIFAR10(root, train=side, download=download) for side in (True, False))
     transforms = torchvision().transforms
     shift_and_mirror = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    unaugmented = copy(train)  # of the same pixels
     train.transform = transforms.Compose([*shift_and_mirror, *_to_normalised(_CIFAR10_STATISTICS)])
+    unaugmented.transform = transforms.Compose(_to_normalised(_CIFAR10_STATISTICS))
     pixels = torch.from_numpy(test.data).permute(0, 3, 1, 2).contiguous()  # [n, 3, 32, 32] uint8
     classes = torch.tensor(test.targets, device="cpu")
     return Splits(
@@ -82,6 +85,7 @@ def load_cifar10(root: str | Path, *, download: bool = False) -> Splits:
         sample_shape=(3, 32, 32),
         num_classes=10,
         name="CIFAR-10",
+        unaugmented=unaugmented,
     )
 
 
@@ -112,6 +116,7 @@ def load_folder(root: str | Path, *, index_dir: str | Path, image_size: int = 22
         sample_shape=(3, image_size, image_size),
         num_classes=len(train.classes),
         name=f"images under {root}",
+        unaugmented=Transformed(train, OnInput(of_test)),
     )
 
 

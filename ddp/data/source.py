@@ -171,8 +171,10 @@ def whole_splits(found: Any, *, name: str) -> Splits:
             f"returned an object of type {type(found).__name__}; return a pair (train, test), or "
             "ddp.Splits(train=…, test=…)"
         )
-    train, test = source_of(found.train, what="train"), source_of(found.test, what="test")
-    for side, source in (("train", train), ("test", test)):
+    parts = {"train": found.train, "test": found.test, "validation": found.validation}
+    sides = {side: source_of(data, what=side) for side, data in parts.items() if data is not None}
+    train, test, validation = sides["train"], sides["test"], sides.get("validation")
+    for side, source in sides.items():
         if isinstance(source.samples, Tensor):  # such as the inputs of (inputs, targets)
             raise ConfigError(f"{side} is a Tensor; give a pair of tensors (inputs, targets), or a data set")
         if not len(source.samples):
@@ -180,8 +182,9 @@ def whole_splits(found: Any, *, name: str) -> Splits:
         if source.processes:
             given = ", ".join(source.processes)
             raise ConfigError(f"{side} is a DataLoader with {given}, which are for ddp.fit only: give its data set")
-    if found.collate is None and train.collate is not test.collate:
-        raise ConfigError("train and test have different collate functions; give both in ddp.Splits(…, collate=…)")
+    if found.collate is None and len({source.collate for source in sides.values()}) > 1:
+        names = " and ".join(sides)
+        raise ConfigError(f"{names} have different collate functions; give both in ddp.Splits(…, collate=…)")
     return Splits(
         train=train.samples,
         test=test.samples,
@@ -189,6 +192,8 @@ def whole_splits(found: Any, *, name: str) -> Splits:
         num_classes=found.num_classes if found.num_classes is not None else _num_classes(train.samples, test.samples),
         name=found.name or f"{name}{_digest(train.samples, test.samples)}",
         collate=found.collate or train.collate,
+        validation=None if validation is None else validation.samples,
+        unaugmented=found.unaugmented,
     )
 
 

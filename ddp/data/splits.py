@@ -39,12 +39,14 @@ class Splits:
     """A data set, cut into the samples to train on and those that are held out.
 
     Attributes:
-        train, test: the samples; no sample is in both. Images come as (image [channels, height, width] float32, class),
+        train, validation, test: the samples; none is in two of them. Without a validation set, whatever chooses (the
+            best checkpoint, say) goes by the test set. Images come as (image [channels, height, width] float32, class),
             text as (bytes [context], the same bytes one position later [context]), both int64.
         sample_shape: shape of one input; None: unknown.
         num_classes: targets are 0 … num_classes − 1. For text, the size of the vocabulary. None: unknown, or none.
         name: the data in words, with version or digest, so that hosts can compare what they have.
         collate: makes a batch of samples; None for torch's `default_collate`.
+        unaugmented: the training samples as test samples are transformed; None: `train` is transformed like that.
     """
 
     train: Samples
@@ -53,6 +55,8 @@ class Splits:
     num_classes: int | None = None
     name: str = ""
     collate: Collate | None = None
+    validation: Samples | None = None
+    unaugmented: Samples | None = None
 
 
 class TensorSet(WholeBatches):

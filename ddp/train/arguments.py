@@ -3,7 +3,7 @@
 A mistake is one sentence, before the first step. What differs between ranks is refused, too: every rank would go on
 with its own, and the replicas would drift apart.
 
-Read before: `loop.py`, `report.py`. Read next: `trial.py`.
+Read before: `loop.py`, `held_out.py`, `report.py`. Read next: `trial.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ddp.collectives.catalog import own_schedules
 from ddp.comm import checks
@@ -30,10 +29,11 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import device_of, init
 from ddp.comm.wire_format import WireName
 from ddp.data.cache import cached
-from ddp.data.loader import Collate, WholeBatches
+from ddp.data.loader import WholeBatches
 from ddp.data.orders import Order
 from ddp.data.sampler import TrainSampler
-from ddp.data.source import Source, fingerprint, source_of
+from ddp.data.source import Source, fingerprint
+from ddp.data.validation import part_in
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import CheckpointError, ConfigError
@@ -63,7 +63,7 @@ ELSEWHERE = {
     **dict.fromkeys(("loss_fn", "loss_function", "criterion", "task"), "loss"),
     **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs"), "epochs"),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
-    **dict.fromkeys(("val_data", "valid_data", "validation_data", "eval_data"), "test_data"),
+    **dict.fromkeys(("val_data", "valid_data", "eval_data", "validation_split", "validation"), "validation_data"),
     **dict.fromkeys(("num_workers", "workers"), "loader_workers"),
     **dict.fromkeys(("grad_clip", "max_grad_norm", "max_norm", "gradient_clip_val"), "clip_norm"),
     **dict.fromkeys(("shuffle", "sampler", "class_weight", "sample_weight"), "order"),
@@ -256,33 +256,20 @@ def check_callbacks(callbacks: Any, *, is_evaluated: bool) -> None:
     if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
         raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
     if not is_evaluated and any(isinstance(each, EarlyStopping) for each in callbacks):
-        raise ConfigError("EarlyStopping goes by evaluations: give test_data")
-
-
-def held_out_source(source: Source, test_data: Any, collate: Collate | None) -> Source | None:
-    """Returns the held-out samples, which are read as the training samples are, unless they are in a DataLoader.
-
-    Raises:
-        ConfigError: there are none, or they cannot be had by index.
-    """
-    if test_data is None:
-        return None
-    test = source_of(test_data, what="test_data", collate=collate)
-    if not len(test.samples):
-        raise ConfigError("test_data has 0 samples; check its path and its split, or leave it out")
-    if isinstance(test_data, DataLoader):
-        return test
-    return test._replace(
-        collate=test.collate or source.collate, num_workers=source.num_workers, processes=source.processes
-    )
+        raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
 
 
 def order_of(order: Order | None, source: Source) -> Order | None:
     """Returns the order that the user gives, or that their DataLoader stands for; None for the usual one.
 
     Raises:
-        ConfigError: there are both.
+        ConfigError: there are both, or the order is one of samples that are set apart, too.
     """
+    if order is not None and (part := part_in(source.samples)) is not None and order.num_samples == len(part.samples):
+        raise ConfigError(
+            f"order={order.in_words()}: has places for the samples that are set apart for validation, too; give "
+            "validation_data a data set of its own"
+        )
     if order is not None and source.order is not None:
         raise ConfigError(
             f"order={order.in_words()}: the sampler of the DataLoader chooses samples, too; leave one of them out"
@@ -319,7 +306,7 @@ def schedules_of(
     optimizer: Optimizer,
     *,
     task: Task,
-    is_tested: bool,
+    is_evaluated: bool,
 ) -> tuple[RateSchedule | None, TorchSchedule | None]:
     """Returns the schedule as one of ours, or as one of torch's.
 
@@ -334,8 +321,8 @@ def schedules_of(
     if isinstance(schedule, LRScheduler):
         scheduler = TorchSchedule(schedule, every=every, optimizer=optimizer)
         wanted = "max" if task.higher_is_better else "min"
-        if scheduler.needs_metric and not is_tested:
-            raise ConfigError(f"schedule={scheduler.name} reads a metric: give test_data")
+        if scheduler.needs_metric and not is_evaluated:
+            raise ConfigError(f"schedule={scheduler.name} reads a metric: give validation_data, or test_data")
         if scheduler.needs_metric and scheduler.mode != wanted:
             raise ConfigError(
                 f"schedule={scheduler.name} with mode={scheduler.mode!r}: it reads {task.main_metric}, so make it with "
@@ -401,10 +388,12 @@ def _named(schedule: RateSchedule | LRScheduler | None) -> str:
     return "None" if schedule is None else f"{[schedule(step, 1000) for step in (0, 10, 500, 999)]}"
 
 
-def refuse_disagreement(comm: Communicator, arguments: Mapping[str, Any], source: Source, test: Source | None) -> None:
+def refuse_disagreement(
+    comm: Communicator, arguments: Mapping[str, Any], source: Source, held_out: Mapping[str, Source]
+) -> None:
     """Raises ConfigError, on every rank, if ranks were given different arguments; warns of different samples."""
-    length = None if source.is_stream else len(source.samples)
-    lengths = {"len(data)": length, "len(test_data)": None if test is None else len(test.samples)}
+    lengths = {"len(data)": None if source.is_stream else len(source.samples)}
+    lengths |= {f"len({name})": len(each.samples) for name, each in held_out.items()}
     everyone = all_gather_object(comm, flat({**arguments, **lengths, "own schedules": sorted(own_schedules())}))
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name) for theirs in everyone]
@@ -415,8 +404,8 @@ def refuse_disagreement(comm: Communicator, arguments: Mapping[str, Any], source
     if comm.world_size > 1:
         if not source.is_stream:
             _warn_of_other_samples(comm, source, what="data")
-        if test is not None:
-            _warn_of_other_samples(comm, test, what="test_data")
+        for name, each in held_out.items():
+            _warn_of_other_samples(comm, each, what=name)
 
 
 def _warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> None:

@@ -98,7 +98,7 @@ class NoiseMeter(Callback):
 
 
 class MetricsFile(Callback):
-    """Appends to metrics.jsonl on rank 0: one object per logged step, and one per evaluation.
+    """Appends to metrics.jsonl on rank 0: one object per logged step, per evaluation, and per report of the test set.
 
     A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again.
     """
@@ -133,13 +133,20 @@ class MetricsFile(Callback):
         )
 
     def evaluated(self, state: TrainState) -> None:
-        where = {"step": state.step, "samples": state.sampler.position, "epoch": state.epoch}
-        self._append(state, {"kind": "evaluation", **where, **state.evaluation})
+        self._append(state, {"kind": "evaluation", **_where(state), **state.evaluation})
+
+    def fit_end(self, state: TrainState) -> None:
+        if reported := state.reported:
+            self._append(state, {"kind": "report", **_where(state), **reported})
 
     def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
         if state.comm.rank == 0:
             with to_append(self._path) as file:
                 file.write(json.dumps({key: value for key, value in entry.items() if value is not None}) + "\n")
+
+
+def _where(state: TrainState) -> dict[str, int]:
+    return {"step": state.step, "samples": state.sampler.position, "epoch": state.epoch}
 
 
 def _step_of(line: str) -> float:

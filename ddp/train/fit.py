@@ -56,7 +56,6 @@ from ddp.train.arguments import (
     NEEDED,
     check_callbacks,
     check_numbers,
-    held_out_source,
     idle_notes,
     master_weights,
     not_one_of,
@@ -74,12 +73,12 @@ from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMet
 from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.data_checks import EpochCheck
-from ddp.train.evaluate import evaluate
 from ddp.train.given_back import gives_back
+from ddp.train.held_out import Evaluator, held_out_of, note_of_choice
 from ddp.train.kept import Kept
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar, StopNote
-from ddp.train.report import draw_curves, summary_of, write_summary
+from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.stored_checkpoint import resume_from, steps
@@ -102,6 +101,7 @@ def fit(
     global_batch: int | BatchWarmup | TokenBudget = NEEDED,
     epochs: int | None = None,
     max_steps: int | None = None,
+    validation_data: Any = None,
     test_data: Any = None,
     evaluate_every_epochs: int | None = 1,
     evaluate_every_steps: int | None = None,
@@ -171,7 +171,11 @@ def fit(
         global_batch: samples per optimizer step of all ranks together, any number from the world size up; a
             `ddp.BatchWarmup`, which lets it grow; or a `ddp.data.TokenBudget`, for samples of unequal lengths.
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
-        test_data: held-out samples, as `data`; without them nothing is evaluated and no checkpoint is the best.
+        validation_data: held-out samples that the run chooses by (the best checkpoint, ReduceLROnPlateau,
+            `ddp.EarlyStopping`): a data set, as `data`; or a share of the training samples, such as 0.1, which the seed
+            chooses. Those are set apart, and keep the transforms that they have in `data`, random ones included.
+        test_data: held-out samples for the report at the end. Without validation_data the run evaluates them meanwhile
+            and chooses by them. Without both nothing is evaluated, and no checkpoint is the best.
         evaluate_every_epochs, evaluate_every_steps: when to evaluate, besides at the end.
         evaluation_batch: samples per rank in one forward of an evaluation.
         collate: makes a batch of a list of samples, in any nested form; None for the DataLoader's, or torch's default.
@@ -256,7 +260,7 @@ def fit(
         micro_size=micro_size,
         checkpoint_every_steps=checkpoint_every_steps,
     )
-    check_callbacks(callbacks, is_evaluated=test_data is not None)
+    check_callbacks(callbacks, is_evaluated=not (validation_data is test_data is None))
     for name, value in (("sharded", sharded), ("cache", cache), ("debug_data", debug_data), ("trial", trial)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be True or False")
@@ -282,10 +286,10 @@ def fit(
     # 1  what is given
     task = as_task(loss, reduction)
     source = source_of(data, what="data", collate=collate, num_workers=loader_workers, trains=True)
+    source, held_out = held_out_of(source, validation_data, test_data, collate=collate, seed=seed)
     order = order_of(order, source)
-    test = held_out_source(source, test_data, collate)
     replica = replica_of(model, optimizer, comm, sharded=sharded, wire=wire, hook=hook)
-    factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_tested=test is not None)
+    factor, scheduler = schedules_of(schedule, schedule_every, optimizer, task=task, is_evaluated=held_out.is_evaluated)
 
     # 2  the state
     shares: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size}
@@ -314,14 +318,15 @@ def fit(
         "evaluate_every_epochs": evaluate_every_epochs,
         "evaluate_every_steps": evaluate_every_steps,
         "schedule_every": schedule_every,
+        "chooses by": None if held_out.validation is None else "validation_data",
     }
     alike = {"max_unreadable": max_unreadable, "uneven": uneven, "cache": cache, "debug_data": debug_data}
-    refuse_disagreement(comm, {**arguments, **alike}, source, test)
+    refuse_disagreement(comm, {**arguments, **alike}, source, held_out.given())
     source = with_cache(source, comm) if cache else source
     loss_scale = LossScale() if precision == "fp16" else None
     masters = master_weights(replica, precision, watched=bool(callbacks))
     state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
-    state.main_metric, state.higher_is_better = f"test_{task.main_metric}", task.higher_is_better
+    state.main_metric, state.higher_is_better = f"{held_out.chooser}_{task.main_metric}", task.higher_is_better
     identity = run_identity(comm, replica, arguments if settings is None else settings)
     beside = Kept(replica, task, callbacks, saves=checkpoint_dir is not None, schedule=factor)
     try:
@@ -369,9 +374,7 @@ def fit(
         last.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs, if_long=if_long))
     if stop_on_signals:
         watching.append(StopNote(run_dir))
-    evaluation = None
-    if test is not None:
-        evaluation = partial(_evaluated, test, task=task, batch_size=evaluation_batch, precision=precision, stop=stop)
+    evaluator = Evaluator(held_out, task, batch_size=evaluation_batch, precision=precision, stop=stop)
     start_s = now_s()
     with contextlib.ExitStack() as until_end:
         if store is not None:  # before a callback changes a file there
@@ -392,7 +395,8 @@ def fit(
                 debug_data=debug_data,
                 uneven=uneven,
                 max_unreadable=max_unreadable,
-                evaluation=evaluation,
+                evaluation=evaluator.choosing if held_out.is_evaluated else None,
+                report=evaluator.reported if held_out.is_reported else None,
                 evaluate_every_epochs=evaluate_every_epochs,
                 evaluate_every_steps=evaluate_every_steps,
                 callbacks=[*watching, *callbacks, *last],
@@ -406,6 +410,8 @@ def fit(
 
     # 4  the results
     state.update.finish()
+    if note := note_of_choice(state, held_out, callbacks, saves=run_dir is not None):
+        _say(comm, note, progress=progress)
     if known := noise.scale.estimate():
         _say(comm, known.in_words(), progress=progress)
     if (kept := cache_of(source.samples)) is not None:
@@ -499,15 +505,6 @@ def _notes(
     return notes
 
 
-def _evaluated(
-    test: Source, state: TrainState, *, task: Task, batch_size: int, precision: Precision, stop: StopFlag
-) -> dict[str, float] | None:
-    """Returns the metrics of the held-out samples, or None if a rank wants to stop."""
-    return evaluate(
-        state.model, test, loss=task, batch_size=batch_size, precision=precision, stop=stop, comm=state.comm
-    )
-
-
 def _take(store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
     """Keeps other processes from writing into the folder. On rank 0 only."""
     until_end.callback(store.hold().close)
@@ -518,7 +515,7 @@ def _finish(run_dir: Path, summary: dict[str, Any], *, curves: bool) -> None:
     path = run_dir / "summary.json"
     if not summary["samples_per_s"] and path.exists():  # nothing was left to train: keep the figures of the training
         with contextlib.suppress(ValueError):
-            new = {key: value for key, value in summary.items() if key.startswith("test_") or key == "stopped_by"}
+            new = {key: value for key, value in summary.items() if is_metric(key) or key == "stopped_by"}
             summary = {**json_object(read_own(path)), **new}
     write_summary(run_dir, summary)
     if curves:

@@ -24,6 +24,7 @@ from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.data_checks import EqualBatches
+from ddp.train.early_stopping import EARLY
 from ddp.train.first_look import FirstLook
 from ddp.train.state import TrainState, limits_of
 from ddp.train.step import StepRules, train_step
@@ -48,6 +49,7 @@ def train_loop(
     uneven: Uneven = "join",
     max_unreadable: int = 0,
     evaluation: Evaluation | None = None,
+    report: Evaluation | None = None,
     evaluate_every_epochs: int | None = 1,
     evaluate_every_steps: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -64,6 +66,7 @@ def train_loop(
                 if any rank wants to stop: leave
                 if it is time: evaluate
         evaluate, unless that was done after the last step
+        evaluate once more for the report, if there are samples for it alone
 
     Args:
         state: model, optimizer, sampler and step; the sampler's seed is that of every random stream.
@@ -76,8 +79,9 @@ def train_loop(
         uneven: what happens where the stream of one rank ends before that of another.
         max_unreadable: most samples that a rank leaves out because they cannot be read.
         debug_data: refuses ranks or loader processes that begin with equal batches.
-        evaluation: returns the held-out metrics; collective, called on all ranks after the same step. It returns None
-            if the ranks gave it up because one of them wants to stop.
+        evaluation: returns the held-out metrics by name, `state.main_metric` among them; collective, called on all
+            ranks after the same step. It returns None if the ranks gave it up because one of them wants to stop.
+        report: the same for what is evaluated once, at the end of the run, and chooses nothing.
         callbacks: run at the six moments of `callbacks.py`, in this order.
         stop: this rank's wish to stop. It is the caller's: a flag that is still set stops the next call, too.
 
@@ -114,25 +118,27 @@ def train_loop(
     try:
         _start(state, callbacks)
         if evaluation and _was_stopped_before_evaluating(state, evaluate_every_epochs, evaluate_every_steps):
-            _evaluate(state, task, evaluation, callbacks, stop)
+            _evaluate(state, evaluation, callbacks, stop)
         while state.step < num_steps and not state.stopped_by and (epochs is None or state.epoch < epochs):
             for plan, batches in feed.epoch():
                 running_step = state.step + 1
                 for callback in callbacks:
                     callback.step_start(state)
-                report, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(stop))
-                if report.num_ending:
-                    feed.ended(report.num_ending)
+                step, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(stop))
+                if step.num_ending:
+                    feed.ended(step.num_ending)
                 for callback in callbacks:
-                    callback.step_end(state, report)
+                    callback.step_end(state, step)
                 if someone_stops:
                     state.stopped_by = _agreed_reason(state, stop)
                 elif evaluation and _is_time(state, evaluate_every_epochs, evaluate_every_steps):
-                    _evaluate(state, task, evaluation, callbacks, stop)
+                    _evaluate(state, evaluation, callbacks, stop)
                 if state.step >= num_steps or state.stopped_by:
                     break
         if evaluation and not state.stopped_by and state.evaluated_at != state.step:
-            _evaluate(state, task, evaluation, callbacks, stop)
+            _evaluate(state, evaluation, callbacks, stop)
+        if report and state.stopped_by in ("", EARLY):  # a run that a signal has stopped will go on
+            state.evaluation |= _measured(state, report, callbacks, stop) or {}
         if max_unreadable:
             state.unreadable = set[int]().union(*all_gather_object(state.comm, state.unreadable))
         for callback in callbacks:
@@ -231,26 +237,30 @@ def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | Non
     return every_steps is not None and state.step % every_steps == 0
 
 
-def _evaluate(
-    state: TrainState,
-    task: Task,
-    evaluation: Evaluation,
-    callbacks: Sequence[Callback],
-    stop: StopFlag,
-) -> None:
+def _evaluate(state: TrainState, evaluation: Evaluation, callbacks: Sequence[Callback], stop: StopFlag) -> None:
+    """Evaluates, and tells whatever goes by the metrics."""
+    metrics = _measured(state, evaluation, callbacks, stop)
+    if metrics is None:
+        return
+    state.evaluation, state.evaluated_at = metrics, state.step
+    log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    if state.schedule is not None:
+        state.schedule.evaluated(metrics[state.main_metric])
+    for callback in callbacks:
+        callback.evaluated(state)
+
+
+def _measured(
+    state: TrainState, evaluation: Evaluation, callbacks: Sequence[Callback], stop: StopFlag
+) -> dict[str, float] | None:
+    """Returns the metrics with the weights that callbacks evaluate; None if the ranks have agreed to stop instead."""
     with ExitStack() as contexts:
         for callback in callbacks:
             contexts.enter_context(callback.evaluating(state))
         metrics = evaluation(state)
     if metrics is None:
         state.stopped_by = _agreed_reason(state, stop)
-    else:
-        state.evaluation, state.evaluated_at = {f"test_{name}": value for name, value in metrics.items()}, state.step
-        log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-        if state.schedule is not None:
-            state.schedule.evaluated(metrics[task.main_metric])
-        for callback in callbacks:
-            callback.evaluated(state)
+    return metrics
 
 
 def _agreed_reason(state: TrainState, stop: StopFlag) -> str:

@@ -90,9 +90,16 @@ class ProgressBar(Callback):
             print(line, flush=True)
 
     def exception(self, state: TrainState, error: BaseException) -> None:
-        self.fit_end(state)
+        self._end()
 
     def fit_end(self, state: TrainState) -> None:
+        self._end()
+        if state.comm.rank == 0 and state.reported:
+            print(
+                f"at the end  {'  '.join(f'{name} {value:.4f}' for name, value in state.reported.items())}", flush=True
+            )
+
+    def _end(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

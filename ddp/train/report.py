@@ -97,9 +97,10 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
     left, right = figure.subplots(1, 2)
     losses = [max(e["train_loss"], LOWEST_LOSS_SHOWN) for e in steps]
     left.plot([e["step"] for e in steps], losses, lw=1, label="train")
-    held_out = [(e["step"], e["test_loss"]) for e in evaluations if "test_loss" in e]
+    side, _, metric = main_metric.partition("_")
+    held_out = [(e["step"], e[f"{side}_loss"]) for e in evaluations if f"{side}_loss" in e]
     if held_out:
-        left.plot(*zip(*held_out, strict=True), "o-", ms=3, label="held out")
+        left.plot(*zip(*held_out, strict=True), "o-", ms=3, label="held out" if side == "test" else side)
     left.set(title="loss", xlabel="step")
     losses += [loss for _, loss in held_out]
     if losses and max(losses) >= 10 * min(losses):  # within a decade a logarithmic axis would have one label or two
@@ -112,6 +113,8 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
     name = main_metric.replace("_", " ")
     if points:
         right.plot(*zip(*points, strict=True), "o-", ms=3, color="tab:green", label=f"{name}: {points[-1][1]:.4f}")
+    if side != "test" and (reported := summary.get(f"test_{metric}")) is not None:
+        right.axhline(reported, ls=":", lw=1, color="tab:red", label=f"test {words_of(metric)}: {reported:.4f}")
     for number, (key, value) in enumerate(item for item in summary.items() if item[0].startswith("yardstick_")):
         right.axhline(value, ls="--", lw=1, color=f"C{number + 4}", label=f"{words_of(key)}: {value:.2f}")
     right.set(title=name, xlabel="step")
@@ -134,7 +137,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     table.add_column(justify="right", style="bold")
     table.add_column()
     for key, value in summary.items():
-        if key.startswith(("test_", "yardstick_")):
+        if is_metric(key) or key.startswith("yardstick_"):
             table.add_row(words_of(key), metric_in_words(key, value))
     workers = f"{counted(summary['world_size'], 'worker')} × {counted(summary['threads_per_worker'], 'thread')}"
     rate = f"{summary['samples_per_s']:,.0f}" if summary["samples_per_s"] else "no step was left"
@@ -157,11 +160,16 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
+def is_metric(key: str) -> bool:
+    """Returns True for the name of a metric of held-out samples."""
+    return key.startswith(("validation_", "test_"))
+
+
 def metric_in_words(key: str, value: float | None) -> str:
     """Returns a metric as it is shown: an accuracy in percent."""
     if value is None:
         return ""
-    return f"{value:.2%}" if key == "test_accuracy" else f"{value:.4f}"
+    return f"{value:.2%}" if key in ("test_accuracy", "validation_accuracy") else f"{value:.4f}"
 
 
 def words_of(key: str) -> str:

@@ -34,7 +34,8 @@ class TrainState:
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
-        main_metric: the one of them that decides which checkpoint is the best; higher_is_better: in which direction.
+        main_metric: the one of them that everything goes by that chooses, such as which checkpoint is the best
+            (`held_out.py`); higher_is_better: in which direction.
         loss_scale: with precision="fp16".
         masters: with precision="bf16_pure".
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
@@ -75,6 +76,12 @@ class TrainState:
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups
         ]
+
+    @property
+    def reported(self) -> dict[str, float]:
+        """Returns the metrics of the latest evaluation that are for the report alone, because others choose."""
+        by = self.main_metric.partition("_")[0]
+        return {name: value for name, value in self.evaluation.items() if name.partition("_")[0] != by}
 
     @property
     def epochs_done(self) -> float:

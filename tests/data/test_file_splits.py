@@ -97,6 +97,28 @@ def test_settings_that_cannot_work(name, settings, words) -> None:
         validate(config)
 
 
+def test_a_validation_set_is_a_side_of_its_own(tmp_path: Path) -> None:
+    config = config_of(written(tmp_path), "tar", "tar", image_size=8, num_classes=3)
+    config.data.path = f"{tmp_path}/train-{{0..2}}.tar"  # type: ignore[attr-defined]
+    config.data.validation_path = f"{tmp_path}/train-3.tar"  # type: ignore[attr-defined]
+    splits = load_data(config, download=True)
+    assert [len(splits.train), len(splits.validation), len(splits.test)] == [9, 3, 6]  # type: ignore[arg-type]
+    for path in (config.data.path, config.data.test_path):  # type: ignore[attr-defined]
+        config.data.validation_path = path  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=r"path and validation_path are both .* held-out samples must be others"):
+            load_data(config)
+    config.data.validation_path = f"{tmp_path}/train-1.tar"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"train-1.tar belongs to validation_path=.* and to path="):
+        load_data(config, download=True)
+    config.data.validation_path, config.data.validation = None, 0.25  # type: ignore[attr-defined]
+    share = load_data(config, download=True)
+    assert [len(share.train), len(share.validation), len(share.test)] == [7, 2, 6]  # type: ignore[arg-type]
+    assert torch.equal(share.validation[0][0], share.validation[0][0])  # type: ignore[index]  # as test images are
+    config.data.validation_path = "other.tar"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"data.validation=0.25: contradicts data.validation_path=other.tar"):
+        validate(config)
+
+
 def test_held_out_files_are_others(tmp_path: Path) -> None:
     config = config_of(written(tmp_path), "csv", "csv", **COLUMNS)
     config.data.test_path = config.data.path  # type: ignore[attr-defined]

@@ -278,9 +278,7 @@ def test_power_sgd_turns_to_the_largest_directions() -> None:
     left, right = (torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q for _ in range(2))
     matrix = left @ torch.diag(0.5 ** torch.arange(60, dtype=torch.float64)) @ right
     best = (left[:, :2] * 0.5 ** torch.arange(2, dtype=torch.float64)) @ right[:2]
-    warm, cold = (
-        alone(PowerSGD(2, warm_start=warm, error_feedback=False), [matrix] * 20) for warm in (True, False)
-    )
+    warm, cold = (alone(PowerSGD(2, warm_start=warm, error_feedback=False), [matrix] * 20) for warm in (True, False))
     assert torch.allclose(warm[-1], best, atol=1e-8)
     assert (cold[-1] - best).norm() > 0.01
 

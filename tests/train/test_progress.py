@@ -44,7 +44,7 @@ class Run:
         )
         evaluation = {"test_loss": 0.4321, "test_accuracy": 0.9876}
         self.state: Any = SimpleNamespace(
-            comm=SimpleNamespace(rank=rank), step=0, evaluation=evaluation, train_loss=0.5
+            comm=SimpleNamespace(rank=rank), step=0, evaluation=evaluation, reported={}, train_loss=0.5
         )
         self.bar.fit_start(self.state)
 
