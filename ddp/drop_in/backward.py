@@ -30,9 +30,11 @@ from torch import Tensor
 
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
 from ddp.drop_in.comm_hook import CommHook
 from ddp.drop_in.in_backward import StepInBackward, StepsOfOthers, refusal
 from ddp.drop_in.sparse import reduce_sparse
+from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import Totals, Verdicts
@@ -52,11 +54,6 @@ class StaticGraph:
 
     times: Counter[int] | None = None
     never: frozenset[str] | None = None
-
-    def learn(self, ids: Iterable[int], ready: Iterable[Tensor]) -> None:
-        """Notes how often each of these parameters has got a gradient."""
-        self.times = Counter(dict.fromkeys(ids, 0))
-        self.times.update(map(id, ready))
 
     def learn_never(self, names: Iterable[str]) -> None:
         """Notes which parameters no rank has used."""
@@ -109,6 +106,7 @@ class TorchBackward(Backward):
         self._static: StaticGraph | None = None
         self._coming: frozenset[int] | None = None  # ids of the parameters that backward will reach, if that is known
         self._sparse_ready: set[int] = set()
+        self._is_first, self._changed = False, list[str]()  # of a static graph: it is learned now; what is not as then
 
     def begin(
         self, layout: Layout, step: int, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True
@@ -218,9 +216,21 @@ class TorchBackward(Backward):
 
     def finish(self) -> Totals:
         static = self._static
-        if static is not None and self._has_samples and static.times is None:
-            static.learn(self.layout.index_of, self._ready_so_far())
+        if static is not None and self._has_samples:
+            times = Counter(self._sparse_ready) + Counter(map(id, self._ready_so_far()))
+            if static.times is None:
+                static.times, self._is_first = times, True
+            self._changed = [
+                f"{slot.name} ({slot.index}) got {times[each]} gradients, and {static.times[each]} in the first step"
+                for each, slot in self.layout.slot_of.items()
+                if times[each] != static.times[each]
+            ]
         return super().finish()
+
+    def _has_unused(self, missing: Sequence[Slot]) -> bool:
+        if self._static is None or self._is_first:
+            return super()._has_unused(missing)
+        return bool(self._changed)  # what is missing as in the first step is known
 
     def _settle_totals(self) -> Totals:
         """Hooks have taken means over the ranks; where totals ride along, they become means over the global count."""
@@ -239,6 +249,8 @@ class TorchBackward(Backward):
                 if slot.parameter.grad is None and slot.view is not None:
                     slot.parameter.grad = slot.view
         super()._settle(missing, undefined, verdicts)
+        if self._static is not None and not (verdicts.has_unused or verdicts.has_undefined):
+            self._give_back(self._never())
         for slot in self.layout.sparse:
             reduce_sparse(self.comm, slot, divide_by=int(self._divide_by))
 
@@ -251,14 +263,31 @@ class TorchBackward(Backward):
             uses = greatest_uses(self.comm, slots, missing, undefined)
             if static.never is None:
                 static.learn_never(slot.name for slot in slots if uses[slot.index] is Use.NONE)
-        never = [slot for slot in slots if static.never is not None and slot.name in static.never]
-        if late := [slot.name for slot in never if slot not in missing]:
-            raise RuntimeError(
-                f"with static_graph=True every step must use the same parameters, but {', '.join(late)} got a gradient "
-                "now and none in the first step: pass find_unused_parameters=True instead"
-            )
-        return [slot for slot in slots if uses[slot.index] is not Use.GRADIENT] if uses else never
+        return [slot for slot in slots if uses[slot.index] is not Use.GRADIENT] if uses else self._never()
+
+    def _never(self) -> list[Slot]:
+        """Returns the slots of a static graph that no rank uses."""
+        never = None if self._static is None else self._static.never
+        return [slot for slot in self.layout.slots if slot.name in never and slot in self._kept] if never else []
 
     def _complain(self, missing: Sequence[Slot] | None) -> None:
-        if not self._wishes.finds_unused and self._static is None:
+        """Records the error about unused parameters, or raises the one about a static graph that has changed."""
+        if self._static is not None:
+            check_static(self.comm, self._changed)
+        elif not self._wishes.finds_unused:
             super()._complain(missing)
+
+
+def check_static(comm: Communicator, changed: Sequence[str]) -> None:
+    """Raises UnusedParameters, on every rank, if the graph of any rank is another one than in the first step.
+
+    Args:
+        changed: this rank's parameters whose gradients are, in words.
+    """
+    everyone = all_gather_object(comm, list(changed))
+    if any(everyone):
+        lines = [f"  rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(everyone)]
+        raise UnusedParameters(
+            "Your training graph has changed in this iteration. With static_graph=True every step must use the same "
+            "parameters equally often:\n" + "\n".join(lines) + "\nPass find_unused_parameters=True instead"
+        )

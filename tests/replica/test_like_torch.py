@@ -740,11 +740,15 @@ def replicas_that_are_gone_leave_nothing_behind(comm: ddp.Communicator) -> None:
 
 
 def static_graphs_that_are_not(comm: ddp.Communicator) -> None:
-    replica = ddp.DistributedDataParallel(Branches(), static_graph=True)
+    """A parameter more, one less, and one less on one rank alone: all ranks say which."""
     x = torch.randn(3, 4)
-    replica(x, "left").sum().backward()
-    with pytest.raises(RuntimeError, match=r"right\.0\.weight.* got a gradient now and none in the first step"):
-        replica(x, "left right").sum().backward()
+    one, both_sides, all_ranks = "left", "left right", range(comm.world_size)
+    for first, then, mistaken in ((one, both_sides, all_ranks), (both_sides, one, all_ranks), (both_sides, one, [1])):
+        replica = ddp.DistributedDataParallel(Branches(), static_graph=True)
+        for _ in range(2):
+            replica(x, first).sum().backward()
+        with pytest.raises(UnusedParameters, match=r"graph has changed.*\n(.*\n)*  rank 1: right\.0\.weight \(2\) got"):
+            replica(x, then if comm.rank in mistaken else first).sum().backward()
     comm.barrier()
 
 

@@ -308,9 +308,7 @@ class Backward:
         """Makes the sum of all ranks' buckets, divided. Returns the work if it is still in flight."""
         if self._compression is not None:
             with self._waited.running():
-                return self._compression.reduce(
-                    bucket, self.comm, divide_by=divide_by, async_op=async_op, label=label
-                )
+                return self._compression.reduce(bucket, self.comm, divide_by=divide_by, async_op=async_op, label=label)
         return self._all_reduce(bucket.flat, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label)
 
     def _all_reduce(
@@ -366,7 +364,9 @@ class Backward:
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction.bucket)  # all of them first: filling shows which gradients are undefined
         undefined = set(self._undefined).difference(missing)
-        mine = Verdicts(bool(missing), bool(undefined), parts=self._parts()) if self._has_samples else Verdicts()
+        mine = Verdicts()
+        if self._has_samples:
+            mine = Verdicts(self._has_unused(missing), bool(undefined), parts=self._parts())
         mine.write(self.layout.verdicts)
         for reduction in self.reductions[self._num_launched :]:
             self._launch(reduction)
@@ -416,6 +416,10 @@ class Backward:
         """Returns the slots that backward has not reached since the last reduction, in the order of registration."""
         missing = [slot for reduction in self.reductions for slot in reduction.without_gradient()]
         return sorted(missing, key=lambda slot: slot.index)
+
+    def _has_unused(self, missing: Sequence[Slot]) -> bool:
+        """Returns True if the ranks must compare which parameters they have used."""
+        return bool(missing)
 
     def _keep(self, slot: Slot) -> None:
         """Keeps the gradient that a parameter had, before zeros or the mean are written over it."""

@@ -46,7 +46,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ddp.data.orders import Checksum, Order, Permutation
+from ddp.data.orders import Checksum, FirstOf, Order, Permutation
 from ddp.data.per_sample import length_of
 from ddp.data.permutation import Indices, indices
 from ddp.data.sharding import OwnSharding, dealt
@@ -431,6 +431,7 @@ def sampler_of(
     rank: int,
     world_size: int,
     num_shards: int | None,
+    drop_last: bool = False,
     **choices: Any,
 ) -> tuple[TrainSampler, str]:
     """Returns the sampler of a data set, and in words how its samples are dealt, if that is not as usual.
@@ -438,6 +439,7 @@ def sampler_of(
     Args:
         samples: the data set.
         order, sharding: as in `sharding.dealt`.
+        drop_last: an epoch ends with its last whole step.
         choices: the other arguments of `TrainSampler`.
 
     Raises:
@@ -448,6 +450,7 @@ def sampler_of(
         order = _only_order(len(samples) if order is None else order, global_batch)
     batch = global_batch if isinstance(global_batch, int) else None
     chosen, note = dealt(samples, order, sharding, num_shards=num_shards, batch=batch)
+    chosen = _whole_steps(chosen, batch) if drop_last else chosen
     sampler = TrainSampler(
         chosen, global_batch=global_batch, rank=rank, world_size=world_size, num_shards=num_shards, **choices
     )
@@ -475,6 +478,22 @@ def _only_order(order: Order | int, budget: TokenBudget) -> Order:
     if isinstance(order, int) and order != budget.num_samples:
         raise ConfigError(f"the budget has lengths of {budget.num_samples} samples, and the data have {order}")
     return budget
+
+
+def _whole_steps(order: Order, batch: int | None) -> Order:
+    """Returns the order without an incomplete last step.
+
+    Raises:
+        ConfigError: there is no whole step, or steps differ in size.
+    """
+    if batch is None:
+        raise ConfigError("drop_last of the DataLoader: needs a global_batch that does not change; leave it out")
+    if not (length := order.length // batch * batch):
+        raise ConfigError(
+            f"drop_last of the DataLoader: leaves no step, because an epoch has {order.length} samples, fewer than "
+            f"global_batch={batch}; leave it out"
+        )
+    return order if length == order.length else FirstOf(order, length)
 
 
 def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:
