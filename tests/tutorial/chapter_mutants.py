@@ -68,7 +68,9 @@ SAME = {  # what a line may become without being wrong, and why
 ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "check_fits(": "refuses another model",
     "check_optimizer(": "refuses another optimizer",
-    "_check_groups(": "refuses other groups",
+    "_groups_to_add(": "groups that callbacks had added, and other groups",
+    "state.rates = ": "rates that a callback has changed",
+    "requires_grad_(": "parameters that a callback had frozen or not",
     "group.update(": "another rate than that of the checkpoint",
     "changed": "warns of other settings",
     "evaluated_at": "checkpoints of the first version",
