@@ -2,7 +2,8 @@
 
 With a *function* as its entry point the engine's workers would import the parent's main module, and Hydra with it. So
 it starts a *command*. The engine passes on no environment of ours. So the command is `env NAME=VALUE … python`, which
-changes nothing in this process. Nothing that it or its workers open listens beyond this host: see `rendezvous.py`.
+changes nothing in this process. Every user of the host can read a command, so the secret of the launch goes through a
+private folder (`comm/secret.py`). Nothing that it or its workers open listens beyond this host: see `rendezvous.py`.
 `bootstrap.py` lets a worker import this very package, and nothing of the current folder.
 
 Read before: `run_folder.py`. Read next: `rendezvous.py`.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp import allocator
+from ddp.comm.secret import private_folder
 from ddp.failures import Failure
 from ddp.function_call import temporary_folder
 from ddp.train.stopping import stop_signals
@@ -47,14 +49,20 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
 
     from ddp.rendezvous import BACKEND, ON_LOOPBACK
 
-    # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
-    bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.worker"]
-    command = [*_environment(threads, ON_LOOPBACK), *bootstrap, "--parent", str(os.getpid()), *arguments]
-    command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
     signals = stop_signals()
     if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
         signals.append(signal.SIGQUIT)  # it ends the workers, too, but they save nothing
-    with temporary_folder("ddp-engine-") as folder, _unchanged_process(signals), _paused_together():
+    with (
+        temporary_folder("ddp-engine-") as folder,
+        private_folder() as private,
+        _unchanged_process(signals),
+        _paused_together(),
+    ):
+        # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
+        bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.worker"]
+        launch = ["--parent", str(os.getpid()), "--private", str(private)]
+        command = [*_environment(threads, ON_LOOPBACK), *bootstrap, *launch, *arguments]
+        command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
         engine = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -27,21 +27,26 @@ BACKEND = "ddp-one-host"
 
 
 class OneHost(RendezvousHandler):
-    """Answers torchrun's engine at once: one agent, and a store that the agent and its workers share."""
+    """Answers torchrun's engine at once: there is one agent, and a store for its workers."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Starts a store on a free port, because each attempt of the workers must find an empty one."""
+        """Starts a store on a free port, for torch.distributed where the workers' program begins it itself.
+
+        The engine does not use that one, and neither does `ddp.init`, because every user of this host reaches it.
+        """
         listening = socket.create_server((ADDRESS, 0))  # because TCPStore itself listens on all addresses
         port = listening.getsockname()[1]
-        store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, port))
+        self._served = TCPStore(
+            ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(ADDRESS, port))
 
     @property
     def use_agent_store(self) -> bool:
-        """Lets rank 0 connect to the agent's store, instead of starting another one."""
+        """Lets rank 0 connect to the store that is there, instead of starting another one."""
         return True
 
     def get_backend(self) -> str:

@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,16 +54,17 @@ def main() -> NoReturn:
     follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
 
     import torch
-    from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError
 
     from ddp.comm.call import Call
+    from ddp.comm.private_store import part_of
     from ddp.comm.rendezvous import open_store, rendezvous
     from ddp.comm.setup import ABORT_S, WARN_S
     from ddp.comm.watchdog import Watchdog
     from ddp.rendezvous import ON_LOOPBACK
 
     try:
-        job = PrefixStore("ddp.launcher", open_store(here, timeout=timedelta(seconds=ABORT_S)))
+        job = part_of(open_store(here, warn_s=WARN_S, abort_s=ABORT_S), "ddp.launcher")
         attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
         local_rank, local_workers = _on_this_host(here, attempt)
         if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
@@ -86,9 +86,9 @@ def main() -> NoReturn:
                 fetches = Call(0, f"rank {other} fetches the data of its host")
                 sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))
         watchdog.leave()
-    except (DistError, PeerLost) as error:
+    except (DistError, PeerLost, ConfigError) as error:
         print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        leave(1)
+        leave(2 if isinstance(error, ConfigError) else 1)
     if "error" in sent:  # the rank that found it has printed it
         if rank == 0:
             _wait_for_readers(attempt, num_readers=world_size - 1)

@@ -1,7 +1,7 @@
 """One worker process: its log, its parent, its work, and the report that it leaves when it fails.
 
-    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID RUN_DIR        train, as RUN_DIR/config.yaml says
-    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --call FILE    run a pickled function   (ddp.launch)
+    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --private DIR RUN_DIR    train as its config.yaml says
+    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --private DIR --call FILE    for ddp.launch
 
 The life of a worker:
 
@@ -39,6 +39,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from ddp.comm.secret import take_secret
 from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.errors import (
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ddp.worker")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="process id of the launcher")
+    parser.add_argument("--private", type=Path, required=True, help="the launch's private folder")
     parser.add_argument("--call", type=Path, help="a pickled function instead of a run directory")
     parser.add_argument("--timeout", type=float, help="seconds after which a call is given up")
     parser.add_argument("run_dir", type=Path, nargs="?")
@@ -80,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
     collect_later()
     keep_writing()
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
+    take_secret(options.private)
     if options.call is not None:
         return _call(options.call, rank=options.rank, timeout_s=options.timeout)
     import yaml

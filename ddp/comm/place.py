@@ -16,7 +16,7 @@ Slurm's variables are those of a job *step*, because a batch script, which is on
 Note "meeting". MASTER_ADDR and MASTER_PORT count before all else, if they are set. MPI itself tells its ranks no
 address before MPI_Init. On one host its ranks meet at a port that follows from the process which has started them all.
 
-Read before: `host_share.py`. Read next: `rendezvous.py`.
+Read before: `host_share.py`. Read next: `secret.py`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ def on_this_host(rank: int, world_size: int) -> tuple[int, int]:
         return rank, world_size
     local_rank = rank if found.local_rank is None else found.local_rank
     return local_rank, found.local_world_size or world_size
+
+
+def launcher_serves() -> bool:
+    """Returns True if torchrun's agent serves the store of its ranks, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_rank() -> bool:

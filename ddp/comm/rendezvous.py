@@ -2,7 +2,7 @@
 
 Used by `setup.py` before every session, and by `launcher.py` before every attempt under torchrun.
 
-Read before: `place.py`. Read next: `setup.py`.
+Read before: `proof.py`. Read next: `setup.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import socket
+import threading
 import time
 from datetime import timedelta
 
-from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ddp.clock import Patience
-from ddp.comm.place import Place
-from ddp.errors import PeerLost
+from ddp.comm.place import Place, launcher_serves
+from ddp.comm.private_store import Folder, part_of, sealed
+from ddp.comm.secret import VARIABLE, private_part, secret
+from ddp.errors import ConfigError, PeerLost
 from ddp.log import log
 
 LOOK_EVERY_S = 0.05
+SERVING_S = 30.0  # longest wait of rank 0 for the store that it serves itself
+REACH_S = 5.0  # longest wait for a host that does not answer, before the next try
 
 
 def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
@@ -60,12 +65,14 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
                 seen = [f"seen/{name}/{other}" for other in everyone]
                 store.set(seen[rank], "")
                 if store.check(seen):
-                    return PrefixStore(name, store)
+                    return part_of(store, name)
             left_s = patience.left_s()
             if not left_s or (abort_s - left_s > warn_s and not has_warned):
                 missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
                 if not left_s:
-                    reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s. Was each started?"
+                    same = f", with the same {VARIABLE}" if secret() else ""
+                    reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s"
+                    reason = f"{reason}. Was each started{same}?"
                     raise PeerLost(missing[0], "unknown", 0, 0, "start-up", reason)
                 has_warned = True
                 log.warning("start-up has waited %.0f s for rank(s) %s of %d", warn_s, missing, world_size)
@@ -75,24 +82,83 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
         raise out_of_reach(error) from error
 
 
-def open_store(place: Place, *, timeout: timedelta) -> Store:
-    """Returns the store of all ranks: that of torchrun's agent, which outlives an attempt, or else rank 0 serves it.
+def open_store(place: Place, *, warn_s: float, abort_s: float) -> Store:
+    """Returns the store of all ranks: in the private folder of a launch, or torchrun's agent's, or rank 0 serves it.
 
     Raises:
+        ConfigError: rank 0 cannot serve it at this address, or the secret could be guessed.
         PeerLost: rank 0 cannot be reached.
     """
     if not place.address:
         return HashStore()
-    host = f"[{place.address}]" if ":" in place.address else place.address  # IPv6
-    meeting = torch_rendezvous(f"tcp://{host}:{place.port}", place.rank, place.world_size, timeout=timeout)
+    if (folder := private_part(place.port)) is not None:
+        return Folder(folder)
+    key = secret()
+    if place.rank == 0 and not launcher_serves():
+        return sealed(_served(place, min(abort_s, SERVING_S)), key)
+    return sealed(_reached(place, warn_s=warn_s, abort_s=abort_s), key)
+
+
+def _served(place: Place, timeout_s: float) -> Store:
+    """Returns rank 0's store, which this process serves from now on. It waits for nobody."""
+    choices = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     try:
-        store: Store = next(iter(meeting))[0]
+        return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
     except DistError as error:
-        raise out_of_reach(error) from error
-    return store
+        raise ConfigError(
+            f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}: rank 0 cannot serve the store of the ranks there "
+            f"({_first_line(error)}); give all ranks an address of rank 0's host, and a port that is free there"
+        ) from error
+
+
+def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
+    """Returns a client of the store that somebody else serves, once he does.
+
+    A thread connects, because torch's client would wait for ever for a program of another kind at that port.
+    """
+    found: list[Store] = []
+    failed: list[Exception] = []
+    over = threading.Event()
+
+    def connect() -> None:
+        patience = Patience(abort_s)
+        try:
+            while not over.is_set() and not _is_served(place) and patience.left_s():
+                time.sleep(LOOK_EVERY_S)
+            left = timedelta(seconds=max(1.0, patience.left_s()))
+            found.append(TCPStore(place.address, place.port, is_master=False, timeout=left))
+        except Exception as error:  # of torch's store, or for a name that is none of a host
+            failed.append(error)
+        over.set()
+
+    threading.Thread(target=connect, name="ddp-connect", daemon=True).start()
+    where = f"{place.address}:{place.port}"
+    if not over.wait(min(warn_s, abort_s)):
+        log.warning("start-up has waited %.0f s for rank 0, which keeps the store of the ranks at %s", warn_s, where)
+        over.wait(max(0.0, abort_s - warn_s))
+        over.set()
+    if found:
+        found[0].set_timeout(timedelta(seconds=abort_s))
+        return found[0]
+    why = _first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
+    reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}). Was it started?"
+    raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
+
+
+def _is_served(place: Place) -> bool:
+    """Returns True if some program listens where the store should be."""
+    try:
+        socket.create_connection((place.address, place.port), timeout=REACH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def out_of_reach(error: DistError) -> PeerLost:
     """Returns the error for a store that cannot be reached: it is kept on rank 0's host."""
-    reason = f"the store that it keeps is out of reach ({str(error).splitlines()[0]})"
+    reason = f"the store that it keeps is out of reach ({_first_line(error)})"
     return PeerLost(0, "unknown", 0, 0, "start-up", reason)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

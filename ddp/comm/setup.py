@@ -18,24 +18,29 @@ import sys
 import threading
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
 from ddp.allocator import keep_large_blocks
 from ddp.clock import LONGEST_S
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.place import Place, on_this_host, place
+from ddp.comm.private_store import for_torch, part_of, sealed
+from ddp.comm.proof import prove
 from ddp.comm.rendezvous import open_store, rendezvous
+from ddp.comm.secret import secret
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import SILENCE_S, Watchdog
 from ddp.comm.way import Order
 from ddp.errors import ConfigError, PeerLost
 from ddp.log import follow_rank, log
-from ddp.transport.process_group import process_group_transport
+from ddp.transport.edge import TransportError, has_hope
+from ddp.transport.process_group import GlooConnections, GlooTransport, process_group_transport
 
 WARN_S, ABORT_S = 10.0, 600.0
 
@@ -46,7 +51,7 @@ class _Process:
 
     comms: dict[tuple[dist.ProcessGroup, str], Communicator] = field(default_factory=dict)  # by kind of device, too
     generation: int = -1  # of the last one for all ranks
-    owns_torch_distributed: bool = False
+    owned_store: Store | None = None  # of torch.distributed, if `init` began it
     stores: dict[Place, Store] = field(default_factory=dict)  # each connects once, or serves once
     handled: BaseException | None = None  # the exception in whose handler the session began
     pid: int = os.getpid()  # a forked child ends for itself
@@ -88,6 +93,7 @@ def init(
     if abort_s is not None and not 0 < abort_s <= LONGEST_S:
         raise ConfigError(f"abort_s={abort_s}: must be seconds, above 0 and at most {LONGEST_S:g}")
     _forget_what_ended()
+    _end_what_failed()
     if dist.group.WORLD is not None and (first := _known(dist.group.WORLD)) is not None:
         asked = None if device in (None, "auto") else torch.device(device)
         return first if asked is None else communicator_of(dist.group.WORLD, asked)
@@ -103,7 +109,6 @@ def init(
     else:
         abort_s = abort_s or ABORT_S
         store = _join(warn_s=warn_s, abort_s=abort_s)
-        _process.owns_torch_distributed = True
     follow_rank(dist.get_rank(), dist.get_world_size())
     settings = Settings(
         device=chosen_device,
@@ -125,6 +130,8 @@ def current(device: torch.device | None = None) -> Communicator:
     Args:
         device: where the tensors are; None: of the first communicator.
     """
+    if dist.group.WORLD is not None and _known(dist.group.WORLD) is not None:
+        return communicator_of(dist.group.WORLD, device)  # also one that is broken, and says so
     return init(device=device)
 
 
@@ -197,9 +204,13 @@ def _communicator(
                 timeout_s=min(abort_s, SILENCE_S),  # everyone has just been here
                 in_vain=watchdog.in_vain,
                 ranks=None if group is dist.group.WORLD else ranks,
+                check=partial(_prove, store=store, group=group, timeout_s=min(abort_s, SILENCE_S)),
             )
+        except PeerLost:
+            raise
         except RuntimeError as error:
-            raise watchdog.find_culprit((rank + 1) % world_size, str(error).splitlines()[0]) from error
+            suspect = error.peer if isinstance(error, TransportError) else (rank + 1) % world_size
+            raise watchdog.find_culprit(suspect, str(error).splitlines()[0]) from error
         others = () if group is dist.group.WORLD else ranks
         comm = Communicator(transport, settings, watchdog=watchdog, world_ranks=others)
     except BaseException as error:
@@ -208,6 +219,17 @@ def _communicator(
         raise
     _process.comms[group, settings.device.type], _process.pid = comm, os.getpid()
     return comm
+
+
+def _prove(transport: GlooTransport, *, store: Store, group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Lets both ends of each new connection prove who they are, if the ranks share a secret. Collective."""
+    if not (key := secret()) or transport.world_size == 1:
+        return
+    prove(transport, part_of(store, "ours"), key, timeout_s=timeout_s)
+    if group is dist.group.WORLD and _process.owned_store is not None:  # torch has connections of its own
+        torch_s = GlooConnections(group._get_backend(torch.device("cpu")), transport.rank)
+        transport = GlooTransport(torch_s, range(transport.world_size), transport.rank, has_hope)
+        prove(transport, part_of(store, "torch"), key, timeout_s=timeout_s)
 
 
 def _refuse_unlike_devices(store: Store, rank: int, world_size: int, device: torch.device) -> None:
@@ -228,7 +250,19 @@ def _forget_what_ended() -> None:
     for key in [key for key in _process.comms if key[0] not in known]:
         _end(_process.comms.pop(key))
     if not known:
-        _process.owns_torch_distributed = False
+        _process.owned_store = None
+
+
+def _end_what_failed() -> None:
+    """Ends a session that has failed, so that a new one can begin, and a group of torch's that such a one has left."""
+    if dist.group.WORLD is None:
+        return
+    known = _known(dist.group.WORLD)
+    if known is not None and known.is_broken:
+        shutdown(failed="a collective of its own failed, and it begins anew")
+        known = None
+    if known is None and _process.owned_store is not None:
+        _end_torch_distributed(failed=True)
 
 
 def _end(comm: Communicator, failed: str = "") -> None:
@@ -268,9 +302,17 @@ def shutdown(*, failed: str = "") -> None:
     finally:
         ends_well = not failed and not world.is_broken
         _end(world, failed)
-        if _process.owns_torch_distributed and ends_well:
-            dist.destroy_process_group()
-            _process.owns_torch_distributed = False
+        if _process.owned_store is not None and ends_well:
+            _end_torch_distributed()
+
+
+def _end_torch_distributed(*, failed: bool = False) -> None:
+    """Ends torch.distributed, which `init` began; after a failure without waiting for what NCCL still does."""
+    if failed and any(str(dist.get_backend(group)) == "nccl" for group in dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+    _process.owned_store = None
 
 
 @atexit.register
@@ -354,15 +396,26 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
     store: Store = HashStore()
     if (found := place()) is not None:
         rank, world_size = found.rank, found.world_size
-        if found not in _process.stores:
-            _process.stores[found] = open_store(found, timeout=timeout)
+        if found not in _process.stores or not _answers(_process.stores[found]):
+            _process.stores[found] = open_store(found, warn_s=warn_s, abort_s=abort_s)
         store = _process.stores[found]
-    store = rendezvous(PrefixStore("ddp", store), rank, world_size, warn_s=warn_s, abort_s=abort_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return PrefixStore("ddp", store)
+    store = rendezvous(part_of(store, "ddp"), rank, world_size, warn_s=warn_s, abort_s=abort_s)
+    dist.init_process_group("gloo", store=for_torch(store), rank=rank, world_size=world_size, timeout=timeout)
+    _process.owned_store = store
+    return part_of(store, "ddp")
+
+
+def _answers(store: Store) -> bool:
+    """Returns False if the process that served the store has gone."""
+    try:
+        store.check(["ddp"])
+    except DistError:
+        return False
+    return True
 
 
 def _own_part(group: dist.ProcessGroup, *, warn_s: float, abort_s: float) -> Store:
-    """Returns the part of torch's store that belongs to this session of a group's ranks."""
-    store = PrefixStore(f"ddp/{group.group_name}", dist.distributed_c10d._get_default_store())
+    """Returns the part of the ranks' store that belongs to this session of a group's ranks."""
+    store = _process.owned_store or sealed(dist.distributed_c10d._get_default_store(), secret())
+    store = part_of(store, f"ddp/{group.group_name}")
     return rendezvous(store, dist.get_rank(group), dist.get_world_size(group), warn_s=warn_s, abort_s=abort_s)

@@ -37,10 +37,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.clock import PAUSED_S, now_s
 from ddp.comm.call import Call, Envelope
+from ddp.comm.private_store import part_of
 from ddp.comm.status import STALE_S, Others, Status, Verdict
 from ddp.errors import PeerLost
 from ddp.log import log
@@ -121,7 +122,7 @@ class Watchdog:
     def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
         """Returns one for a group of some of the ranks, whose calls have numbers of their own."""
         return Watchdog(
-            PrefixStore(f"channel/{channel}", self._store),
+            part_of(self._store, f"channel/{channel}"),
             list(ranks).index(self._rank),
             min(len(ranks), self._world_size),  # a watchdog of one rank watches nobody in a group either
             generation=self._generation,

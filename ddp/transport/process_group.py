@@ -303,6 +303,7 @@ def process_group_transport(
     timeout_s: float,
     in_vain: InVain = has_hope,
     ranks: list[int] | None = None,
+    check: Callable[[GlooTransport], None] | None = None,
 ) -> GlooTransport | NcclTransport:
     """Connects the ranks; returns the transport for tensors of `device`. Collective over the ranks.
 
@@ -312,6 +313,7 @@ def process_group_transport(
         timeout_s: longest wait for the others' connections.
         in_vain: see `Transport.among`.
         ranks: of torch.distributed; None for all.
+        check: is given Gloo's new connections, to find out who is at their ends; what it raises is raised.
 
     Raises:
         RuntimeError: a rank could not be reached.
@@ -323,5 +325,8 @@ def process_group_transport(
         return NcclTransport(group, range(world_size), in_vain)
     # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
+    connections = GlooConnections(gloo, rank)
+    if check is not None:
+        check(GlooTransport(connections, range(world_size), rank, in_vain))
     kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
-    return kind(GlooConnections(gloo, rank), range(world_size), rank, in_vain)
+    return kind(connections, range(world_size), rank, in_vain)

@@ -36,6 +36,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import secrets
 import select
 import time
@@ -56,6 +57,7 @@ LINE_BYTES = 64  # a cache line: what two processes write stands on two of them
 SLICE_S = 0.5  # longest sleep without looking up
 TRIES = 128  # some 40 to 80 µs: note "patience"
 KEEP_LOCK_BYTES = 32 << 10  # copying this much takes less time than giving the interpreter lock up and getting it back
+_PATH = re.compile(r"/proc/\d+/fd/\d+|/dev/shm/ddp-\d+-[0-9a-f]{16}")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -113,10 +115,15 @@ class SharedMemory:
         """Maps the memory that a neighbour has created.
 
         Raises:
-            OSError: it cannot be reached from here, or is another one.
+            OSError: it cannot be reached from here, or is another one, or another user's, who could cut it off.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        is_memfd = path.startswith("/proc/")
+        if not _PATH.fullmatch(path) or (is_memfd and not str(Path(path).readlink()).startswith("/memfd:ddp-")):
+            raise OSError(errno.EPERM, "is no memory of a neighbour", path)  # but some file of the user's
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if is_memfd else os.O_NOFOLLOW))
         try:
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                raise OSError(errno.EPERM, "belongs to another user", path)
             return cls(descriptor, path, num_bytes)
         except ValueError as error:  # how mmap says that the file is shorter than that
             raise OSError(errno.EINVAL, str(error), path) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,14 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankFailed, collect, run_ranks, start_ranks
+from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import setup
 from ddp.comm.place import on_this_host
 from ddp.comm.rendezvous import rendezvous
+from ddp.comm.setup import current
 from ddp.errors import ConfigError, PeerLost
+from ddp.log import log
 
 ROOT = Path(__file__).parents[2]
 
@@ -297,3 +300,74 @@ def test_an_interpreter_that_ends_well_is_no_error() -> None:
 def test_a_deadline_out_of_its_range_is_refused(abort_s: float) -> None:
     with pytest.raises(ConfigError, match=r"abort_s=.*: must be seconds, above 0 and at most 1e\+09"):
         ddp.init(abort_s=abort_s)
+
+
+# --- from plain RANK and WORLD_SIZE ----------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def wait_for_others() -> tuple[str, list[str]]:
+    warned: list[str] = []
+    log.warning = lambda text, *values: warned.append(text % values)  # type: ignore[method-assign, assignment]
+    try:
+        ddp.init(warn_s=0.1, abort_s=0.5)
+    except (PeerLost, ConfigError) as error:
+        return str(error), warned
+    return "nothing happened", warned
+
+
+def test_whoever_waits_at_the_start_says_for_whom() -> None:
+    plain = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    alone = start_ranks(wait_for_others, 1, environment={**plain, "MASTER_PORT": str(free_port())})
+    port = free_port()
+    without_0 = start_ranks(wait_for_others, 1, environment={**plain, "MASTER_PORT": str(port), "RANK": "1"})
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # another program, which takes connections and says nothing
+        taken = {**plain, "MASTER_PORT": str(silent.getsockname()[1])}
+        at_taken_port = [start_ranks(wait_for_others, 1, environment={**taken, "RANK": rank}) for rank in "01"]
+        ((of_0, of_0_warned),), ((of_1, of_1_warned),) = (unfailed(collect(each)) for each in at_taken_port)
+    ((reason, warned),), ((reason_1, warned_1),) = unfailed(collect(alone)), unfailed(collect(without_0))
+    assert warned == ["start-up has waited 0 s for rank(s) [1, 2] of 3"]
+    assert "lost rank 1 " in reason
+    assert "of 3 ranks, [1, 2] did not come within 0.5 s. Was each started?" in reason
+    assert warned_1 == [f"start-up has waited 0 s for rank 0, which keeps the store of the ranks at 127.0.0.1:{port}"]
+    assert "lost rank 0 " in reason_1
+    assert of_0.startswith(f"MASTER_ADDR=127.0.0.1, MASTER_PORT={taken['MASTER_PORT']}: rank 0 cannot serve the store")
+    assert of_0.endswith("and a port that is free there")
+    assert of_0_warned == []
+    assert "lost rank 0 " in of_1
+    assert len(of_1_warned) == 1
+
+
+def fail_and_begin_anew(others_come: bool) -> list[tuple[int, float]]:
+    """A program that lives on after its session has failed, as a notebook does."""
+    rank, found, before = int(os.environ["RANK"]), [], dict(os.environ)
+    for ending in ("shutdown", "none"):
+        comm = ddp.init(abort_s=20)
+        try:
+            if rank == 1:
+                raise OSError("bad pixel")
+            comm.all_reduce(torch.ones(1))
+        except OSError:
+            ddp.shutdown(failed="bad pixel")
+        except PeerLost:
+            assert current() is comm, "the library itself goes on with it, and is told that it is broken"
+            if ending == "shutdown":
+                ddp.shutdown()
+        if not others_come:
+            alone = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            os.environ.update(RANK="0", WORLD_SIZE="1", **alone)  # what is left of the world
+        again = ddp.init(abort_s=20)
+        found.append((again.world_size, again.all_reduce(torch.ones(1)).item()))
+        ddp.shutdown()
+        os.environ.update(before)
+    return found
+
+
+@pytest.mark.parametrize("others_come", [True, False])
+def test_after_a_failed_session_the_next_one_begins_anew(others_come: bool) -> None:
+    expected = [(2, 2.0)] * 2 if others_come else [(1, 1.0)] * 2
+    assert run_ranks(fail_and_begin_anew, 2, others_come) == [expected] * 2

@@ -52,6 +52,25 @@ def test_what_one_writes_the_other_reads_also_after_the_name_is_gone(kind: Kind)
     assert yours.buffer[PAGE + 5] == 7
 
 
+def test_only_memory_of_ours_is_mapped_whatever_path_a_neighbour_tells(tmp_path: Path) -> None:
+    """Else one that lies could have a file of this user's written over, or cut memory off that is read here."""
+    file = tmp_path / "notes"
+    file.write_bytes(bytes(PAGE))
+    link = Path(f"/dev/shm/ddp-{os.getpid()}-{'0' * 16}")
+    link.symlink_to(file)
+    with file.open("r+b") as opened:
+        for path in (str(file), f"/proc/{os.getpid()}/fd/{opened.fileno()}", str(link), f"{link}/../../{file}"):
+            with pytest.raises(OSError, match=r"is no memory of a neighbour|Too many levels of symbolic links"):
+                SharedMemory.attach(path, PAGE)
+    link.unlink()
+    if os.geteuid() == 0:
+        link.write_bytes(bytes(PAGE))
+        os.chown(link, 65534, 65534)
+        with pytest.raises(OSError, match="belongs to another user"):
+            SharedMemory.attach(str(link), PAGE)
+        link.unlink()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_memory_than_there_is_is_refused_at_once(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match=f"{1 << 50} bytes of shared memory wanted, [0-9]+ are left here"):
