@@ -226,8 +226,11 @@ def _options_first(arguments: Sequence[str]) -> list[str]:
     return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
 
 
+PATHS = ("data.path", "data.test_path", "data.validation_path")
+
+
 def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str]:
-    """Quotes a path that Hydra could not read, such as the folder `cluster.workers=2` of a sweep, or {00..99}.tar.
+    """Quotes what Hydra could not read: a folder `cluster.workers=2` of a sweep, {00..99}.tar, or a column `a (b)`.
 
     Args:
         sweeps: commas that are not within brackets stand between values, a job each.
@@ -235,13 +238,22 @@ def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str
 
     def readable(override: str) -> str:
         key, _, value = override.partition("=")
-        is_pattern = key in ("data.path", "data.test_path") and not value.startswith(('"', "'"))
+        if key in ("data.target", "data.text", "data.inputs"):
+            return f"{key}={_quoted_names(value)}"
+        is_pattern = key in PATHS and not value.startswith(('"', "'"))
         if not is_pattern and not ("=" in value and Path(value).exists()):
             return override
         values = re.findall(r"(?:[^,{\[]|\{[^}]*\}|\[[^\]]*\]|[{\[])+", value) if sweeps and is_pattern else [value]
         return f"{key}=" + ",".join(f'"{each}"' for each in values)
 
     return [readable(override) for override in overrides]
+
+
+def _quoted_names(value: str) -> str:
+    """Returns names of columns, one or a list in brackets, of which those are in quotes that Hydra could not read."""
+    if value.startswith("[") and value.endswith("]"):
+        return f"[{','.join(_quoted_names(name.strip()) for name in value[1:-1].split(','))}]"
+    return f'"{value}"' if re.search(r"[^\w.,/+@%$?*-]", value) and value[:1] not in ('"', "'") else value
 
 
 def _varied_keys(arguments: Sequence[str]) -> list[str]:

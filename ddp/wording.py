@@ -42,7 +42,9 @@ def typed_settings(*without: str) -> list[str]:
     """Returns the settings of this process's command line, except those of some keys, and of Hydra's own."""
     settings = [argument.lstrip("+") for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     # The launcher quotes paths, and will do so again.
-    settings = [re.sub(r'^(data\.(?:test_)?path=)"(.*)"$', r"\1\2", each) for each in settings]
+    settings = [
+        re.sub(r'^(data\.(?:(?:test_|validation_)?path|target|text)=)"(.*)"$', r"\1\2", each) for each in settings
+    ]
     return [each for each in settings if not each.startswith(("hydra.", *(f"{key}=" for key in without)))]
 
 

@@ -388,6 +388,10 @@ def test_the_word_for_a_sweep_may_stand_anywhere_and_its_paths_are_split_at_comm
     quoted = ['data.path="a.csv","{b,c}.tar"', 'data.test_path="d"', 'data.path="e,f"', "seed=1,2"]
     assert _quoted_paths(paths, sweeps=True) == quoted
     assert _quoted_paths(paths) == ['data.path="a.csv,{b,c}.tar"', *quoted[1:]]
+    names = ["data.target=a (b)", "data.target=label", "data.inputs=[x, petal (cm)]", "data.validation_path={a,b}"]
+    assert _quoted_paths(names) == [
+        *('data.target="a (b)"', "data.target=label", 'data.inputs=[x,"petal (cm)"]', 'data.validation_path="{a,b}"')
+    ]
 
 
 @pytest.mark.parametrize("of_several", [{"cluster": {"workers": 4, "local_workers": 2}}, {"cluster": {"workers": 4}}])

@@ -401,7 +401,15 @@ class _Reader:
         with preserved():
             first = self.count - len(samples)
             seed_generators(stream_seed(self._seed_of_run, "collation", self._epoch, *self._keys, first), device="cpu")
-            return collate(samples)
+            try:
+                return collate(samples)
+            except RuntimeError as error:
+                if collate is not default_collate or "stack expects" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"samples {first} to {self.count - 1} of the stream cannot make a batch ({error}): if it gives "
+                    "whole batches, let it give single samples; else give a collate that pads them"
+                ) from error
 
     def drop(self, number: int) -> None:
         """Reads samples that are others'."""

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp.data.file_index import Format, IndexedFile, Layout, Spans
-from ddp.data.readers import Reader
+from ddp.data.readers import Reader, check_not_compressed
 from ddp.errors import ConfigError
 
 _BLOCK_BYTES = 4 << 20
@@ -78,6 +78,7 @@ class _Lines(Format):
 
     def index(self, reader: Reader) -> Layout:
         """Finds the lines, and decodes the first and, if it has no line end, the last."""
+        check_not_compressed(reader)
         spans = self._spans(reader)
         notes, spans = self._header(reader, spans)
         for number in (0, -1):
@@ -94,7 +95,11 @@ class _Lines(Format):
     def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
         """Returns the record of a line, or the pair that is made of it."""
         sample = self._sample(data, notes)
-        if self.target is None or self.num_classes is None:
+        if self.target is None:
+            return sample
+        if not all(bool(each.isfinite().all()) for each in sample):
+            raise ValueError(self._not_finite(data, notes))
+        if self.num_classes is None:
             return sample
         if not 0 <= (target := sample[1].item()) < self.num_classes:
             what = f"num_classes={self.num_classes} has the classes 0 … {self.num_classes - 1}"
@@ -107,6 +112,15 @@ class _Lines(Format):
             return record
         values = [value for name in self.inputs for value in self._numbers(record, name)]
         return torch.tensor(values, dtype=torch.float32), self._target_of(record, self.target)
+
+    def _not_finite(self, data: bytes, notes: dict[str, Any]) -> str:
+        """Returns in words which column is NaN, infinite, or too large for float32; the loss would be, too."""
+        record = self._record(data, notes)
+        for name in [*(self.inputs or ()), *filter(None, [self.target])]:
+            numbers = torch.tensor(self._numbers(record, name), dtype=torch.float32)
+            if not bool(numbers.isfinite().all()):
+                break
+        return f"{name} is {record[name]}, no finite number"
 
     def place(self, reader: Reader, number: int, start: int) -> str:
         """Returns the number of a sample's line."""

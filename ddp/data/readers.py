@@ -115,6 +115,15 @@ class LocalReader(Reader):
             os.close(self._descriptor)
 
 
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+
+
+def check_not_compressed(reader: Reader) -> None:
+    """Raises ConfigError for a file that begins as gzip, bzip2, xz or zstd write one."""
+    if reader.read(0, min(5, reader.facts.size)).startswith(_COMPRESSED):
+        raise ConfigError(f"{reader.address} is compressed, so no sample can be found in it: unpack it")
+
+
 class ReaderFile:
     """A reader as a file object, as far as `tarfile` needs one."""
 

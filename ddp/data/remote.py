@@ -96,13 +96,20 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
         ConfigError: there is no such file, or no such file system.
     """
     check_protocol(address)
+    failure: Exception
     for attempt in range(retries.num_retries + 1):
         if attempt:
             time.sleep(retries.first_pause_s * 2 ** (attempt - 1))
         try:
             return _within(retries.deadline_s, call)
         except _FINAL as error:
-            raise unopened(address, error if isinstance(error, OSError) else OSError(str(error))) from error
+            status = getattr(error.__cause__, "status", None)  # fsspec calls whatever a web server answers "not found"
+            if status in (401, 403):
+                refusal = PermissionError(f"its server answers {status}")
+                raise unopened(address, refusal) from error
+            if status in (None, 404, 410):
+                raise unopened(address, error if isinstance(error, OSError) else OSError(str(error))) from error
+            failure = error
         except Exception as error:  # each service has errors of its own
             failure = error
     cause = " ".join(f"{type(failure).__name__}: {failure}".split())

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from ddp.data.file_index import Format, Layout
-from ddp.data.readers import Reader, ReaderFile
+from ddp.data.readers import Reader, ReaderFile, check_not_compressed
 from ddp.errors import ConfigError
 from ddp.log import log
 
@@ -39,7 +39,6 @@ _MANY = 1 << 20
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
 _META = re.compile(r"__[a-z]+__")  # of a whole key; a video's number may begin like this
 _NUMBER = re.compile(r"\d[^.]*\.|\d+$")  # an extension that goes on with a number, as 25.png, unlike 3gp
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
 class TarSamples(Format):
@@ -63,6 +62,7 @@ class TarSamples(Format):
     def index(self, reader: Reader) -> Layout:
         """Finds runs of members with the same key."""
         spans: list[list[int]] = []
+        seen: dict[str, set[str]] = {}
         key, names, linked, passed_over = None, dict[str, str](), set[str](), list[str]()
         for info in _headers(reader):
             if info.issym() and _NAME.fullmatch(info.name):
@@ -71,6 +71,7 @@ class TarSamples(Format):
                 continue
             if name[0] != key:
                 _check_numbers(reader, key, names)
+                _check_together(reader, key, names, seen)
                 spans.append([info.offset, info.offset])
                 key, names = name[0], {}
             elif name[1] in names:
@@ -82,6 +83,7 @@ class TarSamples(Format):
             names[name[1]] = info.name
             linked |= {info.linkname} if info.islnk() else set()
         _check_numbers(reader, key, names)
+        _check_together(reader, key, names, seen)
         if passed_over:
             log.warning(
                 "%s: members that are symbolic links are left out (%d, the first is %s); write it with tar "
@@ -162,6 +164,23 @@ def _check_numbers(reader: Reader, key: str | None, names: dict[str, str]) -> No
         )
 
 
+def _check_together(reader: Reader, key: str | None, names: dict[str, str], seen: dict[str, set[str]]) -> None:
+    """Refuses a sample whose members stand in two places of the file, which would be two halves of a sample.
+
+    Args:
+        seen: key → extensions of the samples before.
+    """
+    if key is None:
+        return
+    before = seen.setdefault(key, names.keys() | set())
+    if before.isdisjoint(names):
+        one, other = sorted(before)[0], next(iter(names))
+        raise ConfigError(
+            f"{reader.address}: {key}.{one} and {key}.{other} do not stand side by side, and the members of a sample "
+            "must: write the file with its names sorted, as tar --sort=name"
+        )
+
+
 def _headers(reader: Reader) -> Iterator[tarfile.TarInfo]:
     """Yields what the file says of its members.
 
@@ -178,8 +197,7 @@ def _headers(reader: Reader) -> Iterator[tarfile.TarInfo]:
     except SparseMember as error:
         raise ConfigError(f"{reader.address}: {error}") from error
     except tarfile.TarError as error:
-        if reader.read(0, min(5, reader.facts.size)).startswith(_COMPRESSED):
-            raise ConfigError(f"{reader.address} is compressed, so no sample can be found in it: unpack it") from error
+        check_not_compressed(reader)
         raise ConfigError(
             f"{reader.address} is cut off or no tar file ({error}): copy it again, or leave it out of the list"
         ) from error

@@ -29,7 +29,7 @@ from ddp.data.file_index import Format, IndexedFile, Layout, Regular
 from ddp.data.files import FileSet
 from ddp.data.listing import Addresses
 from ddp.data.loader import WholeBatches
-from ddp.data.readers import Reader
+from ddp.data.readers import Reader, check_not_compressed
 from ddp.data.storage import DIRECT, Storage
 from ddp.errors import ConfigError
 
@@ -71,6 +71,8 @@ class TokenFiles(Format):
 
     def index(self, reader: Reader) -> Layout:
         """Computes the number of windows of a file from its size."""
+        if reader.address.endswith((".gz", ".bz2", ".xz", ".zst")):  # tokens may begin like this, too
+            check_not_compressed(reader)
         is_npy = reader.read(0, min(6, reader.facts.size)) == _NPY
         first, dtype = _npy_header(reader) if is_npy else (self.header_bytes, np.dtype(self.dtype).newbyteorder("<"))
         num_bytes = reader.facts.size - first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import random
@@ -258,3 +259,26 @@ def test_columns_are_compared_whenever_files_are_opened(format: Any, message: st
 def test_columns_that_make_no_pair_are_named(columns: Any) -> None:
     with pytest.raises(ConfigError, match="inputs="):
         JsonLines(**columns)
+
+
+@pytest.mark.parametrize(
+    ("format", "content", "line"),
+    [
+        (Csv(**PAIRS), "x,y,t\n1,2,0\n1,nan,0\n", "line 3.*: y is nan, no finite number"),
+        (JsonLines(**PAIRS), '{"x": 1, "y": 2, "t": 0}\n{"x": [1, Infinity], "y": 0, "t": 1}\n', "line 2.*: x is"),
+        (Csv(**PAIRS, target_dtype=torch.float32), "x,y,t\n1,2,inf\n1,2,0\n", "line 2.*: t is inf, no finite"),
+    ],
+    ids=["csv", "json", "target"],
+)
+def test_a_number_that_is_not_finite_is_named_with_its_line(
+    format: Any, content: str, line: str, tmp_path: Path
+) -> None:
+    rows = open_lines(tmp_path, content, format)
+    with pytest.raises(UnreadableSample, match=line):
+        list(rows)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("format", [JsonLines(), Csv()])
+def test_compressed_lines_are_named_as_such(format: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.gz is compressed, .* unpack it$"):
+        open_lines(tmp_path, gzip.compress(b"x,y\n1,2\n"), format, name="a.gz")

@@ -21,7 +21,7 @@ from ddp.data import remote
 from ddp.data.listing import listed
 from ddp.data.local_copies import _locked, local_copy
 from ddp.data.readers import Facts, ReadFailed
-from ddp.data.remote import RemoteReader, Retries, remote_facts
+from ddp.data.remote import RemoteReader, Retries, patiently, remote_facts
 from ddp.data.storage import DIRECT, Storage
 from ddp.errors import ConfigError
 
@@ -318,3 +318,26 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, memory: Any) ->
     storage = Storage(AT_ONCE, cache_dir=tmp_path / "file" / "cache")
     with pytest.raises(ConfigError, match=r"^memory://a.bin cannot be copied to .*file/cache .*cache_dir"):
         storage.reader("memory://a.bin", storage.facts(["memory://a.bin"])[0])
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "tries"),
+    [(403, "cannot be opened .its server answers 403.", 1), (404, "does not exist", 1), (503, "in 2 tries", 2)],
+)
+def test_what_a_web_server_answers_is_told(status: int, words: str, tries: int) -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(status)
+        raise FileNotFoundError("x") from Answer(status)  # as fsspec does for any answer
+
+    with pytest.raises(ConfigError, match=words):
+        patiently(
+            call, what="it could not be read", address="memory://x", retries=Retries(num_retries=1, first_pause_s=0.0)
+        )
+    assert len(calls) == tries
+
+
+class Answer(Exception):
+    def __init__(self, status: int) -> None:
+        self.status = status

@@ -313,3 +313,12 @@ def test_samples_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnreadableSample, match=r"sample 3, .* cls is 2, and num_classes=2 has the classes 0 … 1\)"):
         open_tar(tmp_path, decode=ImageAndClass(num_classes=2))[3]
     assert open_tar(tmp_path, decode=ImageAndClass(num_classes=3))[3][1] == 2
+
+
+def test_members_of_a_sample_that_do_not_stand_side_by_side_are_told(tmp_path: Path) -> None:
+    """As `tar cf a.tar images labels` writes them; and a key may come again as a whole sample."""
+    write_tar(tmp_path / "a.tar", [("0.jpg", b"0"), ("1.jpg", b"1"), ("0.cls", b"0"), ("1.cls", b"1")])
+    with pytest.raises(ConfigError, match=r"a.tar: 0\.jpg and 0\.cls do not stand side by side.*--sort=name"):
+        open_tar(tmp_path)
+    write_tar(tmp_path / "a.tar", [("0.jpg", b"0"), ("0.cls", b"0"), ("1.jpg", b"1"), ("0.jpg", b"2"), ("0.cls", b"1")])
+    assert len(open_tar(tmp_path)) == 3

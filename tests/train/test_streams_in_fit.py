@@ -291,6 +291,18 @@ def test_what_a_stream_cannot_do(changes: dict[str, Any], words: str) -> None:
         trained(changes.pop("data", Stream(50)), **changes)
 
 
+class Batches(Stream):
+    """Whole batches, of which some are smaller."""
+
+    def __iter__(self) -> Any:
+        return ((torch.zeros(number, 5), torch.zeros(number)) for number in (4, 3) * 12)
+
+
+def test_a_stream_of_batches_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"samples 0 to \d+ of the stream cannot make a batch .* single samples"):
+        run(Batches(), max_steps=2)
+
+
 def test_a_stream_of_other_data_is_not_resumed(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     resumed(Stream(50), folder, max_steps=2)
