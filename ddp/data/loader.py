@@ -42,6 +42,7 @@ from torch.utils.data._utils import worker as torch_worker
 from ddp.data.device_copies import DeviceCopies
 from ddp.data.loader_watch import Limits, LoaderWatch, follow_the_trainer
 from ddp.data.orders import Checksum
+from ddp.data.own_generators import OwnGenerators
 from ddp.data.prefetch import ReadAhead
 from ddp.data.sampler import EvaluationSampler, StepPlan, TrainSampler
 from ddp.data.sending import make_room_for_sockets, packed
@@ -327,6 +328,7 @@ class _Keyed(Dataset[Any]):
         self.at_once = isinstance(dataset, WholeBatches) and collate is None
         is_plain = getattr(dataset, "may_read_ahead", False) or type(dataset) in (list, tuple, TensorDataset)
         self.samples_draw, self.collate_draws = not is_plain, self.collate is not default_collate
+        self._own: OwnGenerators | None = None  # of this process, once it has begun
 
     def __getitems__(self, request: _Request) -> Any:
         """Returns a finished batch, packed if it is to be sent."""
@@ -339,20 +341,28 @@ class _Keyed(Dataset[Any]):
         if self.at_once:
             with suppress(*self.tolerated):  # else sample by sample, to find out which it is
                 return _Fetched(self.dataset.batch(request.indices), [])
-        with preserved() if self.samples_draw or self.collate_draws else nullcontext():
-            return self._fetch(request)
+        if not self.samples_draw and not self.collate_draws:
+            return self._fetch(request, None)
+        if self._own is None:
+            self._own = OwnGenerators(*[self.dataset] * self.samples_draw, *[self.collate] * self.collate_draws)
+        with preserved(), self._own.preserved() if self._own else nullcontext():
+            return self._fetch(request, self._own or None)
 
-    def _fetch(self, request: _Request) -> _Fetched:
+    def _fetch(self, request: _Request, own: OwnGenerators | None) -> _Fetched:
         samples, errors = [], []
         for index, key in zip(request.indices, request.keys, strict=True):
             if self.samples_draw:
                 augmentation_stream(request.seed, request.epoch, key)
+                if own is not None:
+                    own.seed(request.seed, "augmentation", request.epoch, key)
             try:
                 samples.append(self.dataset[index])
             except self.tolerated as error:
                 errors.append((index, " ".join(str(error).split())))
         if self.collate_draws:
             collation_stream(request.seed, request.epoch, request.keys[0])
+            if own is not None:
+                own.seed(request.seed, "collation", request.epoch, request.keys[0])
         return _Fetched(self.collate(samples) if samples else None, errors)
 
 

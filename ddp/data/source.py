@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp.data.loader import Collate
 from ddp.data.orders import Order
+from ddp.data.own_generators import OwnGenerators
 from ddp.data.splits import Samples, Splits, TensorSet
 from ddp.data.streams import augmentation_stream, preserved
 from ddp.data.torch_loader import taken_apart
@@ -104,18 +105,29 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not has_index and not is_table)
 
 
+UNKEYED = "a sample is another one when it is read again"
+
+
 def fingerprint(source: Source) -> str | None:
     """Returns a hash of the first sample, the middle one and the last one; None if they cannot be read like this.
 
     Their random transforms draw from the same streams in every process, so equal samples have equal hashes.
+
+    Returns:
+        `UNKEYED` if a sample is not the same when it is read again: it draws from a generator that was not found.
     """
-    samples, found = source.samples, []
+    samples, own = source.samples, OwnGenerators(source.samples)
+
+    def read(index: int) -> Any:
+        augmentation_stream(0, 0, index)
+        own.seed(0, "augmentation", 0, index)
+        return samples[index]
+
     try:
-        with preserved():
-            for index in sorted({0, len(samples) // 2, len(samples) - 1}):
-                augmentation_stream(0, 0, index)
-                found.append(samples[index])
-        return digest_of(found)
+        with preserved(), own.preserved():
+            first, *others = (read(index) for index in sorted({0, len(samples) // 2, len(samples) - 1}))
+            is_keyed = digest_of(first) == digest_of(read(0))
+        return digest_of([first, *others]) if is_keyed else UNKEYED
     except Exception:  # the loader says what is wrong with a sample
         return None
 

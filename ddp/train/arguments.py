@@ -32,7 +32,7 @@ from ddp.data.cache import cached
 from ddp.data.loader import WholeBatches
 from ddp.data.orders import Order
 from ddp.data.sampler import TrainSampler
-from ddp.data.source import Source, fingerprint
+from ddp.data.source import UNKEYED, Source, fingerprint
 from ddp.data.validation import part_in
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
@@ -412,7 +412,14 @@ def _warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> 
     """Warns if the ranks' samples are not the same, as after a random split without a seed."""
     prints = all_gather_object(comm, fingerprint(source))
     known = [each for each in prints if each is not None]
-    if comm.rank == 0 and len(set(known)) > 1:
+    if comm.rank == 0 and UNKEYED in known:
+        log.warning(
+            "the samples of %s are others each time they are read: they draw from a generator that was not found, so "
+            "ranks and loader processes may draw the same, and a resumed run something else. Draw from torch's, "
+            "random's or NumPy's own functions, or keep the generator in an attribute of the data set",
+            what,
+        )
+    elif comm.rank == 0 and len(set(known)) > 1:
         log.warning(
             "the samples of %s are not the same on all ranks: a random split, shuffle or choice needs a seed, because "
             "otherwise some samples are trained on twice, and others never or also held out",
