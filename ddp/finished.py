@@ -40,10 +40,11 @@ from ddp.data.splits import Splits
 from ddp.errors import ConfigError
 from ddp.files import whole_file
 from ddp.launcher import launch
-from ddp.run_folder import STARTS, read_settings
+from ddp.run_folder import read_settings
 from ddp.tasks.task import Task
 from ddp.train.evaluate import evaluate, predict
 from ddp.train.report import metric_in_words, words_of
+from ddp.train.starts import STARTS
 from ddp.trained import Trained, load
 from ddp.trust import check_trust
 from ddp.wording import counted, program

@@ -15,7 +15,6 @@ Read before: `function_call.py`. Read next: `engine.py`.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -35,17 +34,15 @@ from ddp.files import (
     hold,
     make_folder,
     new_file,
-    read_own,
     refuse_others_link,
     refuse_unwritable_name,
     to_read,
     write_whole,
 )
 from ddp.log import log
+from ddp.train.starts import note_start
 from ddp.trust import check_trust
 from ddp.wording import setting_for
-
-STARTS = "starts.jsonl"
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
@@ -84,10 +81,8 @@ def _note_start(
     config: Config, run_dir: Path, position: Mapping[str, Any] | None, dealt: Mapping[str, Any] | None
 ) -> None:
     """Adds a line to starts.jsonl, from which `where.py` knows the settings of every step."""
-    path = run_dir / STARTS
-    noted = read_own(path) if path.exists() and config.resume != "none" else ""
     start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config), "dealt": dealt}
-    write_whole(path, f"{noted}{json.dumps(start)}\n")
+    note_start(run_dir, start, goes_on=config.resume != "none")
 
 
 def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config:

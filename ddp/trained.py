@@ -13,7 +13,7 @@ Read before: `optimization.py`. Read next: `build.py`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,8 +47,8 @@ class Trained:
     path: Path
     step: int
     score: float | None
-    weights: dict[str, Tensor]
-    _identity: dict[str, Any]
+    weights: dict[str, Tensor] = field(repr=False)
+    _identity: dict[str, Any] = field(repr=False)
 
     @property
     def facts(self) -> dict[str, Any]:

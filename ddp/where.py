@@ -32,7 +32,7 @@ from ddp.data.splits import Samples, Splits
 from ddp.data.validation import part_in, with_share
 from ddp.dealing import Noted, sampler_for
 from ddp.errors import ConfigError
-from ddp.run_folder import STARTS
+from ddp.train.starts import STARTS
 from ddp.wording import counted, program
 
 
@@ -91,7 +91,10 @@ def starts_of(run: Path) -> list[Start]:
     """
     path = run / STARTS
     if not path.is_file():
-        raise ConfigError(f"{run} holds no {STARTS}: is it the folder of a run of {program()} train?")
+        raise ConfigError(
+            f"{run} holds no {STARTS}: is it the folder of a run of {program()} train or ddp.fit? Of a stream, whose "
+            "samples have no numbers, nothing is noted, and older versions of ddp.fit have noted nothing"
+        )
     try:
         noted = [_noted(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -100,7 +103,7 @@ def starts_of(run: Path) -> list[Start]:
     if not noted:
         raise ConfigError(f"{path} is empty: no answer can be had from it")
     found: list[Start] = []
-    for config, folder, step, state, facts in noted:
+    for config, folder, step, state, facts, order in noted:
         found = [
             start._replace(last_step=step if start.last_step is None else min(step, start.last_step))
             for start in found
@@ -109,6 +112,11 @@ def starts_of(run: Path) -> list[Start]:
         with contextlib.chdir(folder if folder.is_dir() else "."):  # relative paths are meant from there
             splits = load_data(config) if facts is None else _noted_splits(config, facts)
             found.append(Start(config, splits, step, state))
+        if order not in (None, sampler_for(config, splits, rank=0).order.identity):
+            raise ConfigError(
+                f"the order of the run, {order}, was made by its program, from an order, a sharding or a budget of its "
+                "own, which is not noted: only the program can say which sample was where"
+            )
     return found
 
 
@@ -118,11 +126,11 @@ def _noted_splits(config: Config, facts: Mapping[str, Any]) -> Splits:
     return splits if share is None else with_share(splits, share, seed=config.seed)
 
 
-def _noted(line: Any) -> tuple[Config, Path, int, Mapping[str, Any] | None, Mapping[str, Any] | None]:
+def _noted(line: Any) -> tuple[Config, Path, int, Mapping[str, Any] | None, Mapping[str, Any] | None, str | None]:
     """Returns settings, folder, step, sampler's state, and what is noted of data, of a line of starts.jsonl."""
     position = line["position"]
     step, state = (0, None) if position is None else (int(position["step"]), dict(position["sampler"]))
-    return from_plain(line["settings"]), Path(line["folder"]), step, state, line.get("dealt")
+    return from_plain(line["settings"]), Path(line["folder"]), step, state, line.get("dealt"), line.get("order")
 
 
 def samples_of_step(starts: list[Start], step: int) -> str:

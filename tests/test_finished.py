@@ -88,6 +88,7 @@ def test_evaluate_gives_the_metrics_of_the_best_checkpoint(
         assert f"test accuracy  {accuracy:.2%}" in out
         assert f"test loss  {torch.nn.functional.nll_loss(scores, classes):.4f}" in out
     assert workers == [2, 9]
+    assert repr(ddp.load(run)) == f"Trained(path={run / 'checkpoints' / 'step-00000001'!r}, step=1, score=0.5)"
     assert main(["evaluate", str(run / "checkpoints" / "step-00000002")]) == 0
     assert "step-00000002, on 7 samples" in capfd.readouterr().out
 

@@ -79,6 +79,7 @@ from ddp.train.kept import Kept
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
+from ddp.train.start_note import StartNote
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.stored_checkpoint import resume_from, steps
@@ -367,6 +368,9 @@ def fit(
             ),
         ]
         last.append(AfterEvaluation(checkpointer))
+        if settings is None and not source.is_stream:  # the command line has noted its start
+            how: dict[str, Any] = {"order": order, "sharding": sharding, "validation": validation_data}
+            watching.append(StartNote(run_dir, source, arguments, **how, goes_on=start is not None))
     if replica.comm.carriers.num_hosts > 1:
         watching.append(TrafficHint(partial(_say, comm, progress=progress)))
     if progress:  # after the others, so that it shows what is saved already

@@ -26,7 +26,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +56,8 @@ class StoredCheckpoint:
     step: int
     path: Path
     score: float | None
-    meta: Mapping[str, Any]
-    parts: Mapping[str, Any]
+    meta: Mapping[str, Any] = field(repr=False)
+    parts: Mapping[str, Any] = field(repr=False)
 
 
 def load(path: Path | str, *, names: Collection[str] | None = None) -> StoredCheckpoint:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from ddp.data.sampler import TrainSampler
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
+from ddp.where import where
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)
@@ -154,7 +157,8 @@ def what_works(folder: str) -> None:
     assert torch.equal(rest.weights, whole.weights), "the momentum cycles, too"
     comm.barrier()
     written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
-    assert written == {"checkpoints", "metrics.jsonl", "curves.png", "summary.json"} or comm.rank == 1
+    assert written == {"checkpoints", "metrics.jsonl", "starts.jsonl", "curves.png", "summary.json"} or comm.rank == 1
+    starts_are_noted(Path(folder) / "noted")
     for argument in ("global_batch", "seed"):
         with pytest.raises(ConfigError, match=f"{argument} is 10 on rank 0 and 11 on rank 1: give all ranks the same"):
             fit(F.cross_entropy, **{argument: 10 + comm.rank})
@@ -488,6 +492,54 @@ def test_a_signal_ends_a_loop_over_fits_and_says_what_is_saved(tmp_path: Path) -
     first, second = run_ranks(folds, 2, str(tmp_path))
     again = 'which is saved in %s: the same call with resume="auto" goes on from there'
     assert first == [f"stopped by SIGINT after step 3, {again % (tmp_path / 'fold-0')}"] and second == []
+
+
+class Read(ddp.Callback):
+    """Records which samples this rank has trained on in each step; they are their own targets."""
+
+    def __init__(self) -> None:
+        self.step: set[int] = set()
+        self.by_step: dict[int, set[int]] = {}
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.step |= {int(target) for target in targets}
+        return outputs.mean(dim=1).mean()
+
+    def step_start(self, state: TrainState) -> None:
+        self.step.clear()
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        self.by_step[report.step] = set(self.step)
+
+
+def starts_are_noted(run: Path) -> None:
+    """`where` answers about a run from Python what it can: in each step as its own start has dealt it."""
+    comm, read, data = ddp.init(), Read(), (X, torch.arange(40.0))
+    how: dict[str, Any] = {"checkpoint_dir": run, "resume": "auto", "callbacks": [read], "curves": False}
+    fit(read.loss, data, max_steps=np.int64(3), epochs=None, micro_size=3, **how)
+    fit(read.loss, data, epochs=2, num_shards=4, seed=3, skip_steps=(6, 6), **how)
+    apart = Read()
+    how |= {"checkpoint_dir": run / "apart", "callbacks": [apart], "validation_data": 0.25}
+    fit(apart.loss, list(zip(*data, strict=True)), cache=True, **how)
+    asked = [(run, *each) for each in read.by_step.items()] + [(run / "apart", *each) for each in apart.by_step.items()]
+    for folder, step, samples in asked if comm.rank == 0 else ():
+        answer = where(folder, step=step, sample=None, epoch=None)
+        of_rank_0 = re.findall(r"(rank \d), shard .*\n((?:    .*\n?)+)", answer)
+        told = {int(each) for rank, line in of_rank_0 if rank == "rank 0" for each in line.split()}
+        assert told == samples, answer
+    assert (sorted(read.by_step), sorted(apart.by_step)) == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3])
+    weighted = ddp.data.Weighted(torch.ones(40))
+    fit(read.loss, data, order=weighted, checkpoint_dir=run / "weighted", curves=False)
+    fit(F.cross_entropy, Endless(), max_steps=1, epochs=None, checkpoint_dir=run / "stream", curves=False)
+    for name, says in (("weighted", "the order of the run, .* was made by its program"), ("stream", "holds no starts")):
+        with pytest.raises(ConfigError, match=says):
+            where(run / name, step=1, sample=None, epoch=None)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield X[0], CLASSES[0]
 
 
 def stopped_and_resumed(folder: str) -> None:

@@ -1,0 +1,95 @@
+"""Notes the start of a run that was made from Python: what `ddp.fit` knows of who gets which sample.
+
+An order or a sharding that is an object of the program cannot be written. Then the noted identity of the order is
+another one than `where` finds, which says so.
+
+Read before: `starts.py`. Read next: `data_checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddp.data.cache import cache_of
+from ddp.data.orders import Fixed, Order, Permutation
+from ddp.data.source import Source
+from ddp.data.validation import part_in
+from ddp.train.callbacks import Callback
+from ddp.train.starts import note_start
+from ddp.train.state import TrainState
+
+_WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}
+
+
+class StartNote(Callback):
+    """Notes the start of a run that was made from Python, on rank 0.
+
+    Args:
+        arguments: of fit, as `settings_of` has them, with epochs, max_steps and skip_steps.
+        order, sharding, validation: as fit was given them.
+        goes_on: the run is one that was resumed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        source: Source,
+        arguments: Mapping[str, Any],
+        *,
+        order: Order | None,
+        sharding: object,
+        validation: object,
+        goes_on: bool,
+    ) -> None:
+        self._run_dir, self._source, self._arguments, self._goes_on = run_dir, source, arguments, goes_on
+        self._data = {
+            "name": "digits",  # any, because `dealt` stands for the samples
+            "order": _WORDS.get(type(order), "auto"),
+            "sharding": sharding if isinstance(sharding, str) else "auto",
+            "skip_steps": list(arguments["skip_steps"] or ()),
+            "validation": validation if isinstance(validation, float) else None,
+        }
+
+    def fit_start(self, state: TrainState) -> None:
+        if state.comm.rank:
+            return
+        samples, sampler, given = _whole(self._source.samples), state.sampler, self._arguments
+        sizes = getattr(samples, "file_sizes", None)
+        settings = {
+            **{name: given[name] for name in ("seed", "epochs", "max_steps")},
+            "cluster": {"workers": state.comm.world_size},
+            "batch": _batch(given["global_batch"])
+            | {"num_shards": sampler.num_shards, "micro_size": given["micro_size"]},
+            "loader": {"num_workers": self._source.num_workers},
+            "data": self._data,
+        }
+        start = {
+            "folder": str(Path.cwd()),
+            "position": {"step": state.step, "sampler": sampler.state_dict()} if self._goes_on else None,
+            "settings": settings,
+            "dealt": {"num_samples": len(samples)}
+            | ({} if sizes is None else {"file_sizes": np.asarray(sizes).tolist()}),
+            "order": sampler.order.identity,
+        }
+        note_start(self._run_dir, start, goes_on=self._goes_on)
+
+
+def _whole(samples: Any) -> Any:
+    """Returns the data set of which a share may have been set apart, and which may be cached."""
+    kept = cache_of(samples)
+    samples = samples if kept is None else kept.samples
+    part = part_in(samples)
+    return samples if part is None else part.samples
+
+
+def _batch(setting: Any) -> dict[str, Any]:
+    """Returns the global batch, or how it grows, as `Steps.setting` has it, in the words of the settings."""
+    if isinstance(setting, int):
+        return {"global_size": setting}
+    if isinstance(setting, list) and len(setting) == 3:
+        return {"warmup_size": setting[0], "global_size": setting[1], "warmup_samples": setting[2]}
+    return {}  # a budget of tokens, which has an order of its own
