@@ -47,7 +47,7 @@ from ddp.errors import ConfigError
 
 Uneven = Literal["join", "stop_all", "raise"]
 _NUM_COMPARED = 4  # first samples of a stream
-ENDLESS = 1 << 62  # positions of an epoch whose end is not known
+ENDLESS = 1 << 62  # positions of an epoch, or steps of a run, whose end is not known
 
 
 class _Endless(Fixed):
@@ -102,8 +102,9 @@ class IterableSampler(TrainSampler):
         return self._before + plan.position
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
-        """Returns the most steps that are left of the run, and the position after them."""
-        assert num_steps is not None  # `fit` needs max_steps
+        """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if nobody knows."""
+        if num_steps is None:
+            return ENDLESS, ENDLESS
         return num_steps, self.position + max(0, num_steps) * self.global_batch
 
     @property
@@ -174,15 +175,31 @@ class IterableSampler(TrainSampler):
 
 
 def sampler_of_stream(
-    sharding: str | OwnSharding, *, order: Order | None, max_steps: int | None, global_batch: Any, **shares: Any
+    sharding: str | OwnSharding,
+    *,
+    order: Order | None,
+    limits: Mapping[str, int | None],
+    schedule: Any,
+    global_batch: Any,
+    **shares: Any,
 ) -> IterableSampler:
     """Returns the sampler of a stream.
+
+    Args:
+        limits: epochs and max_steps of the run.
+        schedule: a function of the samples of the whole run; None: there is none.
 
     Raises:
         ConfigError: an argument is for data that have a length.
     """
-    if max_steps is None:
-        raise ConfigError("data is a stream, and nobody knows where it ends: give max_steps, too")
+    if not any(limits.values()):
+        raise ConfigError(
+            "data is a stream, and nobody knows where it ends: give max_steps, or epochs if it has an end"
+        )
+    if limits["max_steps"] is None and schedule is not None:
+        raise ConfigError(
+            "schedule: goes by the samples of the whole run, and nobody knows how many a stream has: give max_steps"
+        )
     if not isinstance(global_batch, int):
         raise ConfigError(f"global_batch={global_batch!r}: for a stream, give a number of samples")
     if order is not None:

@@ -32,7 +32,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.wire_format import WireName
 from ddp.data.cache import cache_of
-from ddp.data.iterable import IterableSampler, Uneven, sampler_of_stream
+from ddp.data.iterable import ENDLESS, IterableSampler, Uneven, sampler_of_stream
 from ddp.data.loader import Collate
 from ddp.data.orders import Order
 from ddp.data.sampler import TrainSampler, checked_range, sampler_of
@@ -300,7 +300,12 @@ def fit(
         if max_unreadable:
             raise ConfigError(f"max_unreadable={max_unreadable}: data is a stream, which must leave samples out itself")
         sampler: TrainSampler = sampler_of_stream(
-            sharding, order=order, max_steps=max_steps, num_processes=max(1, source.num_workers), **shares
+            sharding,
+            order=order,
+            limits={"epochs": epochs, "max_steps": max_steps},
+            schedule=factor,
+            num_processes=max(1, source.num_workers),
+            **shares,
         )
         dealing = ""
     else:
@@ -485,7 +490,7 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
         f"global batch {sampler.sizes.in_words()} in {counted(sampler.num_shards, 'shard')}; worker 0: "
         f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
         f"{base_rates(state.optimizer)[0]:g}",
-        f"{samples}, {counted(num_steps, 'step')}{start}",
+        f"{samples}, {counted(num_steps, 'step') if num_steps < ENDLESS else 'as many steps as it has'}{start}",
     ]
 
 

@@ -14,6 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ddp.clock import now_s
+from ddp.data.iterable import ENDLESS
 from ddp.log import log
 from ddp.train.callbacks import Callback, ThroughputMeter
 from ddp.train.state import StepReport, TrainState
@@ -46,7 +47,8 @@ class ProgressBar(Callback):
         console: Console | None = None,
         clock: Callable[[], float] = now_s,
     ) -> None:
-        self._meter, self._num_steps, self._num_epochs = meter, num_steps, num_epochs
+        self._meter, self._num_epochs = meter, num_epochs
+        self._num_steps = num_steps if num_steps < ENDLESS else None
         self._if_long, self._clock = if_long, clock
         self._console = console or Console()
         self._bar: Progress | None = None
@@ -81,7 +83,7 @@ class ProgressBar(Callback):
             return
         metrics = [f"{name} {value:.4f}" for name, value in state.evaluation.items()]
         rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
-        where = f"step {state.step}/{self._num_steps}"
+        where = f"step {state.step}" + (f"/{self._num_steps}" if self._num_steps else "")
         line = f"{where}  loss {state.train_loss or 0.0:.4f}  {rate}  {'  '.join(metrics)}"
         if self._bar is not None:
             self._bar.update(self._task, metrics=metrics)
@@ -109,6 +111,7 @@ class ProgressBar(Callback):
         now = self._clock()
         if self._first is None:
             self._first = step, now
+        if self._num_steps is None or step == self._first[0]:
             return
         first_step, first_s = self._first
         done, ahead = step - first_step, self._num_steps - step
@@ -152,8 +155,8 @@ class _Facts(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = "-:--:--" if task.time_remaining is None else _clock_time(task.time_remaining)
-        total = f"{task.total:.0f}"
-        steps = f"{task.completed:>{len(total)}.0f}/{total} steps"
+        total = "" if task.total is None else f"{task.total:.0f}"  # of a stream nobody knows it
+        steps = f"{task.completed:>{len(total)}.0f}{'/' * bool(total)}{total} steps"
         loss, *others = task.fields["others"] or [""]
         wanted = [loss, *reversed(task.fields["metrics"]), *others]  # a task's main metric is its last one
         room = self._console.width - SHORTEST_BAR - len(" ")

@@ -157,6 +157,7 @@ def test_an_endless_stream_ends_at_max_steps_and_epochs_end_a_finite_one() -> No
     assert run(Stream(), max_steps=5)[1:4] == (5, 0, 60)
     assert run(Stream(24), epochs=2)[1:4] == (4, 2, 48)  # the end is where a step ends
     assert run(Stream(25), epochs=2)[1:4] == (6, 2, 50)
+    assert run(Stream(25), epochs=2, max_steps=None, progress=True)[1:4] == (6, 2, 50)
     assert run(DataLoader(Stream(25), batch_size=3, num_workers=2), epochs=1)[1:4] == (3, 1, 25)
     assert run((sample(index) for index in range(30)), epochs=1)[1:4] == (3, 1, 30)
 
@@ -273,7 +274,11 @@ def test_a_wrong_sharding_is_told_from_the_first_samples() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_steps": None, "epochs": 3}, "give max_steps, too"),
+        ({"max_steps": None}, "give max_steps, or epochs if it has an end"),
+        (
+            {"max_steps": None, "epochs": 1, "schedule": ddp.optim.cosine()},
+            "schedule: goes by the samples of the whole",
+        ),
         ({"order": ddp.data.Fixed(9)}, "order=fixed: data is a stream"),
         ({"sharding": "file"}, "sharding='file': data is a stream"),
         ({"skip_steps": (2, 3)}, "skip_steps: data is a stream"),
