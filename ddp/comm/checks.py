@@ -17,6 +17,8 @@ from ddp.comm.arithmetic import COMBINE, SIGNED
 from ddp.comm.wire_format import WireName, wire_format
 from ddp.errors import ConfigError
 
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
 
 def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns the given tensors; accepts one, or a sequence."""
@@ -28,19 +30,14 @@ def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def one_tensor(given: object) -> None:
-    """Refuses anything but one dense tensor."""
+    """Refuses anything but one tensor."""
     if not isinstance(given, Tensor):
         raise ConfigError(f"a message is one tensor, got {given!r}: send each tensor by itself")
-    dense(given)
-    if given.is_meta or given.is_quantized:
-        why = "on the meta device cannot be a message: it has no values"
-        if given.is_quantized:
-            why = "that is quantized cannot be a message: pass its .int_repr(), and its scale"
-        raise ConfigError(f"a tensor {list(given.shape)} {why}")
 
 
 def on(device: torch.device, tensor: Tensor) -> None:
-    """Refuses a tensor that the communicator's transport and memory do not reach."""
+    """Refuses a tensor that the communicator's transport and memory do not reach, or that is not dense."""
+    dense(tensor)
     if tensor.device != device and tensor.device.type != device.type:  # the first comparison is the quick one
         raise ConfigError(
             f"a tensor {list(tensor.shape)} on {tensor.device}, and this communicator's are on {device}: pass its "
@@ -49,18 +46,48 @@ def on(device: torch.device, tensor: Tensor) -> None:
 
 
 def dense(tensor: Tensor) -> None:
-    """Refuses a sparse tensor."""
-    if tensor.layout is not torch.strided:
-        raise ConfigError(f"a tensor with layout {tensor.layout}: collectives take dense ones; pass its .to_dense()")
+    """Refuses anything but a tensor whose elements are plain numbers in memory."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"needs a tensor, got {tensor!r:.60}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "that is nested" if tensor.is_nested else f"with layout {tensor.layout}"
+        remedy = "each of its .unbind()" if tensor.is_nested else "its .to_dense()"
+        raise ConfigError(f"a tensor {kind}: collectives take dense ones; pass {remedy}")
+    if tensor.is_meta:
+        raise ConfigError(f"a tensor {list(tensor.shape)} on the meta device has no values: move the model first")
+    if tensor.dtype in QUANTIZED:
+        raise ConfigError(f"a tensor {list(tensor.shape)} that is quantized: pass its .int_repr(), and its scale")
 
 
 def holds_result(tensor: Tensor) -> None:
-    """Refuses a tensor that cannot hold a result: sparse, or with elements that share their memory."""
-    dense(tensor)
-    if not tensor.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        raise ConfigError(f"a tensor {list(tensor.shape)} that is expanded cannot hold a result: pass its .clone()")
+    """Refuses a tensor that cannot hold a result."""
+    if not tensor.is_contiguous() and _overlaps(tensor):
+        raise ConfigError(
+            f"a tensor {list(tensor.shape)} with strides {tensor.stride()} cannot hold a result, because elements "
+            "share their memory (it is expanded, say): pass its .clone()"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ConfigError(f"a tensor {list(tensor.shape)} from torch.inference_mode() cannot change: pass its .clone()")
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Returns True unless each stride is longer than all that the shorter ones span."""
+    spanned = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= spanned:
+            return True
+        spanned += stride * (size - 1)
+    return False
+
+
+def memory(numel: int, dtype: torch.dtype) -> None:
+    """Refuses a number of elements that no tensor has, and a type that is none of plain numbers."""
+    if not isinstance(numel, int) or isinstance(numel, bool) or numel < 0:
+        raise ConfigError(f"numel={numel!r}: must be a whole number, at least 0")
+    if not isinstance(dtype, torch.dtype) or dtype in QUANTIZED:
+        raise ConfigError(f"dtype={dtype!r}: must be a dtype of plain numbers, such as torch.float32")
+    if numel * dtype.itemsize >= 1 << 62:
+        raise ConfigError(f"numel={numel} of {dtype}: no machine has so much memory")
 
 
 def operation(op: str, dtype: torch.dtype) -> None:
@@ -165,11 +192,20 @@ def size(nbytes: int) -> None:
         raise ConfigError(f"nbytes={nbytes!r}: a tensor has 0 bytes or more, a whole number")
 
 
-def slices(flat: Tensor, bounds: Sequence[int], world_size: int) -> None:
-    """Refuses anything but a flat tensor, cut into one slice per rank."""
+def is_flat(flat: Tensor) -> None:
+    """Refuses anything but a flat, contiguous tensor that can hold a result, outside of any graph."""
     holds_result(flat)
     if flat.dim() != 1 or not flat.is_contiguous():
         raise ConfigError(f"a tensor {list(flat.shape)} with strides {flat.stride()}: pass it flat and contiguous")
+    if flat.requires_grad:
+        raise ConfigError(f"a tensor {list(flat.shape)} that requires a gradient: pass its .detach()")
+    if (signed := SIGNED.get(flat.dtype)) is not None:
+        raise ConfigError(f"a tensor of {flat.dtype}, which torch does not add: pass its .view({signed})")
+
+
+def slices(flat: Tensor, bounds: Sequence[int], world_size: int) -> None:
+    """Refuses anything but a flat tensor, cut into one slice per rank."""
+    is_flat(flat)
     cuts = list(bounds)
     if len(cuts) != world_size + 1 or cuts != sorted(cuts) or (cuts[0], cuts[-1]) != (0, flat.numel()):
         raise ConfigError(f"bounds={cuts}: must be {world_size + 1} ascending positions from 0 to {flat.numel()}")

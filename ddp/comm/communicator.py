@@ -190,7 +190,6 @@ class Communicator:
         """
         checks.on(self.device, tensor)
         checks.operation(op, tensor.dtype)
-        checks.dense(tensor)
         call = self._turns.number("reduce_scatter", op, tensor)
 
         def run() -> Tensor:
@@ -267,7 +266,6 @@ class Communicator:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
         checks.on(self.device, tensor)
-        checks.dense(tensor)
         mine = with_rows(tensor)
         call = self._turns.number("all_gather", how=_alike(mine))  # first dimensions may differ by rank
 
@@ -302,6 +300,8 @@ class Communicator:
             divide_by, label: as in `all_reduce`.
         """
         checks.on(self.device, flat)
+        checks.operation("sum", flat.dtype)
+        checks.is_flat(flat)
         checks.divisor(divide_by, "sum", flat.dtype)
         call = self._turns.number("sum_in_host", "sum", flat, label)
 
@@ -336,8 +336,8 @@ class Communicator:
     def reduce(self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
         checks.root(root, self.world_size)
-        checks.operation(op, tensor.dtype)
         checks.on(self.device, tensor)
+        checks.operation(op, tensor.dtype)
         checks.holds_result(tensor)
         call = self._turns.number("reduce", f"{op} to {root}", tensor)
 
@@ -356,7 +356,6 @@ class Communicator:
         """
         checks.root(root, self.world_size)
         checks.on(self.device, tensor)
-        checks.dense(tensor)
         mine = with_rows(tensor)
         call = self._turns.number("gather", f"to {root}", how=_alike(mine))
 
@@ -572,8 +571,7 @@ class Communicator:
 
         It belongs to the communicator, and is released when every rank has called `free`, or with the communicator.
         """
-        if numel < 0:
-            raise ConfigError(f"numel={numel}: must be at least 0")
+        checks.memory(numel, dtype)
         call = self._turns.number("allocate", f"{numel} {dtype}")
         tensor: Tensor = self._turns.run(call, partial(self._allocate, numel, dtype, call.sequence))
         return tensor
@@ -584,8 +582,11 @@ class Communicator:
                 return self._links.group.allocate(numel, dtype, sequence=sequence)
             except NoSharedMemory as error:  # on all ranks of the host alike
                 log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
-        with torch.inference_mode(False):
-            tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        try:
+            with torch.inference_mode(False):
+                tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"numel={numel} of {dtype}: there is no memory for it ({error})") from error
         self._unshared.add(tensor.data_ptr())
         return tensor
 

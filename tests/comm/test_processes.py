@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -275,6 +275,66 @@ def test_counterparts_on_hosts_of_one_size_have_their_slices_side_by_side() -> N
 @pytest.mark.parametrize("world_size", [2, 5])  # 5: hosts of 3 and 2
 def test_every_way_and_verb(world_size: int) -> None:
     run_ranks(sessions, world_size, world_size, timeout_s=120)
+
+
+# --- tensors of all sorts ---------------------------------------------------------------------------------------------
+
+VERBS: dict[str, Callable[[Communicator, Any], Any]] = {
+    "all_reduce": lambda comm, each: comm.all_reduce(each),
+    "all_reduce of a list": lambda comm, each: comm.all_reduce([each, torch.ones(2)]),
+    "mean": lambda comm, each: comm.all_reduce(each, "mean"),
+    "reduce_scatter": lambda comm, each: comm.reduce_scatter(each),
+    "reduce_scatter_": lambda comm, each: comm.reduce_scatter_(each, [0, 1, 4]),
+    "all_gather": lambda comm, each: comm.all_gather(each),
+    "all_gather_": lambda comm, each: comm.all_gather_(each, [0, 1, 4]),
+    "sum_in_host": lambda comm, each: comm.sum_in_host(each),
+    "broadcast": lambda comm, each: comm.broadcast(each),
+    "reduce": lambda comm, each: comm.reduce(each),
+    "gather": lambda comm, each: comm.gather(each),
+    "all_to_all": lambda comm, each: comm.all_to_all([each, each]),
+    "message": lambda comm, each: comm.recv(each, 0) if comm.rank else comm.send(each, 1),
+    "allocate": lambda comm, each: comm.allocate(each, torch.float32),
+    "allocate of a type": lambda comm, each: comm.allocate(4, each),
+}
+
+
+def strange_tensors() -> Iterator[Any]:
+    x = torch.arange(4.0).reshape(2, 2)
+    with torch.inference_mode():
+        inference = torch.ones(2, 2)
+    yield from (x, x.t(), x[:, :1], x[0, 0], x[:0], x.view(-1), x > 2, x.to(torch.uint16), x.to(torch.float8_e4m3fn))
+    yield from (x.clone().requires_grad_(), x.view(-1).clone().requires_grad_(), x.clone().requires_grad_() * 2)
+    yield from (x.to(torch.complex64), torch.complex(x, x).conj(), inference, x.view(-1).to(torch.uint16))
+    yield from (x.to_sparse(), torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), x.to("meta"))
+    yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    yield from (None, 3, -1, 1 << 62, 1 << 45, torch.quint8, "float32")
+    yield from (torch.zeros(1, 3).expand(2, 3), x.view(-1).as_strided((2, 2), (1, 1)))
+
+
+def can_change(each: Tensor) -> bool:
+    return each.is_contiguous() and not each.is_inference()
+
+
+def refuse_or_do(shared_memory: bool) -> tuple[int, int]:
+    comm, num_done, num_refused = ddp.init(abort_s=20, shared_memory=shared_memory), 0, 0
+    for name, verb in VERBS.items():
+        for strange in strange_tensors():
+            if name == "message" and getattr(strange, "layout", None) is torch.strided and not can_change(strange):
+                continue  # it can be sent, and not received into
+            try:
+                verb(comm, strange)
+                num_done += 1
+            except ConfigError:
+                num_refused += 1
+            comm.barrier()
+    return num_done, num_refused
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_every_verb_takes_a_tensor_or_refuses_it_and_goes_on(shared_memory: bool) -> None:
+    one, other = run_ranks(refuse_or_do, 2, shared_memory)
+    assert one == other
+    assert min(one) > 100
 
 
 # --- mismatches in memory are found without debug mode ---------------------------------------------------------------
