@@ -52,7 +52,7 @@ from ddp.wording import counted, program
 OF_THE_RUN = ("data", "model", "loss", "loader", "precision", "device", "backend", "deterministic")
 MAY_DIFFER = ("data", "loader", "cluster", "comm", "precision", "device", "backend", "deterministic", "trust")
 ENDINGS = (".csv", ".npy")
-_PATHS = ("root", "path", "test_path", "index_dir", "cache_dir")  # of data, which may be relative
+_PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir")  # of data, which may be relative
 _NO_LIMIT = 1 << 30  # a global batch, because no step is made
 
 
@@ -143,7 +143,9 @@ def settings_for(run: Path, words: Sequence[str]) -> Config:
         _put(plain, key, value)
     code = earlier["run"]["code"]
     plain["run"] = {"code": code if code and Path(code).is_dir() else str(Path.cwd())}
-    config = from_plain(plain)
+    config, keys = from_plain(plain), [word.partition("=")[0] for word in words]
+    if "data.path" in keys and "data.test_path" not in keys and hasattr(config.data, "test_path"):
+        raise ConfigError("data.path: the samples that are read are those held out; give them as data.test_path=…")
     parts = own_parts({key: each for key, each in asdict(config).items() if key in OF_THE_RUN})
     check_trust(parts, code=config.run.code, settings=path, trust=config.trust)
     return config
@@ -151,9 +153,6 @@ def settings_for(run: Path, words: Sequence[str]) -> Config:
 
 def _read(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yields keys and values; choices of a group come first, because the keys of a group are those of its choice."""
-    keys = [word.partition("=")[0] for word in words]
-    if "data.path" in keys and "data.test_path" not in keys and "data=image_folder" not in words:
-        raise ConfigError("data.path: the samples that are read are those held out; give them as data.test_path=…")
     for word in sorted(words, key=lambda word: "." in word.partition("=")[0]):
         key, is_setting, text = word.partition("=")
         if not is_setting or key.partition(".")[0] not in MAY_DIFFER:
