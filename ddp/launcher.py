@@ -30,6 +30,7 @@ Read before: `config_reader.py`. Read next: `sweep.py`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import os
 import pickle
@@ -55,7 +56,7 @@ from ddp.files import json_object
 from ddp.function_call import CALL, check_call, folder_for_call, result_file
 from ddp.garbage import leave_out, skip_at_exit
 from ddp.log import log
-from ddp.run_folder import continued, only_writer, prepare, unwritable
+from ddp.run_folder import continued, only_writer, prepare, settings_text, unwritable
 from ddp.settings_page import page
 from ddp.terminal import keep_writing
 from ddp.wording import counted, program, setting_for, shown, train_command
@@ -408,7 +409,9 @@ def train(config: Config, run_dir: Path) -> int:
     from ddp.build import finish
 
     threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
-    ended = run_workers([str(run_dir.resolve())], workers=config.cluster.workers, threads=threads)
+    digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
+    arguments = ["--settings", digest, str(run_dir.resolve())]
+    ended = run_workers(arguments, workers=config.cluster.workers, threads=threads)
 
     if ended.failures:
         if config.trial:

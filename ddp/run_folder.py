@@ -68,13 +68,18 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     position, dealt = check(config)
     for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
         stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
-    text = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
-    path = run_dir / "config.yaml"
+    text, path = settings_text(config), run_dir / "config.yaml"
     if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text)
     _note_start(config, run_dir, position, dealt)
     for parent in run_dir.absolute().parents[:3]:  # Hydra has made the folder: runs/NAME, or runs/SWEEP/JOB
         flush_folder(parent)
+
+
+def settings_text(config: Config) -> str:
+    """Returns the content of config.yaml."""
+    text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _note_start(

@@ -1,6 +1,6 @@
 """One worker process: its log, its parent, its work, and the report that it leaves when it fails.
 
-    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --private DIR RUN_DIR    train as its config.yaml says
+    python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --private DIR … RUN_DIR  train as its config.yaml says
     python -P ddp/bootstrap.py ddp.worker --rank R --parent PID --private DIR --call FILE    for ddp.launch
 
 The life of a worker:
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import hashlib
 import json
 import logging
 import os
@@ -76,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--private", type=Path, required=True, help="the launch's private folder")
     parser.add_argument("--call", type=Path, help="a pickled function instead of a run directory")
     parser.add_argument("--timeout", type=float, help="seconds after which a call is given up")
+    parser.add_argument("--settings", help="SHA-256 of the run directory's config.yaml, as the launcher has written it")
     parser.add_argument("run_dir", type=Path, nargs="?")
     options = parser.parse_args(argv)
 
@@ -87,8 +89,14 @@ def main(argv: Sequence[str]) -> int:
         return _call(options.call, rank=options.rank, timeout_s=options.timeout)
     import yaml
 
-    config = from_plain(yaml.safe_load((options.run_dir / "config.yaml").read_text()))
-    return train(config, options.run_dir, rank=options.rank)
+    content = (options.run_dir / "config.yaml").read_bytes()
+    if hashlib.sha256(content).hexdigest() != options.settings:
+
+        def refuse() -> None:
+            raise ConfigError(f"{options.run_dir}/config.yaml was changed while the run was starting: start it again")
+
+        return guarded(refuse, logs=options.run_dir / "logs", rank=options.rank)
+    return train(from_plain(yaml.safe_load(content)), options.run_dir, rank=options.rank)
 
 
 def train(config: Config, run_dir: Path, *, rank: int) -> int:

@@ -78,6 +78,21 @@ def test_guarded_turns_an_exception_into_a_status_a_report_and_a_log(tmp_path: P
     assert "ArithmeticError: scripted" in (tmp_path / "rank-1.log").read_text()
 
 
+def test_settings_that_were_changed_after_the_launcher_s_check_are_not_read(tmp_path: Path) -> None:
+    """Whoever may write the folder of a run could name code of their own there."""
+    (tmp_path / "config.yaml").write_text("model: {name: 'evil:Net'}")
+    code = """
+import os, sys, ddp.worker
+ddp.worker.take_secret = lambda folder: None
+arguments = ["--rank", "1", "--parent", str(os.getppid()), "--private", ".", "--settings", "0" * 64, sys.argv[1]]
+sys.exit(ddp.worker.main(arguments))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    report = Report.read(tmp_path / "logs", rank=1)
+    assert done.returncode == 1 and report is not None and report.is_user_error
+    assert report.message == f"{tmp_path}/config.yaml was changed while the run was starting: start it again"
+
+
 def test_only_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     code = """
 import os, sys, logging
