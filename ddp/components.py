@@ -21,7 +21,7 @@ from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.config import Config
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
-from ddp.data.file_splits import Files, load_lines, load_tar, load_tokens
+from ddp.data.file_splits import Files, load_lines, load_tar, load_text, load_tokens
 from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
 from ddp.data.validation import with_share
@@ -93,6 +93,8 @@ def _data_files(data: settings.DataFiles, *, build: bool) -> Splits:
             return load_tar(files, image_size=image_size, num_classes=num_classes)
         case settings.Tokens(context=context, dtype=dtype, vocab_size=vocab_size):
             return load_tokens(files, context=context, dtype=dtype, vocab_size=vocab_size)
+        case settings.Lines(name=kind, text=str(field), tokenizer=tokenizer, context=context):
+            return load_text(files, kind=cast(Any, kind), field=field, tokenizer=tokenizer, context=context)
         case settings.Lines(name=kind, inputs=inputs, target=target, num_classes=num_classes):
             return load_lines(
                 files, kind=cast(Any, kind), inputs=inputs, target=cast(str, target), num_classes=num_classes
@@ -126,6 +128,8 @@ def make_callbacks(config: Config) -> list[Callback]:
 def make_task(config: Config) -> Task:
     """Returns the task that the model learns."""
     if config.loss == "auto":
+        if isinstance(config.data, settings.Lines) and config.data.text is not None:
+            return LanguageModel() if config.data.tokenizer == "bytes" else TokenModel()
         tasks = {settings.StandardLibrary: LanguageModel, settings.Tokens: TokenModel}
         return tasks.get(type(config.data), Classification)()
     found = from_address(config.loss, key="loss", folder=config.run.code)

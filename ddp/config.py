@@ -139,6 +139,9 @@ class Lines(DataFiles):
     inputs: list[str] = setting([], "names of the columns that are a sample's inputs; must be given")
     target: str | None = setting(None, "name of the column that is the target; must be given")
     num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number")
+    text: str | None = setting(None, "name of the column with text for model=gpt, in place of inputs and target")
+    tokenizer: str = setting("bytes", "of data.text: bytes, or the path of a Hugging Face tokenizer.json")
+    context: int = setting(256, "length of a sample of data.text, in tokens")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -182,7 +182,7 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 def _choice_problems(config: Config) -> Iterator[str]:
     """Yields where a group's choice contradicts itself or another group's."""
-    is_text = isinstance(config.data, StandardLibrary | Tokens)
+    is_text = isinstance(config.data, StandardLibrary | Tokens) or getattr(config.data, "text", None) is not None
     is_own = isinstance(config.data, OwnData) or isinstance(config.model, OwnModel)
     if not is_own and is_text != isinstance(config.model, Gpt):
         remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
@@ -198,6 +198,9 @@ def _choice_problems(config: Config) -> Iterator[str]:
             yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
         case DataFiles(validation=share, validation_path=path) if share is not None and path is not None:
             yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
+        case Lines(text=str(text), inputs=inputs, target=target):
+            if inputs or target is not None:
+                yield f"data.text={text}: is in place of data.inputs and data.target; leave them out"
         case Lines(inputs=inputs, target=target) if not inputs or target is None:
             key = "target" if inputs else "inputs"
             yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"

@@ -31,8 +31,10 @@ from ddp.data.image_sets import folder_transforms
 from ddp.data.lines import Csv, JsonLines
 from ddp.data.listing import identity_of
 from ddp.data.splits import Splits
+from ddp.data.standard_library import Windows
 from ddp.data.storage import Storage
 from ddp.data.tar_shards import TarSamples
+from ddp.data.text import Tokenizer
 from ddp.data.tokens import TokenSet
 from ddp.errors import ConfigError, UnreadableSample
 
@@ -107,6 +109,15 @@ def load_lines(
         inputs=list(inputs), target=target, target_dtype=dtype, num_classes=num_classes
     )
     return _splits(files, format, sample_shape=None, num_classes=num_classes)
+
+
+def load_text(files: Files, *, kind: Literal["jsonl", "csv"], field: str, tokenizer: str, context: int) -> Splits:
+    """Returns windows of tokens of the texts in a field of lines."""
+    tokens = Tokenizer(tokenizer)
+    sides = [FileSet(path, Csv() if kind == "csv" else JsonLines(), **options) for path, options in files.sides()]
+    splits = _of_sides(files, sides, sample_shape=(context,), num_classes=tokens.vocab_size)
+    windows: list[Any] = [Windows(tokens.joined(side, field), context=context) for side in sides]
+    return replace(splits, **dict(zip(("train", "test", "validation"), windows, strict=False)))
 
 
 def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> Splits:

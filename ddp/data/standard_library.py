@@ -50,37 +50,48 @@ class Corpus(NamedTuple):
     held_out: bytes
 
 
-class ByteWindows(WholeBatches):
-    """A data set of next-byte samples over a run of bytes, kept as uint8: memory is one byte per byte.
+class Windows(WholeBatches):
+    """A data set of next-token samples over a run of tokens, kept in their type: as uint8, one byte per byte.
 
     Args:
-        context: length of an input, in bytes.
+        tokens: [n]
+        context: length of an input, in tokens.
 
     Raises:
         ConfigError: the text is too short for a single window.
     """
 
-    def __init__(self, text: bytes, *, context: int) -> None:
-        if not 1 <= context < len(text):
-            raise ConfigError(f"context={context} does not fit a text of {len(text)} bytes; choose 1 … {len(text) - 1}")
+    def __init__(self, tokens: Tensor, *, context: int) -> None:
+        if not 1 <= context < len(tokens):
+            kind = "bytes" if tokens.dtype == torch.uint8 else "tokens"
+            raise ConfigError(
+                f"context={context} does not fit a text of {len(tokens)} {kind}; choose 1 … {len(tokens) - 1}"
+            )
         self.context = context
-        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._tokens = tokens
         self._offsets = torch.arange(context + 1, device="cpu")
 
     def __len__(self) -> int:
-        return (len(self._bytes) - 1) // self.context
+        return (len(self._tokens) - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        window = self._bytes[index * self.context : (index + 1) * self.context + 1].long()
+        window = self._tokens[index * self.context : (index + 1) * self.context + 1].long()
         return window[:-1], window[1:]
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Returns the windows at `indices`: (x, y), both [k, context] int64."""
         starts = torch.as_tensor(indices, dtype=torch.int64, device="cpu") * self.context
-        windows = self._bytes[starts[:, None] + self._offsets].long()
+        windows = self._tokens[starts[:, None] + self._offsets].long()
         return windows[:, :-1], windows[:, 1:]
+
+
+class ByteWindows(Windows):
+    """Cuts the bytes of a text into windows."""
+
+    def __init__(self, text: bytes, *, context: int) -> None:
+        super().__init__(torch.frombuffer(bytearray(text), dtype=torch.uint8), context=context)
 
 
 def load(*, context: int = 256) -> Splits:

@@ -10,7 +10,7 @@ kernel keeps the file in memory as it would a map. A batch is filled row by row,
 300 million tokens a second for c = 1024, where a memory map would give six times as many and a SIGBUS for a file that
 is cut off.
 
-Read before: `lines.py`. Read next: `file_splits.py`.
+Read before: `lines.py`. Read next: `text.py`.
 """
 
 from __future__ import annotations

@@ -73,6 +73,25 @@ def test_the_parent_indexes_and_workers_read(name, suffix, settings, shape, num_
     assert "4 files are dealt to 4 shards" in note
 
 
+def test_text_in_lines_is_packed_into_windows(tmp_path: Path) -> None:
+    for side, texts in (("train", ["to be", "or not"]), ("test", ["that is"])):
+        (tmp_path / f"{side}-0.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    config = Config(data=choose("data", "jsonl", text="text", context=4, index_dir=str(tmp_path / "index")))
+    config.data.path, config.data.test_path = f"{tmp_path}/train-*.jsonl", f"{tmp_path}/test-*.jsonl"  # type: ignore[attr-defined]
+    config.model = choose("model", "gpt")
+    validate(config)
+    splits = load_data(config, download=True)
+    windows = [bytes(sample[0].tolist()) for sample in (splits.train[0], splits.train[1], splits.train[2])]
+    assert windows == [b"to b", b"e\nor", b" not"] and len(splits.train) == 3 and splits.num_classes == 256
+    assert bytes(splits.test[0][1].tolist()) == b"hat " and make_task(config).main_metric == "bits_per_byte"
+    config.data.text = "words"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"data.text=words: line 0 of the data has None there"):
+        load_data(config)
+    config.model = choose("model", "mlp")
+    with pytest.raises(ConfigError, match="does not read the text of data=jsonl; take model=gpt"):
+        validate(config)
+
+
 def test_tokens_are_not_called_bytes(tmp_path: Path) -> None:
     config = config_of(written(tmp_path), "tokens", "bin", context=8, vocab_size=500)
     assert make_task(config).main_metric == "bits_per_token"

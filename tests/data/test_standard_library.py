@@ -75,5 +75,5 @@ def test_the_real_thing() -> None:
 
 def test_windows_keep_one_byte_per_byte() -> None:
     windows = ByteWindows(bytes(1000), context=10)
-    assert windows._bytes.untyped_storage().nbytes() == 1000
+    assert windows._tokens.untyped_storage().nbytes() == 1000
     assert windows.batch([0])[0].dtype == torch.int64
