@@ -269,6 +269,12 @@ class DistributedDataParallel(UnevenInputs):
             tails_ride=self._tails_ride,
         )
 
+    @property
+    def measures_parts(self) -> bool:
+        # asked before the forward, which alone would find out that a sparse layer was unfrozen
+        sparse = (child.weight for child in self.module.modules() if produces_sparse_gradient(child))
+        return self.compression is None and not any(weight.requires_grad for weight in sparse)
+
     def _choose_layout(self) -> None:
         if self._wishes.stepper is not None and not self._layouts.is_current:
             raise refusal("freezing, unfreezing or converting parameters")

@@ -251,7 +251,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def measures_parts(self) -> bool:
-        return not self._layouts.current.sparse and self.compression is None
+        return self.compression is None
 
     @property
     def bucket_layout(self) -> list[list[str]]:

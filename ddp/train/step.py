@@ -219,8 +219,8 @@ def _backward(
 ) -> None:
     """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks."""
     model, device = state.model, state.comm.device
-    every = rules.noise_scale_every if model.measures_parts else 0
-    measures = every > 0 and state.step % every == 0 and (state.comm.world_size > 1 or len(plan.micros) > 1)
+    every, has_parts = rules.noise_scale_every, state.comm.world_size > 1 or len(plan.micros) > 1
+    measures = every > 0 and state.step % every == 0 and has_parts and model.measures_parts
     loss_scale = 1 if state.loss_scale is None else state.loss_scale.value
     totals = Totals(num_stopping=int(wants_stop), num_ending=int(plan.is_last), measure=measures, loss_scale=loss_scale)
     if not plan.micros:

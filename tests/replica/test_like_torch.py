@@ -1033,6 +1033,16 @@ def memory_format_changed_after_wrapping(comm: ddp.Communicator) -> None:
                 assert mine.grad.stride() == mine.stride()
 
 
+def an_unfrozen_sparse_layer_is_not_measured(comm: ddp.Communicator) -> None:
+    """Already before the forward that finds it unfrozen."""
+    net = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+    net[0].weight.requires_grad_(False)
+    replica = ddp.DistributedDataParallel(net, comm=comm)
+    assert replica.measures_parts
+    net[0].weight.requires_grad_(True)
+    assert not replica.measures_parts
+
+
 def types_changed_on_one_rank(comm: ddp.Communicator) -> None:
     replica = ddp.DistributedDataParallel(nn.Linear(3, 2), comm=comm.subgroup(range(comm.world_size)))
     replica(torch.ones(1, 3)).sum().backward()
@@ -1376,6 +1386,7 @@ CASES = [
     a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name,
     types_changed_after_wrapping,
     memory_format_changed_after_wrapping,
+    an_unfrozen_sparse_layer_is_not_measured,
     types_changed_on_one_rank,
     gradients_put_elsewhere,
     a_forward_that_runs_backward_itself,
