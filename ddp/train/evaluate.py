@@ -26,6 +26,7 @@ from ddp.precision.autocast import Precision, forward_precision
 from ddp.replica.replica import Replica
 from ddp.tasks.loss_function import Reduction, as_task
 from ddp.tasks.task import Task, outputs_of
+from ddp.train.batch_statistics import check_evaluation
 from ddp.train.given_back import modes_kept
 from ddp.train.kept import loss_modules
 from ddp.train.state import limits_of
@@ -68,6 +69,7 @@ def evaluate(
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     if not len(source.samples):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
+    check_evaluation(model, len(source.samples), batch_size=batch_size, world_size=comm.world_size)
     loader = _loader(source, comm, batch_size, stop)
     largest_share = math.ceil(len(source.samples) / comm.world_size)
     num_batches = math.ceil(largest_share / batch_size)

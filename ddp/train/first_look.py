@@ -9,7 +9,7 @@ size of a micro-batch, and nothing else would show it. So the first batch of eac
 by a copy of the model in evaluation mode, because there dropout and BatchNorm treat each sample alike. A model that
 cannot run like this, or a batch that cannot be cut, is not looked at.
 
-Read before: `step.py`, `probabilities.py`. Read next: `loop.py`.
+Read before: `step.py`, `batch_statistics.py`. Read next: `loop.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 from ddp.data.streams import preserved
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.log import log
-from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.loss_function import LossFunction, length_of, name_of
 from ddp.tasks.task import Task
+from ddp.train.batch_statistics import try_one_sample, waits_in_evaluation
 from ddp.train.kept import loss_modules
 from ddp.train.probabilities import warn_of_probabilities
 from ddp.train.step import sum_and_count
@@ -43,10 +43,11 @@ class FirstLook:
 
     Args:
         wanted: False for no look at all. All ranks want it or none, because a model or a loss may call collectives.
+        with_one: sizes of the steps in which some rank has a share of one sample.
     """
 
-    def __init__(self, task: Task, *, wanted: bool) -> None:
-        self._task = task if wanted else None
+    def __init__(self, task: Task, *, wanted: bool, with_one: list[int] | None = None) -> None:
+        self._task, self._with_one = task if wanted else None, with_one or []
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
         """Checks the loss and the metrics of a batch of two samples or more on the bare model.
@@ -56,7 +57,7 @@ class FirstLook:
                 outputs and targets have shapes that broadcast; metrics have another form, or lack the main one.
         """
         task, self._task = self._task, None
-        if task is None or _waits_for_others(module):
+        if task is None or waits_in_evaluation(module):
             return
         if isinstance(task, LossFunction) and (length := length_of(batch)) != num_samples:
             raise ConfigError(
@@ -76,7 +77,9 @@ class FirstLook:
                 _refuse_broadcast(task, module, copy.deepcopy(batch))
                 (whole, count), *both = (_sum_and_count(task, module, copy.deepcopy(each)) for each in (batch, *parts))
                 _check_metrics(task, module, copy.deepcopy(batch))
-                warn_of_probabilities(task, module, copy.deepcopy(batch))
+                warn_of_probabilities(task, copy.deepcopy(module), copy.deepcopy(batch))
+                if (first := _cut(batch, num_samples, 1)) is not None:
+                    try_one_sample(module, copy.deepcopy(first[0]), self._with_one)
         except (ConfigError, PeerLost, CommunicatorBroken, CollectiveMismatch):
             raise
         except Exception as error:  # if training fails like this, too, the user sees it there
@@ -119,6 +122,7 @@ def _judge(
     """Raises ConfigError if the whole is the parts' mean instead of their sum, or a sum times the batch's length."""
     close = partial(math.isclose, rel_tol=tolerance, abs_tol=1e-6)
     weighs = isinstance(task, LossFunction) and getattr(task.function, "weight", None) is not None
+    weighs = weighs and getattr(task, "reduction", "") == "mean"  # a sum of weighed losses is a sum
     if not all(map(math.isfinite, (whole, *parts))) or (close(whole, sum(parts)) and not weighs):
         return
     sizes = num_samples // 2, num_samples - num_samples // 2
@@ -179,12 +183,6 @@ def _tolerance(module: nn.Module) -> float:
     if any(size < 4 for size, _ in kinds):
         return 5e-2
     return 1e-4 if all(device == "cpu" for _, device in kinds) else 2e-3  # GPUs multiply in TF32
-
-
-def _waits_for_others(module: nn.Module) -> bool:
-    """Returns True if a forward in evaluation mode is a collective, which ranks without a sample would not call."""
-    kinds = (SyncBatchNorm, nn.SyncBatchNorm)
-    return any(isinstance(layer, kinds) and layer.running_mean is None for layer in module.modules())
 
 
 def _cut(batch: Any, num_samples: int, at: int) -> tuple[Any, Any] | None:

@@ -74,7 +74,7 @@ from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint,
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.data_checks import EpochCheck
 from ddp.train.given_back import gives_back
-from ddp.train.held_out import Evaluator, held_out_of, note_of_choice
+from ddp.train.held_out import Evaluator, check_held_out, held_out_of, note_of_choice
 from ddp.train.kept import Kept
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar, StopNote
@@ -328,6 +328,7 @@ def fit(
     }
     alike = {"max_unreadable": max_unreadable, "uneven": uneven, "cache": cache, "debug_data": debug_data}
     refuse_disagreement(comm, {**arguments, **alike}, source, held_out.given())
+    check_held_out(comm, replica, held_out, batch_size=evaluation_batch)
     source = with_cache(source, comm) if cache else source
     loss_scale = LossScale() if precision == "fp16" else None
     masters = master_weights(replica, precision, watched=bool(callbacks))

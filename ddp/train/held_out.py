@@ -18,14 +18,17 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from torch import nn
 from torch.utils.data import DataLoader
 
+from ddp.comm.communicator import Communicator
 from ddp.data.loader import Collate
 from ddp.data.source import Source, source_of
 from ddp.data.validation import choose, part_of
 from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision
 from ddp.tasks.task import Task
+from ddp.train.batch_statistics import check_evaluation
 from ddp.train.callbacks import Callback
 from ddp.train.early_stopping import EarlyStopping
 from ddp.train.evaluate import evaluate
@@ -64,6 +67,12 @@ class HeldOut(NamedTuple):
         """Returns the samples by the name of their argument."""
         both = {"validation_data": self.validation, "test_data": self.test}
         return {name: source for name, source in both.items() if source is not None}
+
+
+def check_held_out(comm: Communicator, model: nn.Module, held_out: HeldOut, *, batch_size: int) -> None:
+    """Raises ConfigError if the model cannot be evaluated on these samples by so many workers."""
+    for source in held_out.given().values():
+        check_evaluation(model, len(source.samples), batch_size=batch_size, world_size=comm.world_size)
 
 
 class Evaluator:

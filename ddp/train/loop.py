@@ -20,8 +20,8 @@ from ddp.errors import ConfigError
 from ddp.log import log
 from ddp.optim.schedules import RateSchedule, constant
 from ddp.precision.autocast import Precision
-from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.task import Task
+from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import Callback
 from ddp.train.data_checks import EqualBatches
 from ddp.train.early_stopping import EARLY
@@ -95,7 +95,8 @@ def train_loop(
     seed = state.sampler.state.seed
     factor = schedule or constant()
     is_wanted = not max_unreadable and _all_have_several_samples(state)  # a batch may have less than was planned
-    looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=is_wanted)]
+    with_one = may_have_one(state.comm, state.sampler, num_steps=num_steps - state.step)
+    looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=is_wanted, with_one=with_one)]
     if debug_data:
         equal_batches = EqualBatches(state.comm.rank, source.num_workers)
         looks, callbacks = [equal_batches, *looks], [equal_batches, *callbacks]
@@ -111,7 +112,7 @@ def train_loop(
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
     feed = _feed(state, source, uneven, max_unreadable, stop)
     state.unreadable = feed.unreadable
-    _check_replica(state, uneven)
+    _check_replica(state, uneven, max_unreadable)
     state.stopped_by = ""
     state.model.train()
     running_step = None
@@ -181,12 +182,17 @@ def _feed(
     return TrainLoader(source.samples, state.sampler, **choices)
 
 
-def _check_replica(state: TrainState, uneven: Uneven) -> None:
+def _check_replica(state: TrainState, uneven: Uneven, max_unreadable: int) -> None:
     """Raises ConfigError if a step of the replica cannot be taken back, or if its layers would wait for ever."""
     model, sampler = state.model, state.sampler
     if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
         raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
-    if state.comm.world_size > 1 and any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
+    if state.comm.world_size > 1 and waits_in_training(model):
+        if max_unreadable:
+            raise ConfigError(
+                f"max_unreadable={max_unreadable} with SyncBatchNorm, which waits in each forward for all ranks: one "
+                "whose samples cannot be read would make none; leave max_unreadable out, or take BatchNorm"
+            )
         is_stream = isinstance(sampler, IterableSampler)
         if is_stream and uneven != "stop_all":
             raise ConfigError(

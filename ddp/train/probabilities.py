@@ -7,7 +7,7 @@ Numbers from 0 to 1 may be scores, too, so a sigmoid must be seen in the graph o
 
 Log-probabilities are no mistake: the softmax of them is what they are the logarithms of.
 
-Read before: `stream_feed.py`. Read next: `first_look.py`.
+Read before: `stream_feed.py`. Read next: `batch_statistics.py`.
 """
 
 from __future__ import annotations

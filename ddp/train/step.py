@@ -41,6 +41,7 @@ from ddp.optim.update import gradient_norm
 from ddp.precision.autocast import Precision, forward_precision
 from ddp.tasks.loss_function import name_of
 from ddp.tasks.task import Task
+from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
 
 
@@ -245,6 +246,8 @@ def _backward(
                     loss_sum, num_items = sum_and_count(rules.task, rules.task.loss(model, batch))
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 error.add_note(_about(batch, model))  # the usual cause: they do not fit each other
+                if TOO_FEW in str(error):
+                    error.add_note(f"a share of one sample cannot be normalised: {REMEDY}")
                 raise
             totals = totals._replace(
                 loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items

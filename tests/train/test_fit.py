@@ -227,6 +227,10 @@ def scheduler_of(optimizer: Any) -> Any:
     return lr_scheduler.StepLR(optimizer, 30)
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+
+
 CLIPPED = net()
 MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mean, with the length": (Returns(lambda x: (x.mean(), len(x))), {}, r"a mean, where the sum is expected"),
@@ -344,6 +348,11 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"module": CLIPPED, "optimizer": ddp.optim.LAMB(CLIPPED.parameters(), preset="timm"), "clip_norm": 0.5},
         "clip_norm=0.5: LAMB clips by itself, at 1; leave clip_norm out, or make the optimizer with clip_norm=None",
     ),
+    "a share of one sample": (
+        F.cross_entropy,
+        {"module": normalised(), "data": (X[:11], CLASSES[:11])},
+        "in a step of 1 samples a worker has a share of one sample, which BatchNorm cannot normalise: leave some",
+    ),
     "no end": (F.cross_entropy, {"epochs": None}, "neither epochs nor max_steps is given"),
     "too small a batch": (F.cross_entropy, {"global_batch": 0}, "global_batch=0: must be a whole number from 1 up"),
     "another's scheduler": (
@@ -393,7 +402,7 @@ def test_mistakes_are_told_in_one_sentence() -> None:
 
 
 def warnings_of(folder: str) -> list[list[str]]:
-    """Returns what is warned of in four runs that train all the same."""
+    """Returns what is warned of in some runs that train all the same."""
     ddp.init(abort_s=20)
     found: list[list[str]] = []
 
@@ -409,6 +418,7 @@ def warnings_of(folder: str) -> list[list[str]]:
         (weighted, {}),
         (F.cross_entropy, {"module": partly, "optimizer": SGD(partly[4].parameters(), lr=0.1)}),
         (F.cross_entropy, {"module": nn.Linear(6, 3), "data": (X.float(), CLASSES)}),
+        (nn.CrossEntropyLoss(weight=weighted.weight, reduction="sum"), {}),
     ]
     for loss, how in runs:
         found.append([])
@@ -425,10 +435,10 @@ def warnings_of(folder: str) -> list[list[str]]:
 
 def test_what_is_warned_of(tmp_path: Path) -> None:
     (found,) = run_ranks(warnings_of, 1, str(tmp_path))
-    assert [len(each) for each in found] == [0, 1, 1, 0, 0, 1]
+    assert [len(each) for each in found] == [0, 1, 1, 0, 0, 0, 1]
     assert "is not the sum of its parts' losses" in found[1][0]
     assert "leaves out 4 parameter(s) of the model that have a gradient, such as 0.weight" in found[2][0]
-    assert "global_batch was 10, is 8" in found[5][0]
+    assert "global_batch was 10, is 8" in found[6][0]
 
 
 class Stopped(ddp.Callback):

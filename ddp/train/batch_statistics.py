@@ -1,0 +1,96 @@
+"""Layers that normalise by the batch, and what goes wrong where a rank's share is one sample, or none.
+
+    BatchNorm                     one value per channel has no variance: torch raises at the first share of one sample
+    SyncBatchNorm                 its forward waits for all ranks, so all need as many forwards
+    track_running_stats=False     both hold in an evaluation, too
+
+Shares of one sample come at the end of an epoch, and only at some world sizes. Whether they are too few depends on the
+model: an image has many values per channel. So the first batch is tried with one sample of it, before the first step.
+
+Read before: `probabilities.py`. Read next: `first_look.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.data.iterable import IterableSampler
+from ddp.data.sampler import TrainSampler
+from ddp.errors import ConfigError
+from ddp.replica.sync_batchnorm import SyncBatchNorm
+
+WAITING = (SyncBatchNorm, nn.SyncBatchNorm)
+TOO_FEW = "Expected more than 1 value per channel"  # torch's words
+REMEDY = (
+    "leave some samples out of the data, take another global_batch, num_shards or micro_size, or ddp.SyncBatchNorm, "
+    "which normalises over all ranks"
+)
+
+
+def waits_in_training(module: nn.Module) -> bool:
+    """Returns True if a forward in training is a collective."""
+    return any(isinstance(layer, WAITING) for layer in module.modules())
+
+
+def waits_in_evaluation(module: nn.Module) -> bool:
+    """Returns True if a forward in evaluation mode is a collective, which ranks without a sample would not call."""
+    return any(isinstance(layer, WAITING) and layer.running_mean is None for layer in module.modules())
+
+
+def may_have_one(comm: Communicator, sampler: TrainSampler, *, num_steps: int) -> list[int]:
+    """Returns the sizes of steps, of those that may come, in which some rank computes one sample alone. Collective.
+
+    Args:
+        num_steps: that are left of the run.
+    """
+    if isinstance(sampler, IterableSampler):
+        return []
+    sizes = {plan.size for plan in _first(sampler, num_steps)} if num_steps < sampler.num_steps_per_epoch else None
+    sizes = sampler.sizes.all() if sizes is None else sizes
+    mine = [size for size in sizes if any(len(micro.indices) == 1 for micro in sampler.parts(range(size)))]
+    return sorted(set[int]().union(*all_gather_object(comm, mine)))
+
+
+def _first(sampler: TrainSampler, num_steps: int) -> Iterable[Any]:
+    return (plan for plan, _ in zip(sampler.plans(), range(num_steps), strict=False))
+
+
+def try_one_sample(module: nn.Module, one: Any, sizes: list[int]) -> None:
+    """Raises ConfigError if the model cannot be trained on a share of one sample, and some step has one.
+
+    Args:
+        module: a copy, in evaluation mode.
+        one: a batch of one sample, whose inputs come first.
+        sizes: of the steps with such a share.
+    """
+    if not sizes or waits_in_training(module):
+        return
+    module.train()
+    try:
+        module(one[0] if isinstance(one, (tuple, list)) else one)
+    except ValueError as error:
+        if TOO_FEW in str(error):
+            steps = f"a step of {' or '.join(map(str, sizes[:3]))} samples"
+            raise ConfigError(
+                f"in {steps} a worker has a share of one sample, which BatchNorm cannot normalise: {REMEDY}"
+            ) from error
+    finally:
+        module.eval()
+
+
+def check_evaluation(module: nn.Module, num_samples: int, *, batch_size: int, world_size: int) -> None:
+    """Raises ConfigError if ranks would wait for each other in the forwards of an evaluation."""
+    if world_size == 1 or not waits_in_evaluation(module):
+        return
+    shares = {num_samples // world_size, -(-num_samples // world_size)}
+    if len({-(-share // batch_size) for share in shares}) > 1 or 0 in shares:
+        raise ConfigError(
+            f"SyncBatchNorm with track_running_stats=False waits in each forward for all workers, and in an evaluation "
+            f"of {num_samples} samples, {batch_size} at once, {world_size} workers have different numbers of forwards: "
+            "leave track_running_stats=False out, or take another batch size of the evaluation (evaluation_batch)"
+        )

@@ -1,0 +1,44 @@
+"""Layers that normalise by the batch are refused where a rank would wait for ever, before the first step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import ddp
+from ddp.errors import ConfigError
+from ddp.train.batch_statistics import check_evaluation, try_one_sample
+from ddp.train.loop import _check_replica
+
+
+def model(**options: Any) -> nn.Module:
+    return ddp.SyncBatchNorm.convert(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, **options)))
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size", "is_refused"), [(5, 2, True), (1, 2, True), (8, 4, False)])
+def test_an_evaluation_by_the_batch_needs_as_many_forwards_on_every_rank(num_samples, batch_size, is_refused):
+    check_evaluation(model(), num_samples, batch_size=batch_size, world_size=2)  # by running statistics
+    check_evaluation(model(track_running_stats=False), num_samples, batch_size=batch_size, world_size=1)
+    told = f"an evaluation of {num_samples} samples, {batch_size} at once, 2 workers"
+    with pytest.raises(ConfigError, match=told) if is_refused else nullcontext():
+        check_evaluation(model(track_running_stats=False), num_samples, batch_size=batch_size, world_size=2)
+
+
+def test_samples_that_cannot_be_read_do_not_go_with_layers_that_wait():
+    state = SimpleNamespace(comm=SimpleNamespace(world_size=2), model=model(), sampler=None)
+    with pytest.raises(ConfigError, match="max_unreadable=3 with SyncBatchNorm, which waits in each forward"):
+        _check_replica(cast(Any, state), "join", 3)
+
+
+def test_one_sample_is_tried_where_a_step_may_have_it():
+    flat, image = nn.BatchNorm1d(3).eval(), nn.BatchNorm2d(3).eval()
+    try_one_sample(flat, torch.zeros(1, 3), [])
+    try_one_sample(image, (torch.zeros(1, 3, 4, 4), torch.zeros(1)), [33])  # an image has many values per channel
+    with pytest.raises(ConfigError, match="in a step of 33 or 35 samples a worker has a share of one sample"):
+        try_one_sample(flat, (torch.zeros(1, 3), torch.zeros(1)), [33, 35])
+    assert not flat.training
