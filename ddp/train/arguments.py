@@ -51,6 +51,7 @@ from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 from ddp.train.early_stopping import EarlyStopping
+from ddp.train.ema import EMA
 from ddp.train.stored_checkpoint import identity_of, resume_from
 from ddp.transport.available_memory import available_bytes
 from ddp.wording import did_you_mean
@@ -257,6 +258,8 @@ def check_callbacks(callbacks: Any, *, is_evaluated: bool) -> None:
         raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
     if not is_evaluated and any(isinstance(each, EarlyStopping) for each in callbacks):
         raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
+    if sum(isinstance(each, EMA) for each in callbacks) > 1:
+        raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
 
 
 def order_of(order: Order | None, source: Source) -> Order | None:

@@ -47,7 +47,7 @@ class EarlyStopping(Callback):
         self._run: TrainState | None = None
 
     def fit_start(self, state: TrainState) -> None:
-        self._run = state
+        self._run, self.best, self.num_without = state, None, 0  # it may have served another fit
 
     def evaluated(self, state: TrainState) -> None:
         metric = state.evaluation[state.main_metric]

@@ -30,7 +30,8 @@ from ddp.train.state import StepReport, TrainState
 class EMA(Callback):
     """Averages the weights over the steps. Evaluations use the averages, and so the best checkpoint is chosen by them.
 
-    `ddp.load(run).weights` are the averages, too; training itself never uses them. A resumed run continues them.
+    `ddp.load(run).weights` are the averages, too; training itself never uses them. A resumed run continues them;
+    any other fit begins anew.
 
     Args:
         decay: share of the average that a step keeps, from 0 up and below 1: it averages over about 1 ÷ (1 − decay)
@@ -50,10 +51,9 @@ class EMA(Callback):
         self.averaged: AveragedModel | None = None
 
     def fit_start(self, state: TrainState) -> None:
-        if self.averaged is None:  # else another fit goes on with the averages
-            self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
-            for average, weights in zip(self.averaged.module.parameters(), _weights(state), strict=True):
-                average.data = weights.detach().clone()
+        self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
+        for average, weights in zip(self.averaged.module.parameters(), _weights(state), strict=True):
+            average.data = weights.detach().clone()
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         assert self.averaged is not None

@@ -209,7 +209,12 @@ def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, 
     ]
     with pytest.raises(CheckpointError, match=r"of a run with another loss: .*mean"):
         fit(tmp_path / "a", loss=nn.BCEWithLogitsLoss(), **{**how, "resume": tmp_path / "a/checkpoints/step-00000001"})
-    for wrong, words in (([Nothing()], "Nothing.state_dict returned None"), ([ddp.EarlyStopping(1)], "give test_data")):
+    wrong: list[ddp.Callback]
+    for wrong, words in (
+        ([Nothing()], "Nothing.state_dict returned None"),
+        ([ddp.EarlyStopping(1)], "give validation_data, or test_data"),
+        ([ddp.EMA(), ddp.EMA()], "two EMA"),
+    ):
         with pytest.raises(ConfigError, match=words):
             fit(tmp_path / "b", wrong, **how)
     with pytest.raises(ConfigError, match=r"0._extra_state, which a checkpoint cannot hold"):
@@ -217,6 +222,16 @@ def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, 
     for make in (lambda: ddp.EMA(1), lambda: ddp.EarlyStopping(0), lambda: ddp.EarlyStopping(1, min_delta=-1)):
         with pytest.raises(ConfigError, match="must be a"):
             make()
+
+
+def test_callbacks_of_an_earlier_fit_begin_anew() -> None:
+    how: dict[str, Any] = {"comm": ddp.Communicator(SimulatedNetwork(1).transport(0)), "resume": None, "epochs": 2}
+    once, again = [ddp.EMA(0.5), ddp.EarlyStopping(1)], [ddp.EMA(0.5), ddp.EarlyStopping(1)]
+    fit(None, again, loss=F.multi_margin_loss, **how)  # whose losses are other numbers
+    first, second = fit(None, once, **how), fit(None, again, **how)
+    assert (second.evaluation, second.step) == (first.evaluation, first.step)
+    averages = [callbacks[0].averaged.parameters() for callbacks in (once, again)]  # type: ignore[union-attr]
+    assert torch.equal(vector(averages[0]), vector(averages[1]))
 
 
 def test_what_is_constant_in_a_loss_is_the_program_s_own(tmp_path: Path) -> None:
