@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
 from ddp.clock import Patience
-from ddp.data.sending import in_words, is_about_memory, unpacked
+from ddp.data.sending import in_words, is_about_memory, received
 from ddp.errors import ConfigError, LoaderLost
 from ddp.log import log
 from ddp.parent_death import ask_for_signal
@@ -241,7 +241,7 @@ class LoaderWatch:
 
 
 def _next(batches: Iterator[Any]) -> Any:
-    return unpacked(next(batches))
+    return received(next(batches))
 
 
 def _expect_no_more(iterator: Any) -> None:

@@ -21,8 +21,6 @@ from multiprocessing import current_process, util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-from torch.utils.data._utils.pin_memory import pin_memory
-
 from ddp.errors import ConfigError, UnreadableSample
 
 _LONGEST_PATH = 107  # of a Unix socket
@@ -36,7 +34,9 @@ class Failure(NamedTuple):
 
 
 class Packed:
-    """Holds in bytes what a loader process sends.
+    """Holds in bytes what a loader process sends. What the rank takes from the queue is an equal value, not this.
+
+    So the rank has mapped the memory of a batch before the process can learn that it is no longer needed, and end.
 
     Args:
         value: anything that can be pickled.
@@ -45,13 +45,8 @@ class Packed:
     def __init__(self, value: Any) -> None:
         self._bytes = bytes(ForkingPickler.dumps(value))
 
-    def unpacked(self) -> Any:
-        """Returns an equal value. Tensors are in memory that the sender shares."""
-        return ForkingPickler.loads(self._bytes)
-
-    def pin_memory(self) -> Any:
-        """Returns the value with its tensors in page-locked memory: DataLoader's thread for that calls this."""
-        return pin_memory(self.unpacked())
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return ForkingPickler.loads, (self._bytes,)
 
 
 def packed(fetch: Callable[[], Any], samples: Iterable[tuple[int, Any]]) -> Packed:
@@ -79,13 +74,12 @@ def packed(fetch: Callable[[], Any], samples: Iterable[tuple[int, Any]]) -> Pack
         return Packed(Failure(error))
 
 
-def unpacked(received: Any) -> Any:
-    """Returns what was packed.
+def received(value: Any) -> Any:
+    """Returns what a loader process has sent.
 
     Raises:
         ConfigError: the loader process has sent this error.
     """
-    value = received.unpacked() if isinstance(received, Packed) else received
     if isinstance(value, Failure):
         raise value.error
     return value
