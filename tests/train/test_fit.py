@@ -329,7 +329,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"data": X},
         r"cross_entropy needs batches \(inputs, targets\), but the data give a tensor",
     ),
-    "a stream": (F.cross_entropy, {"data": Stream()}, "data is a stream, and nobody knows where it ends"),
+    "a stream": (F.cross_entropy, {"data": Stream(), "epochs": None}, "data is a stream, and nobody knows where"),
     "a test stream": (F.cross_entropy, {"test_data": Stream()}, "test_data is Stream, an iterable"),
     "no samples": (F.cross_entropy, {"data": (X[:0], CLASSES[:0])}, "the training set has 0 samples"),
     "meta": (F.cross_entropy, {"module": nn.Linear(6, 3, device="meta")}, "the model Linear is on the meta device"),

@@ -124,6 +124,7 @@ class TrainSampler:
     Attributes:
         seen: what the samples of this rank add up to since the epoch began, to be compared with what was promised; None
             if that is not known.
+        set_apart: in words, the samples that are set apart for validation; "": none.
 
     Raises:
         ConfigError: an argument cannot work; the message says which one, and the remedy.
@@ -163,6 +164,7 @@ class TrainSampler:
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
         self.seen: Checksum | None = Checksum()
+        self.set_apart = ""
         self._skip_steps = None if skip_steps is None else checked_range(skip_steps)
         self._begin(SamplerState(seed, epoch=0, consumed=0), num_steps=0, skipped=())
 
@@ -364,6 +366,7 @@ class TrainSampler:
         if skips and skips[-1].stop == self.position and skips[-1][:2] == self._skip_steps:
             state = SamplerState(state.seed, *divmod(skips.pop().start, self.length))
         about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}
+        about |= {"set_apart": self.set_apart} if self.set_apart else {}
         return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
 
     def places(self) -> Any:
@@ -377,8 +380,14 @@ class TrainSampler:
         """Continues from a saved state, with its seed.
 
         Raises:
-            ConfigError: a field is missing, the position lies outside this data set, or in an epoch of another order.
+            ConfigError: a field is missing, the position lies outside this data set or in an epoch of another order, or
+                samples were trained on that are set apart now.
         """
+        if self.set_apart and (then := state.get("set_apart", "no samples")) != self.set_apart:
+            raise ConfigError(
+                f"the run has set apart {then} for validation, and now that would be {self.set_apart}, of which it has "
+                "trained on some: give the same share, seed and data as then, or begin another run"
+            )
         loaded, mine = read_state(state, length=self.length), self.order.identity
         saved = state.get("order", "not noted")
         if loaded.consumed and saved != mine:
@@ -454,6 +463,7 @@ def sampler_of(
     sampler = TrainSampler(
         chosen, global_batch=global_batch, rank=rank, world_size=world_size, num_shards=num_shards, **choices
     )
+    sampler.set_apart = getattr(samples, "set_apart", "")
     return sampler, note
 
 
