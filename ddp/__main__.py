@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp.address import from_address, is_address
-from ddp.bench.units import format_bandwidth, format_time, parse_delay, parse_rate, parse_size
+from ddp.bench.arguments import Parser, checked, positive, whole
+from ddp.bench.units import format_bandwidth, format_size, format_time, parse_delay, parse_rate, parse_size
 from ddp.collectives.catalog import (
     BETWEEN_HOSTS,
     SCHEDULES,
@@ -33,7 +34,9 @@ from ddp.collectives.catalog import (
 from ddp.collectives.cost import bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.picture import svg
+from ddp.collectives.schedule import ScheduleError
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
+from ddp.config_checks import most_workers
 from ddp.errors import WorkersFailed
 from ddp.tutorial.holes import SOURCES
 from ddp.wording import did_you_mean, program
@@ -43,7 +46,11 @@ if TYPE_CHECKING:
 
 OVERLAP = "draw overlap"  # a question of two words, because it draws a run, not a schedule
 MOST_RANKS_SHOWN = 64
-MOST_RANKS_PROVEN = 256  # of a schedule of the user's own that is drawn or simulated
+MOST_RANKS_PICTURED = 32
+RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")
+RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
+MOST_EXPLAINED = "128GB"
+MOST_PARTS_PROVEN = 512 * 512  # of a buffer, on all ranks together: a ring of 512 ranks takes some seconds
 EXAMPLES = """\
 examples:
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
@@ -62,14 +69,6 @@ examples:
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
 
 python -m ddp QUESTION --help lists the options of a question."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that says what was wrong and what to do."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the line and ends the program."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if text := options.answer(options):  # one rank of many says it
             print(text, flush=True)
-    except ValueError as error:
+    except (ValueError, ScheduleError) as error:
         questions.choices[options.question].error(str(error))
     except WorkersFailed as error:
         print(error, file=sys.stderr, flush=True)
@@ -129,6 +128,11 @@ def draw_question(questions: Questions) -> None:
         schedule, hosts = chosen_schedule(options)
         if options.svg is None:
             return draw(schedule.algorithm, options.num_ranks)
+        if options.num_ranks > MOST_RANKS_PICTURED:
+            raise ValueError(
+                f"--svg with {options.num_ranks} ranks: take at most {MOST_RANKS_PICTURED}; a picture shows every "
+                "chunk of every rank after every round, and a browser opens no larger one"
+            )
         title = f"{options.schedule}, {options.num_ranks} ranks"
         write_picture(options.svg, svg(schedule, options.num_ranks, title=title, hosts=hosts))
         return f"{options.svg}: {title}"
@@ -138,7 +142,7 @@ def draw_question(questions: Questions) -> None:
         help='draws the rounds of a schedule, or, as "draw overlap", the timeline of a step',
         epilog=f"{program()} {OVERLAP} --help: the timeline of a step.",
     )
-    add_schedule(parser)
+    add_schedule(parser, RANKS_DRAWN)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of printing text")
     parser.set_defaults(answer=answer)
 
@@ -147,10 +151,6 @@ def overlap_question(questions: Questions) -> None:
     """Adds `draw overlap`: how much of the reductions does backward hide on this machine?"""
 
     def answer(options: argparse.Namespace) -> str:
-        if options.workers < 2:
-            raise ValueError(f"--workers {options.workers}: one worker alone has nothing to reduce; take 2 or more")
-        if options.bucket_mb <= 0:
-            raise ValueError(f"--bucket-mb {options.bucket_mb:g}: give a size above 0")
         from ddp.launcher import launch
         from ddp.replica.timeline_picture import timeline_svg, timeline_text
 
@@ -165,9 +165,9 @@ def overlap_question(questions: Questions) -> None:
         return f"{text}\n\nBackward and reductions in ms. Here ddp reduces {default} unless it is told otherwise."
 
     parser = questions.add_parser(OVERLAP, description="Trains a small network, and draws the timeline of a step.")
-    parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
+    add_workers(parser)
     parser.add_argument(
-        "--bucket-mb", type=float, default=4.0, metavar="MB", help="size of a bucket, in MiB (default: %(default)s)"
+        "--bucket-mb", type=positive, default=4.0, metavar="MB", help="size of a bucket, in MiB (default: %(default)s)"
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of printing text")
     parser.set_defaults(answer=answer)
@@ -196,6 +196,11 @@ def check_question(questions: Questions) -> None:
 
     def answer(options: argparse.Namespace) -> str:
         schedule, _ = chosen_schedule(options)
+        if (parts := num_parts(schedule, options.num_ranks)) > MOST_PARTS_PROVEN:
+            raise ValueError(
+                f"{options.schedule} with {options.num_ranks:,} ranks: its proof follows {parts:,} parts, every chunk "
+                f"on every rank; take so few ranks that there are at most {MOST_PARTS_PROVEN:,}, in a ring 512"
+            )
         proof = schedule.check(options.num_ranks)
         lines = [
             f"{options.schedule} with {options.num_ranks} ranks: proven ({schedule.goal.value})",
@@ -210,7 +215,7 @@ def check_question(questions: Questions) -> None:
         return "\n".join(lines + [f"  chunk {chunk} = {of}{part}" for chunk, part in enumerate(proof.expressions)])
 
     parser = questions.add_parser("check", help="proves a schedule, and shows what each chunk becomes")
-    add_schedule(parser)
+    add_schedule(parser, RANKS_FOLLOWED)
     parser.set_defaults(answer=answer)
 
 
@@ -221,38 +226,38 @@ def simulate_question(questions: Questions) -> None:
         per_host = 1 if options.per_host is None else options.per_host
         if options.per_host is not None and options.hosts:
             raise ValueError("--hosts and --per-host both say who shares a host: leave one out")
-        if per_host < 1:
-            raise ValueError(f"--per-host {per_host}: give at least 1")
         schedule, hosts = chosen_schedule(options, per_host=per_host)
         network = Network(
             hosts=hosts,
-            inside=Link(time_of(options.inside_alpha), 8 / rate_of(options.inside_rate)),
-            between=Link(time_of(options.alpha), 8 / rate_of(options.rate)),
+            inside=Link(options.inside_alpha, 8 / options.inside_rate),
+            between=Link(options.alpha, 8 / options.rate),
             gamma_s=1 / (options.add_gb_s * 1e9),
         )
-        nbytes = parse_size(options.bytes)
-        numel = whole_chunks(nbytes // 4, schedule.num_chunks(options.num_ranks))  # so that one host can stand for all
+        numel = whole_chunks(options.bytes // 4, schedule.num_chunks(options.num_ranks))  # for symmetry
         timeline = simulate(schedule, network, numel)
         sent, left = max(timeline.bytes_sent), max(timeline.host_bytes_sent)
-        busbw = bus_bandwidth(schedule.goal, options.num_ranks, nbytes, timeline.makespan_s)
+        busbw = bus_bandwidth(schedule.goal, options.num_ranks, options.bytes, timeline.makespan_s)
         return (
-            f"{options.schedule}, {options.num_ranks:,} ranks on {len(hosts):,} hosts, {options.bytes}: "
+            f"{options.schedule}, {options.num_ranks:,} ranks on {len(hosts):,} hosts, {format_size(options.bytes)}: "
             f"{format_time(timeline.makespan_s)}\n"
             f"  {timeline.num_rounds:,} rounds, {timeline.num_messages:,} messages\n"
-            f"  sent by the busiest rank {sent:,} bytes ({sent / nbytes:.3g} times the buffer), "
+            f"  sent by the busiest rank {sent:,} bytes ({sent / options.bytes:.3g} times the buffer), "
             f"by the busiest host {left:,}\n"
             f"  bus bandwidth {format_bandwidth(busbw)} GB/s"
         )
 
     parser = questions.add_parser("simulate", help="predicts time, messages and bytes of a schedule on another network")
-    add_schedule(parser)
-    parser.add_argument("--per-host", type=int, metavar="N", help="ranks on each host (default: 1)")
-    parser.add_argument("--bytes", default="25MB", help="size of the buffer (default: %(default)s)")
-    parser.add_argument("--alpha", default="20us", help="latency between hosts (default: %(default)s)")
-    parser.add_argument("--rate", default="10gbit", help="bandwidth between hosts, in bits/s (default: %(default)s)")
-    parser.add_argument("--inside-alpha", default="2us", help="latency inside a host (default: %(default)s)")
-    parser.add_argument("--inside-rate", default="100gbit", help="bandwidth inside a host (default: %(default)s)")
-    parser.add_argument("--add-gb-s", type=float, default=10.0, help="additions per rank, GB/s (default: %(default)s)")
+    add_schedule(parser, RANKS_FOLLOWED)
+    parser.add_argument("--per-host", type=whole(1), metavar="N", help="ranks on each host (default: 1)")
+    for option, read, usual, meaning in (
+        ("--bytes", checked(parse_size), "25MB", "size of the buffer"),
+        ("--alpha", time_of, "20us", "latency between hosts"),
+        ("--rate", rate_of, "10gbit", "bandwidth between hosts, in bits/s"),
+        ("--inside-alpha", time_of, "2us", "latency inside a host"),
+        ("--inside-rate", rate_of, "100gbit", "bandwidth inside a host"),
+        ("--add-gb-s", positive, "10", "additions per rank, GB/s"),
+    ):
+        parser.add_argument(option, type=read, default=usual, help=f"{meaning} (default: %(default)s)")
     parser.set_defaults(answer=answer)
 
 
@@ -262,19 +267,20 @@ def explain_question(questions: Questions) -> None:
     def answer(options: argparse.Namespace) -> str:
         from ddp.comm.place import is_rank
         from ddp.launcher import launch
+        from ddp.transport.available_memory import available_bytes
 
-        nbytes, compute_s = parse_size(options.bytes), parse_delay(options.compute or "0s")
-        if options.compute and not options.hooks:
-            raise ValueError(f"--compute {options.compute}: goes with --hooks, which says what they make of a step")
-        if compute_s is None:
-            raise ValueError(f"--compute {options.compute}: want a time, e.g. 250ms")
-        if options.workers < 2:
-            raise ValueError(f"--workers {options.workers}: one worker alone has nothing to reduce; take 2 or more")
+        if options.compute is not None and not options.hooks:
+            raise ValueError("--compute goes with --hooks, which says what they make of a step")
+        if not options.hooks and 2 * options.bytes * options.workers > available_bytes():
+            raise ValueError(
+                f"{format_size(options.bytes)}: all-reduces of it are timed, and {options.workers} ranks have no "
+                "memory for that here; give a smaller size"
+            )
         question = partial(
             explained,
-            nbytes,
+            options.bytes,
             shared_memory=not options.transport_only,
-            compute_s=compute_s if options.hooks else None,
+            compute_s=(options.compute or 0.0) if options.hooks else None,
         )
         if is_rank():
             return question()
@@ -286,11 +292,13 @@ def explain_question(questions: Questions) -> None:
         help='measures here, and says which all-reduce "auto" chooses and why; or what each hook would save',
         epilog="Between several hosts: torchrun --nnodes … -m ddp explain … on each of them.",
     )
-    parser.add_argument("bytes", help="size of the tensor, or with --hooks of a model's gradients, e.g. 25MB")
-    parser.add_argument("--workers", type=int, default=2, help="ranks to start on this host (default: %(default)s)")
+    parser.add_argument(
+        "bytes", type=size_explained, help="size of the tensor, or with --hooks of a model's gradients, e.g. 25MB"
+    )
+    add_workers(parser)
     parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
     parser.add_argument("--hooks", action="store_true", help="what every wire format and hook would make of a step")
-    parser.add_argument("--compute", metavar="TIME", help="of its forward and backward, e.g. 250ms")
+    parser.add_argument("--compute", type=time_of, metavar="TIME", help="of its forward and backward, e.g. 250ms")
     parser.set_defaults(answer=answer)
 
 
@@ -304,9 +312,9 @@ def where_question(questions: Questions) -> None:
 
     parser = questions.add_parser("where", help="says which samples a step has, or who reads a sample")
     parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--step", type=int, help="number of a step, from 1")
-    parser.add_argument("--sample", type=int, help="number of a training sample, from 0")
-    parser.add_argument("--epoch", type=int, help="the epoch in which to look for it, from 0")
+    parser.add_argument("--step", type=whole(1), help="number of a step, from 1")
+    parser.add_argument("--sample", type=whole(0), help="number of a training sample, from 0")
+    parser.add_argument("--epoch", type=whole(0), help="the epoch in which to look for it, from 0")
     parser.set_defaults(answer=answer)
 
 
@@ -403,11 +411,21 @@ def exercise_question(questions: Questions) -> None:
     parser.set_defaults(answer=answer)
 
 
-def add_schedule(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a schedule."""
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Adds the number of ranks that a question starts."""
+    parser.add_argument(
+        "--workers",
+        type=whole(2, most_workers(), "one worker alone has nothing to reduce, and many take turns on the cores"),
+        default=2,
+        help="ranks to start on this host (default: %(default)s)",
+    )
+
+
+def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int]) -> None:
+    """Adds the arguments that name a schedule; `num_ranks` is the type of the number of ranks."""
     names = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS]
     parser.add_argument("schedule", help=f"one of {', '.join(names)}; or MODULE:NAME, a generator of your own")
-    parser.add_argument("num_ranks", type=int, help="from 1 up")
+    parser.add_argument("num_ranks", type=num_ranks, help="from 1 up")
     parser.add_argument(
         "--hosts", metavar="N,N,…", help="how many ranks each host has, e.g. 2,2 (one host unless given)"
     )
@@ -420,12 +438,10 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
         per_host: ranks on each host unless --hosts says it; None: all ranks on one host.
     """
     name, num_ranks = options.schedule, options.num_ranks
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks}: a schedule needs at least one rank")
     hosts = hosts_of_sizes(options.hosts, num_ranks) if options.hosts else equal_hosts(num_ranks, per_host or num_ranks)
     if is_address(name):
         schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
-        if num_ranks <= MOST_RANKS_PROVEN:
+        if num_parts(schedule, num_ranks) <= MOST_PARTS_PROVEN:
             prove(schedule, num_ranks, what=name)
         return schedule, hosts
     found = {**SCHEDULES, **all_reduce_schedules(hosts)}
@@ -441,6 +457,11 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
     raise ValueError(f"there is no schedule {name!r}.{did_you_mean(name, names)} There are {', '.join(names)}")
 
 
+def num_parts(schedule: Schedule, num_ranks: int) -> int:
+    """Returns the number of chunks on all ranks together."""
+    return num_ranks * schedule.num_chunks(num_ranks)
+
+
 def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:
     """Returns the ranks of each host: "2,3" → ranks 0 and 1 on one host, 2 to 4 on another."""
     numbers = sizes.split(",")
@@ -452,11 +473,19 @@ def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:
     return tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
 
 
+def size_explained(text: str) -> int:
+    """Returns the bytes of a tensor that `explain` is asked about."""
+    nbytes = checked(parse_size)(text)
+    if nbytes > parse_size(MOST_EXPLAINED):
+        raise argparse.ArgumentTypeError(f"{text:.40}: give up to {MOST_EXPLAINED}, for which predictions take seconds")
+    return nbytes
+
+
 def rate_of(text: str) -> float:
     """Returns bits per second."""
     rate = parse_rate(text)
     if rate is None:
-        raise ValueError(f"rate {text!r}: give e.g. 10gbit or 100mbit")
+        raise argparse.ArgumentTypeError(f"{text:.40}: give bits per second, e.g. 10gbit or 100mbit")
     return rate
 
 
@@ -464,7 +493,7 @@ def time_of(text: str) -> float:
     """Returns seconds."""
     seconds = parse_delay(text)
     if seconds is None:
-        raise ValueError(f"latency {text!r}: give e.g. 20us or 5ms")
+        raise argparse.ArgumentTypeError(f"{text:.40}: give a time, e.g. 20us or 5ms")
     return seconds
 
 

@@ -33,25 +33,59 @@ def test_simulate_ten_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("ring 4 --rate fast", "rate 'fast': give e.g. 10gbit"),
-        ("ring 4 --alpha 5", "latency '5': give e.g. 20us"),
+        *[
+            (f"ring 4 --rate {rate}", f"--rate: {rate}: give bits per")
+            for rate in ("fast", "nan", "-1", "0gbit", "inf")
+        ],
+        ("ring 4 --rate " + "9" * 400 + "gbit", "give bits per second, e.g. 10gbit"),
+        ("ring 4 --alpha 5", "argument --alpha: 5: give a time, e.g. 20us"),
+        *[(f"ring 4 --add-gb-s {number}", f"{number}: give a number above 0") for number in ("nan", "-1", "0", "inf")],
+        ("ring 4 --bytes " + "9" * 400 + "GB", "want a multiple of 4 bytes"),
         ("ring 4 --bytes 5B", "size '5B': want a multiple of 4 bytes"),
-        ("ring 4 --per-host 0", "--per-host 0: give at least 1"),
+        ("ring 4 --per-host 0", "--per-host: 0: give a whole number from 1 up"),
         ("ring 4 --per-host 2 --hosts 2,2", "--hosts and --per-host both say who shares a host"),
         ("rang 4", "Did you mean ring?"),
+        ("ring 1000000000", "1000000000: give a whole number from 1 to 10,000: some schedules take"),
+        ("ring 2 --bytes 100000GB", "2 ranks: more than 1,000,000 messages, which would take minutes and gigabytes"),
     ],
 )
 def test_what_simulate_refuses(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refused(capsys, f"simulate {words}")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("draw ring 0", "num_ranks: 0: give a whole number from 1 to 256: a drawing has a line for each rank"),
+        ("draw ring 100000", "from 1 to 256"),
+        ("draw ring 33 --svg there.svg", "--svg with 33 ranks: take at most 32; a picture shows every chunk"),
+        ("draw overlap --workers 1000000", "1000000: give a whole number from 2 to"),
+        ("draw overlap --bucket-mb nan", "nan: give a number above 0"),
+        ("check ring 1000000000", "from 1 to 10,000"),
+        ("check ring 1000", "1,000 ranks: its proof follows 1,000,000 parts, every chunk on every rank; take so few"),
+        ("explain 25MB --workers 1", "give a whole number from 2 to"),
+        ("explain 1000GB --hooks", "1000GB: give up to 128GB"),
+        ("explain 128GB", "128GB: all-reduces of it are timed, and 2 ranks have no memory for that here"),
+        ("explain 25MB --hooks --compute soon", "--compute: soon: give a time, e.g. 20us"),
+        ("explain 25MB --compute 3s", "--compute goes with --hooks"),
+        ("where runs/mine --step 0", "--step: 0: give a whole number from 1 up"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_with_the_reason(
+    words: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp.launcher.launch", None)  # nothing is started
+    monkeypatch.setattr("ddp.transport.available_memory.available_bytes", lambda: 1e9)
+    assert says in refused(capsys, words)
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    """Returns the line with which a question is refused."""
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", *words.split()])
+        main(words.split())
     assert ended.value.code == 2
-    assert says in capsys.readouterr().err
-
-
-def test_explain_needs_company(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["explain", "25MB", "--workers", "1"])
-    assert "one worker alone has nothing to reduce; take 2 or more" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 def test_help_has_a_line_and_an_example_for_every_question(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,12 +113,3 @@ def test_explain_hooks_in_a_host_s_memory(capsys: pytest.CaptureFixture[str]) ->
     assert answer(capsys, "explain", "1MB", "--hooks") == (
         "all workers share a host's memory: no gradient travels, and any wire format or hook would only cost time\n"
     )
-
-
-def test_explain_hooks_refuses_what_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["explain", "25MB", "--hooks", "--compute", "soon"])
-    assert "--compute soon: want a time, e.g. 250ms" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["explain", "25MB", "--compute", "3s"])
-    assert "--compute 3s: goes with --hooks" in capsys.readouterr().err

@@ -22,10 +22,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
+from ddp.bench import arguments
+from ddp.bench.arguments import listed, whole
 from ddp.bench.place import Bed, Place
 from ddp.bench.report import draw_plot, from_json, print_report, to_json
 from ddp.bench.strangers import strangers
@@ -35,36 +37,40 @@ from ddp.errors import ConfigError, WorkersFailed
 Job = Callable[[], Sequence[Cell]]
 
 
-class Parser(argparse.ArgumentParser):
-    """Has the options of both benchmarks, and refuses bad ones in one line.
+class Parser(arguments.Parser):
+    """Has the options of both benchmarks.
 
     Args:
         text: the script's docstring.
         workers: the world sizes unless others are asked for; each must be at least `least`.
+        most: the largest number of processes that share this host.
     """
 
-    def __init__(self, text: str | None, *, workers: str, least: int, turns: int) -> None:
+    def __init__(self, text: str | None, *, workers: str, least: int, most: int, turns: int) -> None:
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self._least = least
         place = self.add_mutually_exclusive_group()
         place.add_argument(
-            "--workers", default=workers, metavar="N,N,…", help="world sizes on this host (default: %(default)s)"
+            "--workers",
+            type=listed(whole(least, most, "more would take turns on the cores")),
+            default=workers,
+            metavar="N,N,…",
+            help="world sizes on this host (default: %(default)s)",
         )
         place.add_argument(
             "--netbed", metavar="HOSTSxRANKS[@RATE][@DELAY]", help="run on hosts made for it, e.g. 2x2@1gbit (root)"
         )
         self.add_argument(
-            "--beside", type=int, default=0, metavar="N", help="keep N processes computing on the same cores meanwhile"
+            "--beside",
+            type=whole(0, most),
+            default=0,
+            metavar="N",
+            help="keep N processes computing on the same cores meanwhile",
         )
         self.add_argument(
-            "--turns", type=int, default=turns, help="turns of each rival in a cell (default: %(default)s)"
+            "--turns", type=whole(1), default=turns, help="turns of each rival in a cell (default: %(default)s)"
         )
         self.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE, too")
         self.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of it")
-
-    def error(self, message: str) -> NoReturn:
-        """Says what is wrong in one line; ends the process with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
     def checked(self) -> argparse.Namespace:
         """Returns the options once those that both benchmarks share have been found possible.
@@ -73,14 +79,6 @@ class Parser(argparse.ArgumentParser):
             ConfigError: an option is impossible.
         """
         options = self.parse_args()
-        worlds = split("--workers", options.workers)
-        if not all(world.isdecimal() and int(world) >= self._least for world in worlds):
-            raise ConfigError(f"--workers {options.workers}: want numbers from {self._least} up, e.g. 2,4")
-        options.workers = list(map(int, worlds))
-        if options.turns < 1 or options.beside < 0:
-            raise ConfigError(
-                f"--turns {options.turns} --beside {options.beside}: want at least 1 turn, and 0 processes"
-            )
         for path in filter(None, (options.json, options.plot)):
             if not path.absolute().parent.is_dir():
                 raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")

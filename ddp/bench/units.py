@@ -2,11 +2,12 @@
 
 `format_size` writes what `parse_size` reads. Measured times and bandwidths are shown with three digits.
 
-Read before: `errors.py`. Read next: `place.py`.
+Read before: `errors.py`. Read next: `arguments.py`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -70,4 +71,5 @@ def written(write: Callable[[float], str], value: float | None, factor: float = 
 
 def _parse(text: str, units: Mapping[str, float]) -> float | None:
     match = re.fullmatch(rf"(\d+\.?\d*|\.\d+)({'|'.join(units)})", text)
-    return float(match[1]) * units[match[2]] if match else None
+    value = float(match[1]) * units[match[2]] if match else math.inf
+    return value if value < math.inf else None

@@ -47,6 +47,7 @@ from ddp.collectives.schedule import Recv, Round, Schedule, ScheduleError, Send
 
 ELEMENT_BYTES = 4
 SEGMENT_BYTES = 4 << 20
+MOST_MESSAGES = 1_000_000  # of the ranks that are simulated: 20 seconds, and 1 GB
 MANY_RANKS = 64  # with more, `repeats` compares a sample of the ranks
 
 
@@ -145,7 +146,7 @@ def simulate(
         every_host: simulate every host, even where one would stand for all.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever.
+        ScheduleError: the ranks wait for each other for ever, or there are too many messages to simulate.
     """
     num_ranks = network.num_ranks
     cut = _Cut(offsets(numel, schedule.num_chunks(num_ranks)), max(1, segment_bytes // ELEMENT_BYTES))
@@ -178,6 +179,10 @@ class _Cut:
         before, most = lane * self._segment_numel, self._segment_numel
         numels = [min(most, bounds[chunk + 1] - bounds[chunk] - before) for chunk in chunks]
         return [numel * ELEMENT_BYTES for numel in numels if numel > 0]
+
+    def num_messages(self, chunks: range) -> int:
+        """Returns the number of messages that a transfer of `chunks` is in all lanes, at most."""
+        return 1 if self.num_lanes == 1 else self.num_lanes * len(chunks)
 
 
 @dataclass(slots=True, eq=False)
@@ -240,7 +245,8 @@ class _Run:
         self.cut, self.network, self.num_ranks, self.period = cut, network, network.num_ranks, period
         seats = {rank: (host, place) for host, ranks in enumerate(network.hosts) for place, rank in enumerate(ranks)}
         self.host_of = [seats[rank][0] for rank in range(self.num_ranks)]
-        self.ranks = [_Rank(r, *seats[r], list(schedule.algorithm(r, self.num_ranks))) for r in range(period)]
+        self.num_messages = 0
+        self.ranks = [_Rank(r, *seats[r], list(self._rounds(schedule, r))) for r in range(period)]
         num_ports = period + len(network.hosts)  # each rank's own, then each host's
         self.out_free_s, self.in_free_s = [0.0] * num_ports, [0.0] * num_ports
         self.posted: dict[tuple[int, int], deque[_Posted]] = {}  # by sender modulo period and distance to the receiver
@@ -248,6 +254,17 @@ class _Run:
         self.events: dict[float, list[_Message]] = {}  # by moment
         self.num_events = 0
         self.moved: list[Moved] = []
+
+    def _rounds(self, schedule: Schedule, rank: int) -> Iterator[Round]:
+        """Yields the rounds of a rank, and counts their messages: too many are refused before they fill the memory."""
+        for ops in schedule.algorithm(rank, self.num_ranks):
+            yield ops
+            self.num_messages += sum(self.cut.num_messages(op.chunks) for op in ops if isinstance(op, Send))
+            if self.num_messages > MOST_MESSAGES:
+                raise ScheduleError(
+                    f"{self.num_ranks:,} ranks: more than {MOST_MESSAGES:,} messages, which would take minutes and "
+                    "gigabytes; take fewer ranks or bytes, or hosts that all do the same: one stands for all"
+                )
 
     def timeline(self) -> Timeline:
         for rank in self.ranks:

@@ -64,6 +64,8 @@ DEFAULT_WAITING = 4 << 20  # bytes that a connection may put into its host's que
 UNLIMITED = "unlimited"
 KILL_WORDS = ("agent", "all")
 TIME_LIMIT_STATUS = 124
+NUMBER = r"([0-9]{1,15}(?:\.[0-9]*)?)"  # of a quantity: neither negative nor more than any link or clock has
+MOST_WORKERS = 64  # on each host
 
 
 class BedError(Exception):
@@ -77,7 +79,7 @@ def parse_rate(text: str) -> int | None:
     """Returns bits per second, or None for an unlimited link."""
     if text == UNLIMITED:
         return None
-    match = re.fullmatch(r"([0-9.]+)([kmg]?)bit", text.lower())
+    match = re.fullmatch(NUMBER + "([kmg]?)bit", text.lower())
     if not match or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r}: want e.g. 100mbit, 1gbit or {UNLIMITED}")
     return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]])
@@ -85,10 +87,24 @@ def parse_rate(text: str) -> int | None:
 
 def parse_delay(text: str) -> float:
     """Returns seconds."""
-    match = re.fullmatch(r"([0-9.]+)(us|ms|s)|0", text.lower())
+    match = re.fullmatch(NUMBER + "(us|ms|s)|0", text.lower())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}: want e.g. 500us, 2ms or 0")
     return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match[1] else 0.0
+
+
+def parse_seconds(text: str) -> float:
+    """Returns a number of seconds above 0."""
+    if not re.fullmatch(NUMBER, text) or float(text) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: want seconds above 0")
+    return float(text)
+
+
+def parse_workers(text: str) -> int:
+    """Returns a number of workers on one host."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text!r}: want 1 to {MOST_WORKERS}: all hosts share this machine's cores")
+    return int(text)
 
 
 def parse_name(text: str) -> str:
@@ -550,7 +566,7 @@ class Runner:
 
 
 def host_number(text: str) -> int:
-    if not re.fullmatch(r"h?\d+", text):
+    if not re.fullmatch(r"h?[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text!r}: want a host number")
     return int(text.lstrip("h"))
 
@@ -573,9 +589,9 @@ def fault_text(text: str) -> str:
     """Returns the text if it is a fault, so that a wrong one is refused when it is given, not when it fires."""
     for part in text.split(";"):
         words = shlex.split(part)
-        if words[:1] == ["sleep"] and len(words) == 2:
-            float(words[1])
-        elif words[:1] and words[0] in ("cut", "heal", "kill", "rate"):
+        if words[:1] == ["sleep"] and len(words) == 2 and re.fullmatch(NUMBER, words[1]):
+            continue
+        if words[:1] and words[0] in ("cut", "heal", "kill", "rate"):
             parser().parse_args(words)
         else:
             raise BedError(f"not a fault: {part!r}")
@@ -586,40 +602,42 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of every verb and its options."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--name", type=parse_name, default="bed", help="several beds may be up at once")
+    after = argparse.ArgumentParser(add_help=False)  # the same, after the verb
+    after.add_argument("--name", type=parse_name, default=argparse.SUPPRESS, help="of the bed")
     verbs = top.add_subparsers(dest="verb", required=True)
 
-    up = verbs.add_parser("up", help="make the hosts, in place of those there were")
+    up = verbs.add_parser("up", parents=[after], help="make the hosts, in place of those there were")
     up.add_argument("count", type=int)
 
-    verbs.add_parser("down", help="end every process on the hosts and remove them")
-    verbs.add_parser("status")
+    verbs.add_parser("down", parents=[after], help="end every process on the hosts and remove them")
+    verbs.add_parser("status", parents=[after])
 
-    rate = verbs.add_parser("rate", help="change the rate of some links, or all")
+    rate = verbs.add_parser("rate", parents=[after], help="change the rate of some links, or all")
     rate.add_argument("rate", type=parse_rate)
     rate.add_argument("hosts", type=host_number, nargs="*")
 
-    cut = verbs.add_parser("cut", help="pull a host's cable")
+    cut = verbs.add_parser("cut", parents=[after], help="pull a host's cable")
     cut.add_argument("host", type=host_number)
     cut.add_argument("--silent", action="store_true", help="the host keeps its carrier; frames vanish")
 
-    heal = verbs.add_parser("heal", help="put it back")
+    heal = verbs.add_parser("heal", parents=[after], help="put it back")
     heal.add_argument("host", type=host_number)
 
-    kill = verbs.add_parser("kill", help="SIGKILL a worker, by its local rank")
+    kill = verbs.add_parser("kill", parents=[after], help="SIGKILL a worker, by its local rank")
     kill.add_argument("host", type=host_number)
     kill.add_argument("target", type=kill_target, metavar="rank|agent|all")
 
-    execute = verbs.add_parser("exec", help="run a command on a host")
+    execute = verbs.add_parser("exec", parents=[after], help="run a command on a host")
     execute.add_argument("host", type=host_number)
     execute.add_argument("command", nargs=argparse.REMAINDER)
 
-    run = verbs.add_parser("run", help="torchrun on every host")
+    run = verbs.add_parser("run", parents=[after], help="torchrun on every host")
     run.add_argument(
-        "-k", "--nproc-per-node", type=int, default=1, metavar="N", help="workers on each host (default: 1)"
+        "-k", "--nproc-per-node", type=parse_workers, default=1, metavar="N", help="workers on each host (default: 1)"
     )
     run.add_argument("--up", type=int, dest="count", help="make so many hosts first, and remove them afterwards")
     run.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="for the workers")
-    run.add_argument("--timeout", type=float, help="seconds; exit status 124 when it is reached")
+    run.add_argument("--timeout", type=parse_seconds, help="seconds; exit status 124 when it is reached")
     on = run.add_argument("--on", action="append", nargs=2, default=[])
     on.metavar, on.help = ("TEXT", "FAULT"), "when a line of output first holds TEXT, e.g. --on 'step 9' 'kill 1 0'"
     for verb in (up, run):

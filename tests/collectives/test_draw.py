@@ -156,8 +156,7 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         ("draw rign 4", "no schedule 'rign'. Did you mean ring? There are ring, tree, "),
-        ("draw ring 0", "num_ranks=0: a schedule needs at least one rank"),
-        ("draw ring x", "argument num_ranks: invalid int value: 'x'"),
+        ("draw ring x", "argument num_ranks: x: give a whole number from 1 to 256"),
         (
             "draw ring 4 --svg /no/such/place.svg",
             "cannot write /no/such/place.svg: No such file or directory; name ano",

@@ -123,7 +123,7 @@ def test_up_and_down_repeat_and_leave_the_machines_own_network_alone() -> None:
     assert subprocess.run(["ip", "-brief", "link"], capture_output=True, check=True).stdout == links
     bed("down")
     bed("down")
-    assert "not up" in bed("status", status=1)
+    assert "not up" in bed("status", "--name", NAME, status=1)  # also after the verb
 
 
 def test_hosts_differ_and_have_no_way_out() -> None:
@@ -244,10 +244,15 @@ def test_an_interrupted_benchmark_takes_its_bed_down() -> None:
     ("words", "message"),
     [
         (("up", 0), "cannot make 0 hosts"),
-        (("up", 2, "--rate", "fast"), "want e.g. 100mbit"),
+        *[(("up", 2, "--rate", rate), "want e.g. 100mbit") for rate in ("fast", "1.2.3mbit", "9" * 400 + "gbit")],
+        (("up", 2, "--delay", "1.2.3ms"), "want e.g. 500us"),
+        (("run", "-k", 1000000, "script.py"), "'1000000': want 1 to 64: all hosts share this machine's cores"),
+        (("run", "--timeout", "nan", "script.py"), "'nan': want seconds above 0"),
         (("cut", 0), "not up"),
         (("run", "--on", "x", "cut", "script.py"), "the following arguments are required: host"),
         (("run", "--on", "x", "dance 1", "script.py"), "not a fault"),
+        (("run", "--on", "x", "sleep nan", "script.py"), "not a fault"),
+        (("down", "--name", "A-B"), "'A-B': want up to 16 lower-case letters"),
     ],
 )
 def test_bad_input_is_refused_in_words(words: tuple[object, ...], message: str) -> None:

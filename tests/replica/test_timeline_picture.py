@@ -87,9 +87,8 @@ def test_a_step_without_reductions_is_refused(runs: list[list[dict[str, Any]]]) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--workers 0", "--workers 0: one worker alone has nothing to reduce; take 2 or more"),
-        ("--workers 1", "--workers 1: one worker alone has nothing to reduce; take 2 or more"),
-        ("--bucket-mb 0", "--bucket-mb 0: give a size above 0"),
+        ("--workers 1", "--workers: 1: give a whole number from 2 to "),
+        ("--bucket-mb 0", "--bucket-mb: 0: give a number above 0"),
         ("--svg /no/such/place.svg", "cannot write /no/such/place.svg: there is no such folder; name another file"),
         ("4", "unrecognized arguments: 4"),
     ],
