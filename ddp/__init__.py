@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.tasks.classification import Classification as Classification
+    from ddp.tasks.language_model import ByteModel as ByteModel
     from ddp.tasks.language_model import LanguageModel as LanguageModel
     from ddp.tasks.task import Task as Task
     from ddp.train.callbacks import Callback as Callback
@@ -109,6 +110,7 @@ _HOMES = {
     "EMA": "ddp.train.ema",
     "EarlyStopping": "ddp.train.early_stopping",
     "EvaluationSampler": "ddp.data.sampler",
+    "ByteModel": "ddp.tasks.language_model",
     "LanguageModel": "ddp.tasks.language_model",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",

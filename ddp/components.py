@@ -36,7 +36,7 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import LanguageModel, TokenModel
+from ddp.tasks.language_model import ByteModel, LanguageModel
 from ddp.tasks.loss_function import LossFunction, as_task
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
@@ -129,8 +129,8 @@ def make_task(config: Config) -> Task:
     """Returns the task that the model learns."""
     if config.loss == "auto":
         if isinstance(config.data, settings.Lines) and config.data.text is not None:
-            return LanguageModel() if config.data.tokenizer == "bytes" else TokenModel()
-        tasks = {settings.StandardLibrary: LanguageModel, settings.Tokens: TokenModel}
+            return ByteModel() if config.data.tokenizer == "bytes" else LanguageModel()
+        tasks = {settings.StandardLibrary: ByteModel, settings.Tokens: LanguageModel}
         return tasks.get(type(config.data), Classification)()
     found = from_address(config.loss, key="loss", folder=config.run.code)
     try:

@@ -32,7 +32,7 @@ from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import LanguageModel
+from ddp.tasks.language_model import ByteModel
 from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
@@ -118,7 +118,7 @@ JOBS = {
     "gpt": Job(
         model=partial(GPT, context=CONTEXT, width=64, depth=2, heads=2),
         data=_texts,
-        task=LanguageModel(),
+        task=ByteModel(),
         metric="bits_per_byte",
         global_batch=16,
         num_steps=1500,

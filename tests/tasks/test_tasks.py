@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ddp.errors import ConfigError
 from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import IGNORE, LanguageModel
+from ddp.tasks.language_model import IGNORE, ByteModel, LanguageModel
 from ddp.tasks.task import Batch, Task
 
 Member = tuple[Task, nn.Module, Batch]
@@ -152,7 +152,9 @@ def test_ignorance_of_a_byte_is_eight_bits() -> None:
             return torch.zeros(*x.shape, 256)
 
     loss_sum, count = task.metrics(Ignorant(), (tokens, tokens))["loss"]
-    assert task.finish({"loss": float(loss_sum) / count})["bits_per_byte"] == pytest.approx(8)
+    means = {"loss": float(loss_sum) / count}
+    assert task.finish(means) == {**means, "bits_per_token": pytest.approx(8)}
+    assert ByteModel().finish(means) == {**means, "bits_per_byte": pytest.approx(8)}
     assert not task.higher_is_better
 
 
