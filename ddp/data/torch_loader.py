@@ -77,7 +77,9 @@ def taken_apart(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluate
         ConfigError: one of its choices cannot be honoured; the message has the remedy.
     """
     sampler, drop_last, ignored = _batching(loader, what=what)
-    processes = {name: given for name in _OF_PROCESSES if (given := getattr(loader, name)) is not None}
+    chosen = {name: getattr(loader, name) for name in _OF_PROCESSES}
+    defaults = {"prefetch_factor": 2 if loader.num_workers else None}  # torch fills it in
+    processes = {name: given for name, given in chosen.items() if given != defaults.get(name)}
     if is_stream:
         _check_stream(loader, what=what)
         samples, order = loader.dataset, None

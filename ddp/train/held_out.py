@@ -127,7 +127,7 @@ def held_out_of(
         ConfigError: some have no sample, or cannot be had by index.
     """
     test = _read_alike(test_data, source, collate, what="test_data")
-    if isinstance(validation_data, (bool, int)) or not isinstance(validation_data, numbers.Real):
+    if not isinstance(validation_data, numbers.Real):
         return source, HeldOut(_read_alike(validation_data, source, collate, what="validation_data"), test)
     share = float(validation_data)
     _check_share(share, source)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp.comm.objects import on_rank_zero
-from ddp.comm.setup import current
 from ddp.errors import ConfigError
+from ddp.train.arguments import ranks_of
 from ddp.train.state import TrainState
 
 NUM_STEPS = 3
@@ -32,7 +32,7 @@ def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainStat
     """
     if given["resume"] not in (None, "auto"):
         raise ConfigError(f"trial=True with resume={str(given['resume'])!r}: a trial begins anew; leave one out")
-    comm = given["comm"] or current()
+    comm = given["comm"] or ranks_of(given["model"])
     folder = None
     if given["checkpoint_dir"] is not None:
         folder = on_rank_zero(comm, lambda: _folder_beside(Path(given["checkpoint_dir"])), label="making a folder")

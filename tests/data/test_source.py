@@ -50,9 +50,11 @@ def test_a_data_loader_is_taken_apart() -> None:
     plain = source_of(DataLoader(dataset, batch_size=3, shuffle=True), what="data")
     assert plain == Source(dataset, None, 0, "batch_size=3")
     whole = DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list, timeout=3, worker_init_fn=print)
-    processes = {"worker_init_fn": print, "prefetch_factor": 2}
+    processes: dict[str, Any] = {"worker_init_fn": print}  # torch's own prefetch_factor is nobody's choice
     found = Source(dataset, list, 2, "batch_size=2, timeout", processes=processes)
     assert source_of(whole, what="data") == found
+    deep = DataLoader(dataset, num_workers=1, prefetch_factor=4)
+    assert source_of(deep, what="data").processes == {"prefetch_factor": 4}
     assert source_of(whole, what="data", collate=tuple, num_workers=0) == found._replace(collate=tuple, num_workers=0)
 
 

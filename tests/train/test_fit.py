@@ -285,7 +285,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no test samples": (F.cross_entropy, {"test_data": []}, "test_data has 0 samples"),
     "batch_size": (F.cross_entropy, {"batch_size": 3}, "no argument 'batch_size'. Did you mean 'global_batch'"),
     "Keras' share": (F.cross_entropy, {"validation_split": 0.1}, "'validation_split'. Did you mean 'validation_data'"),
-    "Keras' order": (F.cross_entropy, {"shuffle": True}, "no argument 'shuffle'. Did you mean 'order'"),
+    "Keras' order": (F.cross_entropy, {"shuffle": True}, "no argument 'shuffle': samples are shuffled"),
     "Keras' steps": (F.cross_entropy, {"steps_per_epoch": 3}, "'steps_per_epoch'. Did you mean 'max_steps'"),
     "a rate": (F.cross_entropy, {"lr": 0.1}, "no argument 'lr': the optimizer has it, as torch.optim.Adam"),
     "capitals": (F.cross_entropy, {"precision": "BF16"}, r"precision='BF16': take one of .*. Did you mean bf16\?"),

@@ -100,7 +100,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_for_the_report(world_siz
     )
     assert seen == EXPECTED.setdefault("seen", seen)  # the same at any number of workers
     _, read, evaluation, printed, lr, num_without, own, epochs = results[0]
-    assert set(read.values()) <= {2, 4}  # once in each of two runs, and where ranks compare theirs
+    assert set(read.values()) <= {2, 4, 6}  # once in each of two runs; more often where ranks compare theirs
     assert list(evaluation) == ["validation_loss", "test_loss"] and evaluation["test_loss"] > 1
     assert list(own) == ["validation_loss", "test_loss"] and epochs == 4
     assert (lr, num_without) == (0.05, 0)  # the validation loss fell, while the test loss rose
@@ -156,7 +156,7 @@ def test_a_choice_by_the_test_set_is_told(tmp_path: Path) -> None:
 
 SENTENCES = [
     "validation_data=1.5: give a share between 0 and 1, or a data set",
-    "validation_data is a int: give a data set",
+    "validation_data=3: give a share between 0 and 1, or a data set",
     "validation_data=0.01: of 40 samples that is 0; each side needs some",
     "validation_data has 0 samples",
     "order=fixed: has places for the samples that are set apart for validation, too",
