@@ -80,9 +80,10 @@ class Call(NamedTuple):
 
     @property
     def range(self) -> str:
-        """The name in a profile: the label without a "step 12, " before it, so that the steps add up."""
-        step, comma, what = self.label.partition(", ")
-        return f"ddp: {what if comma and step.startswith('step ') else self.label}"
+        """The name in a profile: the label without its "step 12, ", so that the steps add up, and its "; remedy"."""
+        label = self.label.partition("; ")[0]
+        step, comma, what = label.partition(", ")
+        return f"ddp: {what if comma and step.startswith('step ') else label}"
 
     def describe(self) -> str:
         """Returns all that must agree between ranks, the label and the shape included."""

@@ -26,7 +26,7 @@ from ddp.errors import CollectiveMismatch
 from ddp.replica.broadcast import broadcast_tensors
 
 Mode = Literal["broadcast", "mean", "none"]
-BEFORE_FORWARD = "buffers before a forward (a rank that evaluates alone calls model.module, or passes buffers='none')"
+BEFORE_FORWARD = "buffers before a forward; a rank that evaluates alone calls model.module, or passes buffers='none'"
 
 
 class BufferSync:

@@ -22,8 +22,10 @@ from torch.profiler import profile, record_function
 
 import ddp
 from ddp.comm import watchdog as watchdog_module
+from ddp.comm.call import Call
 from ddp.comm.communicator import Communicator, Op
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
+from ddp.replica.buffers import BEFORE_FORWARD
 from ddp.transport import topology
 
 LENGTHS = (0, 1, 9, 40_000)
@@ -227,6 +229,7 @@ def reductions_have_their_range_where_they_run(comm: Communicator) -> None:
     threads = {event.name: event.thread for event in events}
     assert [event.name for event in events].count("ddp: bucket 1 (fc)") == 2
     assert threads["ddp: bucket 1 (fc)"] != threads["here"]
+    assert Call(1, "broadcast", name=BEFORE_FORWARD).range == "ddp: buffers before a forward"  # without its remedy
 
 
 def verbs_work_beside_another_default_device(comm: Communicator) -> None:
