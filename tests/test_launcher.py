@@ -333,7 +333,7 @@ def test_root_cause(
         ("cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers? Valid in cluster: "),
         ("+cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers?"),
         ("nothing=3", "unknown key nothing. Valid: "),
-        ("data.context=3", "unknown key data.context: it belongs to data=tokens or data=standard_library. Valid in"),
+        ("data.context=3", "unknown key data.context: it belongs to data=jsonl or data=csv or data=tokens or"),
         ("data=xyz", "unknown choice data=xyz. Valid: cifar10, csv, digits, image_folder"),
         ("batch.global_size=abc", "batch.global_size=abc: expected a whole number"),
         ("batch.global_size=null", "batch.global_size=null: expected a whole number"),

@@ -5,6 +5,7 @@ One table: members (the algorithms) × properties × world sizes 1 to 8. The ora
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -710,7 +711,7 @@ class Listener(Watchdog):
     """Keeps what it is told, and tells nobody."""
 
     def __init__(self) -> None:
-        self._wait, self._last_wait = None, Wait(Call(0, "start-up"), 0, 0.0)
+        self._wait, self._last_wait, self.warn_s = None, Wait(Call(0, "start-up"), 0, 0.0), math.inf
         self.heard: list[tuple[int, str]] = []
 
     def waits_for(self, peer: int) -> None:
