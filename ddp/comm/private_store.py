@@ -38,14 +38,6 @@ class _Private(Store):
         super().__init__()
         self.prefix = prefix
 
-    def part(self, name: str) -> _Private:
-        """Returns the part of this store whose names begin with `name`."""
-        raise NotImplementedError
-
-    def for_torch(self) -> Store:
-        """Returns a store of torch's own in the same place: its threads may outlive Python's interpreter."""
-        raise NotImplementedError
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the values of several names, and waits for each."""
         return [self.get(key) for key in keys]
@@ -59,12 +51,14 @@ class Folder(_Private):
         self._path = path
 
     def part(self, name: str) -> Folder:
+        """Returns the part of this store whose names begin with `name`."""
         return Folder(self._path, f"{self.prefix}{name}/")
 
     def clone(self) -> Folder:
         return Folder(self._path, self.prefix)
 
     def for_torch(self) -> Store:
+        """Returns a store of torch's own in the same place: its threads may outlive Python's interpreter."""
         return FileStore(str(self._file("torch")), -1)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -103,12 +97,14 @@ class Sealed(_Private):
         self._store, self._key = store, key
 
     def part(self, name: str) -> Sealed:
+        """Returns the part of this store whose names begin with `name`."""
         return Sealed(self._store, self._key, f"{self.prefix}{name}/")
 
     def clone(self) -> Sealed:
         return Sealed(self._store.clone(), self._key, self.prefix)  # type: ignore[attr-defined]
 
     def for_torch(self) -> Store:
+        """Returns a store of torch's own in the same place, in which nothing is sealed."""
         return PrefixStore(self._name("torch"), self._store)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -142,12 +138,12 @@ class Sealed(_Private):
 
 def part_of(store: Store, name: str) -> Store:
     """Returns the part of a store whose names begin with `name`."""
-    return store.part(name) if isinstance(store, _Private) else PrefixStore(name, store)
+    return store.part(name) if isinstance(store, (Folder, Sealed)) else PrefixStore(name, store)
 
 
 def for_torch(store: Store) -> Store:
     """Returns a store that torch may keep: nothing in it is sealed."""
-    return store.for_torch() if isinstance(store, _Private) else store
+    return store.for_torch() if isinstance(store, (Folder, Sealed)) else store
 
 
 def sealed(store: Store, key: bytes) -> Store:
