@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What must agree for ranks to do it together, in words: operation, number of elements, dtype and the like."""
+        """The words that must agree for ranks to do it together: operation, number of elements, dtype and the like."""
         words = self._words("" if self.shape is None else f"of {prod(self.shape)}")
         if len(words) <= LONGEST_KIND:
             return words

@@ -46,7 +46,7 @@ def state_of_process() -> dict[str, Any]:
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled()),
         "signals": [signal.getsignal(number) for number in signal.valid_signals()],
         "paths": (list(sys.path), dict(os.environ), Path.cwd(), list(sys.argv)),
-        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+        "collector": (gc.isenabled(), gc.get_threshold()),  # the number of frozen objects falls as these end
         "warnings": (list(warnings.filters), warnings.showwarning, logging.root.level, list(logging.root.handlers)),
         "output": (sys.stdout, sys.stderr, sys.excepthook, threading.excepthook, sys.displayhook),
         "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), sys.gettrace(), np.geterr()),
