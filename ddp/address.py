@@ -18,13 +18,12 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ddp.errors import ConfigError
-from ddp.wording import users_frame
+from ddp.wording import nearest, users_frame
 
 _origins: dict[str, str] = {}  # a package or module that an address has imported → its folder
 
@@ -173,5 +172,5 @@ def _home_of(module: ModuleType) -> str:
 
 
 def _nearest(part: str, found: Any, module: str) -> str:
-    near = get_close_matches(part, [name for name in vars(found) if not name.startswith("__")], n=1)
-    return f". Did you mean {module}:{near[0]}?" if near and isinstance(found, ModuleType) else ""
+    near = nearest(part, [name for name in vars(found) if not name.startswith("__")])
+    return f". Did you mean {module}:{near}?" if near and isinstance(found, ModuleType) else ""

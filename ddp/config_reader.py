@@ -55,7 +55,7 @@ def settings_of(path: Path) -> Path | None:
     """Returns the config.yaml of the run that `path` belongs to: RUN_DIR, its checkpoints/, or one of these."""
     start = path.resolve()
     found = (folder / "config.yaml" for folder in (start, *start.parents[:2]))
-    return next((each for each in found if each.exists()), None)
+    return next((each for each in found if each.exists() and not each.is_fifo()), None)
 
 
 def unknown_key(

@@ -21,6 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, because torch appends its own stack; or its class."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 class ConfigError(ValueError, RuntimeError):
     """A setting that cannot work: unknown, of the wrong type, or impossible beside another one."""
 

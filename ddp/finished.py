@@ -177,7 +177,8 @@ def _absolute(data: Mapping[str, Any], starts: Path) -> dict[str, Any]:
     """Returns the settings of the data with paths that are meant from the folder in which the run was started."""
     folder = Path()
     with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-        folder = Path(json.loads(starts.read_text(encoding="utf-8").splitlines()[-1])["folder"])
+        if starts.is_file():  # and no pipe, at which reading would wait for ever
+            folder = Path(json.loads(starts.read_text(encoding="utf-8").splitlines()[-1])["folder"])
 
     def absolute(value: Any) -> Any:
         return str(folder.absolute() / value) if isinstance(value, str) and "://" not in value else value
@@ -217,31 +218,23 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
 def _evaluate(config: Config, checkpoint: Path) -> dict[str, float] | None:
     with joined(config) as comm:
         splits, model = components.load_data(config), load(checkpoint).built(config).to(comm.device)
-        return evaluate(
-            model,
-            splits.test,
-            loss=components.make_task(config),
-            collate=splits.collate,
-            batch_size=config.loader.evaluation_batch,
-            num_workers=config.loader.num_workers,
-            precision=config.precision,
-            comm=comm,
-        )
+        return evaluate(model, splits.test, loss=components.make_task(config), comm=comm, **_reading(config, splits))
+
+
+def _reading(config: Config, splits: Splits) -> dict[str, Any]:
+    """Returns how samples are read and computed, as arguments of `evaluate` and `predict`."""
+    return {
+        "collate": splits.collate,
+        "batch_size": config.loader.evaluation_batch,
+        "num_workers": config.loader.num_workers,
+        "precision": config.precision,
+    }
 
 
 def _predict(config: Config, checkpoint: Path, out: Path) -> list[int]:
     with joined(config) as comm:
         splits, model = components.load_data(config), load(checkpoint).built(config).to(comm.device)
-        outputs = predict(
-            model,
-            splits.test,
-            task=components.make_task(config),
-            collate=splits.collate,
-            batch_size=config.loader.evaluation_batch,
-            num_workers=config.loader.num_workers,
-            precision=config.precision,
-            comm=comm,
-        )
+        outputs = predict(model, splits.test, task=components.make_task(config), comm=comm, **_reading(config, splits))
         if comm.rank == 0:
             plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
             with whole_file(out) as file:

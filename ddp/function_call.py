@@ -11,19 +11,18 @@ Read before: `sweep.py`. Read next: `run_folder.py`.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import inspect
 import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ddp.errors import ConfigError
+from ddp.wording import nearest
 
 CALL = "call.pkl"
 OURS = ("workers", "threads_per_worker", "timeout_s")
@@ -51,9 +50,8 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except TypeError as error:
         name = _name(function)
         strange = [key for key in kwargs if key not in signature.parameters]
-        meant = [difflib.get_close_matches(ELSEWHERE.get(key, key), OURS, n=1) for key in strange]
-        near = [*chain.from_iterable(meant)]
-        hint = f". Did you mean {near[0]}={kwargs[strange[0]]!r}?" if near else ""
+        meant = {key: nearest(ELSEWHERE.get(key, key), OURS) for key in strange}
+        hint = next((f". Did you mean {near}={kwargs[key]!r}?" for key, near in meant.items() if near), "")
         if not hint and args and isinstance(args[-1], int):
             hint = f". Did you mean ddp.launch({name}, workers={args[-1]})?"
         raise ConfigError(f"ddp.launch calls {name}{signature} with the other arguments: {error}{hint}") from None

@@ -50,7 +50,7 @@ from ddp.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.config_checks import available_cores, most_workers
 from ddp.config_reader import chosen_in, from_plain, key_of_option, unknown_choice, unknown_key
 from ddp.engine import run_workers
-from ddp.errors import ConfigError, WorkersFailed
+from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.failures import Failure, describe_failures
 from ddp.files import json_object
 from ddp.function_call import CALL, check_call, folder_for_call, result_file
@@ -306,16 +306,16 @@ def translated(error: BaseException) -> str | None:
         if group in CHOICES:
             return str(unknown_choice(group, name))
         asked = f"{group}={name}"
-        return str(unknown_key(asked, error.options, what="choice")) if error.options else str(error).splitlines()[0]
+        return str(unknown_key(asked, error.options, what="choice")) if error.options else first_line(error)
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: {' '.join(error.message.split('See https')[0].split())}"
     if isinstance(error, HydraException):
         return (error.__cause__ and translated(error.__cause__)) or str(error)
     if isinstance(error, InterpolationResolutionError):
-        return f"{error.full_key}: {str(error).splitlines()[0]}"
+        return f"{error.full_key}: {first_line(error)}"
     if isinstance(error, OmegaConfBaseException):
         if not error.full_key:
-            return str(error).splitlines()[0]
+            return first_line(error)
         known = [str(key) for key in error.parent_node or () if key != "hydra"]
         root: Any = error.parent_node._get_root() if isinstance(error.parent_node, Node) else {}
         return str(unknown_key(error.full_key, known, chosen=chosen_in(root)))

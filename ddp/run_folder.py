@@ -217,6 +217,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         ConfigError: it is damaged.
     """
     try:
+        if path.is_fifo():
+            raise ConfigError("it is a pipe, at which reading would wait for ever")
         text = path.read_text(encoding="utf-8")
         plain: dict[str, Any] = yaml.safe_load(text)
         whole = asdict(from_plain(plain))

@@ -31,7 +31,7 @@ from ddp.comm.place import Place, place
 from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.engine import CUBLAS_WORKSPACE
-from ddp.errors import ConfigError, PeerLost
+from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.garbage import collect_later
 from ddp.launcher import bad_input_to, composed, exit_with_error, print_error
 from ddp.run_folder import only_writer, prepare
@@ -87,7 +87,7 @@ def main() -> NoReturn:
                 sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))
         watchdog.leave()
     except (DistError, PeerLost, ConfigError) as error:
-        print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        print(f"rank {rank}: {first_line(error)}", file=sys.stderr, flush=True)
         leave(2 if isinstance(error, ConfigError) else 1)
     if "error" in sent:  # the rank that found it has printed it
         if rank == 0:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp.config import Config
+from ddp.config_reader import settings_of
 from ddp.data.file_index import index_files
 from ddp.data.local_copies import _locked
 from ddp.data.tokens import TokenFiles
@@ -29,9 +30,11 @@ from ddp.files import (
     whole_file,
     write_whole,
 )
-from ddp.run_folder import _note_start, _refuse_planted, _try_writing, only_writer
+from ddp.finished import _absolute
+from ddp.run_folder import _note_start, _refuse_planted, _try_writing, only_writer, read_settings
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.report import draw_curves, write_summary
+from ddp.train.starts import STARTS
 from ddp.trained import load
 from ddp.worker import Report, _LogFile
 
@@ -251,6 +254,15 @@ def test_a_run_in_whose_folder_links_are_planted_is_refused_before_it_starts(tmp
             _refuse_planted(tmp_path / "run")
         shutil.rmtree(tmp_path / "run")
     assert mine.read_text() == "precious"
+
+
+def test_a_pipe_in_the_place_of_settings_holds_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.yaml")
+    os.mkfifo(tmp_path / STARTS)
+    assert settings_of(tmp_path) is None
+    with pytest.raises(ConfigError, match="is damaged: it is a pipe"):
+        read_settings(tmp_path / "config.yaml")
+    assert _absolute({"path": "a.csv"}, tmp_path / STARTS)["path"] == str(Path("a.csv").absolute())
 
 
 def given_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

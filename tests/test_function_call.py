@@ -54,6 +54,7 @@ def with_closure() -> Callable[[], bool]:
         (lambda: ddp.launch(plain, 2), r"too many positional arguments. Did you mean ddp.launch(plain, workers=2)?"),
         (lambda: ddp.launch(plain, nprocs=2), "unexpected keyword argument 'nprocs'. Did you mean workers=2?"),
         (lambda: ddp.launch(plain, worker=2), "Did you mean workers=2?"),
+        (lambda: ddp.launch(plain, xyz=5, worker=2), "Did you mean workers=2?"),
         (
             lambda: ddp.launch(of_two),
             "calls of_two(x: 'int', y: 'int' = 0) -> 'int' with the other arguments: missing a required",

@@ -21,7 +21,7 @@ from ddp.clock import Patience
 from ddp.comm.place import Place, launcher_serves
 from ddp.comm.private_store import Folder, part_of, sealed
 from ddp.comm.secret import VARIABLE, private_part, secret
-from ddp.errors import ConfigError, PeerLost
+from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.log import log
 
 LOOK_EVERY_S = 0.05
@@ -107,7 +107,7 @@ def _served(place: Place, timeout_s: float) -> Store:
     except DistError as error:
         raise ConfigError(
             f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}: rank 0 cannot serve the store of the ranks there "
-            f"({_first_line(error)}); give all ranks an address of rank 0's host, and a port that is free there"
+            f"({first_line(error)}); give all ranks an address of rank 0's host, and a port that is free there"
         ) from error
 
 
@@ -140,7 +140,7 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
     if found:
         found[0].set_timeout(timedelta(seconds=abort_s))
         return found[0]
-    why = _first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
+    why = first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
     reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}). Was it started?"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
 
@@ -156,9 +156,5 @@ def _is_served(place: Place) -> bool:
 
 def out_of_reach(error: DistError) -> PeerLost:
     """Returns the error for a store that cannot be reached: it is kept on rank 0's host."""
-    reason = f"the store that it keeps is out of reach ({_first_line(error)})"
+    reason = f"the store that it keeps is out of reach ({first_line(error)})"
     return PeerLost(0, "unknown", 0, 0, "start-up", reason)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

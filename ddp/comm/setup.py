@@ -37,7 +37,7 @@ from ddp.comm.secret import secret
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import SILENCE_S, Watchdog
 from ddp.comm.way import Order
-from ddp.errors import ConfigError, PeerLost
+from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.log import follow_rank, log
 from ddp.transport.edge import TransportError, has_hope
 from ddp.transport.process_group import GlooConnections, GlooTransport, process_group_transport
@@ -210,7 +210,7 @@ def _communicator(
             raise
         except RuntimeError as error:
             suspect = error.peer if isinstance(error, TransportError) else (rank + 1) % world_size
-            raise watchdog.find_culprit(suspect, str(error).splitlines()[0]) from error
+            raise watchdog.find_culprit(suspect, first_line(error)) from error
         others = () if group is dist.group.WORLD else ranks
         comm = Communicator(transport, settings, watchdog=watchdog, world_ranks=others)
     except BaseException as error:

@@ -9,7 +9,6 @@ Read before: `loop.py`, `held_out.py`, `report.py`. Read next: `trial.py`.
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,7 @@ from ddp.train.early_stopping import EarlyStopping
 from ddp.train.ema import EMA
 from ddp.train.stored_checkpoint import identity_of, resume_from
 from ddp.transport.available_memory import available_bytes
-from ddp.wording import did_you_mean
+from ddp.wording import did_you_mean, nearest
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -351,8 +350,8 @@ def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
     for name in mistyped:
         if name in NOT_AN_ARGUMENT:
             raise ConfigError(f"fit() has no argument {name!r}: {NOT_AN_ARGUMENT[name]}")
-        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}"
+        near = ELSEWHERE.get(name) or nearest(name, known)
+        hint = f"Did you mean {near!r}?" if near else f"It has {', '.join(known)}"
         raise ConfigError(f"fit() has no argument {name!r}. {hint}")
 
 

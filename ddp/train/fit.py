@@ -13,7 +13,6 @@ Read before: `trial.py`. Read next: `address.py`.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +84,7 @@ from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.stored_checkpoint import resume_from, steps
 from ddp.train.traffic_hint import TrafficHint
 from ddp.train.trial import tried
-from ddp.wording import counted
+from ddp.wording import counted, nearest
 
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
@@ -509,8 +508,8 @@ def _notes(
         notes.append("all of the run's steps are done: raise epochs or max_steps to go on")
     if begins_anew and run_dir is not None:
         others = [path.parent.name for path in run_dir.absolute().parent.glob("*/checkpoints")]
-        near = difflib.get_close_matches(run_dir.name, [name for name in others if name != run_dir.name], n=1)
-        hint = f"; did you mean {os.path.relpath(run_dir.parent / near[0])}?" if near else ""
+        near = nearest(run_dir.name, [name for name in others if name != run_dir.name])
+        hint = f"; did you mean {os.path.relpath(run_dir.parent / near)}?" if near else ""
         notes.append(f"resume=auto: {os.path.relpath(run_dir)} holds no checkpoint, so this run begins anew{hint}")
     return notes
 

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.clock import Patience
+from ddp.errors import first_line
 from ddp.transport.edge import InVain, Pending, Transfer, TransportError, has_hope
 
 POLL_S = 0.0002
@@ -171,7 +172,7 @@ class GlooTransport:
         try:
             return operation([data], self._ranks[peer], self._tag)
         except RuntimeError as error:
-            raise TransportError(peer, str(error).splitlines()[0]) from error
+            raise TransportError(peer, first_line(error)) from error
 
 
 def message_tag(channel: int, number: int, kind: tuple[int, str]) -> int:
@@ -207,7 +208,7 @@ class _GlooRound:
                 work.wait(NO_DEADLINE)
         except RuntimeError as error:
             why = connections.interrupted
-            raise TransportError(peer, why or str(error).splitlines()[0], timed_out=bool(why)) from error
+            raise TransportError(peer, why or first_line(error), timed_out=bool(why)) from error
         finally:
             del connections.waits[number]
 
