@@ -9,7 +9,9 @@
 | TensorFlow's          | TF_CONFIG                      | TF_CONFIG                            | rank 0's address   |
 
 The first row that is set counts. Without any, this process is a world of its own. If variables show several processes
-and yet not which of them this one is, each would train alone, so that is refused.
+and yet not which of them this one is, each would train alone, so that is refused. One row may say that this process is
+alone where another one shows more: independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1. It
+counts, and one sentence tells.
 
 Slurm's variables are those of a job *step*, because a batch script, which is one process, has SLURM_NTASKS as well.
 
@@ -21,6 +23,7 @@ Read before: `host_share.py`. Read next: `secret.py`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -29,7 +32,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ddp.comm.secret import FOLDER
 from ddp.errors import ConfigError
+from ddp.log import log
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 15_000, 15_000
@@ -57,13 +62,27 @@ class Place(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The variables of one launcher."""
+    """The variables of one launcher; "" where it has none."""
 
     launcher: str
     rank: str
-    world_size: str
-    local_rank: str
+    world_size: str = ""
+    local_rank: str = ""
     local_world_size: str = ""
+
+    def are_whole(self, env: Mapping[str, str]) -> bool:
+        """Returns True if rank and world size are told."""
+        return self.rank in env and self.world_size in env
+
+    def sign(self, env: Mapping[str, str]) -> str:
+        """Returns "NAME=VALUE" of a variable that shows several processes; "" if none does."""
+        for name in (self.world_size, self.local_world_size, self.rank, self.local_rank):
+            least = 1 if name in (self.rank, self.local_rank) else 2
+            if _number(env, name, 0) >= least:
+                return f"{name}={env[name]}"
+        if self is _SLURM and sum(_tasks_of_nodes(env)) > 1:
+            return f"{_TASKS}={env[_TASKS]}"
+        return ""
 
 
 _TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -71,13 +90,11 @@ _OPEN_MPI = _Names("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", 
 _MVAPICH = _Names("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 _SLURM = _Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 _PMI = _Names("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-_SIGNS = {
-    "PMIX_RANK": 0,
-    **dict.fromkeys(("LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "HOROVOD_RANK", "JSM_NAMESPACE_RANK"), 1),
-    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "JSM_NAMESPACE_SIZE"), 2),
-}
-"""Variable → the least number in it that shows several processes."""
+_HOROVOD = _Names("horovodrun", *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_JSM = _Names("jsrun", *(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_PMIX = _Names("PMIx", "PMIX_RANK")
+_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+_UNDERSTOOD = (_TORCHRUN, _OPEN_MPI, _MVAPICH, _SLURM, _PMI)
 
 
 def place(environment: Mapping[str, str] | None = None) -> Place | None:
@@ -90,15 +107,9 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
         ConfigError: the variables contradict, are malformed, or show several processes but not which one this is.
     """
     env = {name: value for name, value in (os.environ if environment is None else environment).items() if value}
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return _placed(_TORCHRUN, env)
-    found = _from_mpi_or_slurm(env) or _from_tensorflow(env)
-    if found is None:
-        _refuse_half_a_place(env)
-        return None
-    for name, other, mine in (("RANK", "WORLD_SIZE", found.rank), ("WORLD_SIZE", "RANK", found.world_size)):
-        if _number(env, name, mine) != mine:
-            raise ConfigError(f"{name}={env[name]}: {found.launcher} says {mine}; leave it out, or set {other}, too")
+    found = _placed(_TORCHRUN, env) if _TORCHRUN.are_whole(env) else _from_another(env)
+    if found is not None and found.world_size == 1:
+        _tell_of_others(env)
     return found
 
 
@@ -141,16 +152,52 @@ def refuse_workers(what: str, *, instead: str) -> None:
         )
 
 
-def _refuse_half_a_place(env: Mapping[str, str]) -> None:
-    """Raises ConfigError if there seem to be other processes like this one."""
-    if "RANK" in env:
-        raise ConfigError(f"RANK={env['RANK']}, but WORLD_SIZE is not set: {HOW_TO_START}")
+def _from_another(env: Mapping[str, str]) -> Place | None:
+    """Returns the place that another launcher than torchrun has told, if it contradicts nothing else."""
+    found = _from_mpi_or_slurm(env) or _from_tensorflow(env)
+    if found is None or found.world_size == 1:
+        _refuse_half_a_place(env, is_placed=found is not None)
+    if found is None:
+        return None
+    for name, other, mine in (("RANK", "WORLD_SIZE", found.rank), ("WORLD_SIZE", "RANK", found.world_size)):
+        if _number(env, name, mine) != mine:
+            raise ConfigError(f"{name}={env[name]}: {found.launcher} says {mine}; leave it out, or set {other}, too")
+    return found
+
+
+def _refuse_half_a_place(env: Mapping[str, str], *, is_placed: bool) -> None:
+    """Raises ConfigError if there seem to be other processes like this one, of which it does not know its rank.
+
+    Args:
+        is_placed: one launcher has told that this process is alone.
+    """
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
         if env.get(name, "1") not in ("1", "1:1"):
             raise ConfigError(f"{name}={env[name]} is for torchrun, which reads it: start this with torchrun PROGRAM")
-    for name, least in _SIGNS.items():
-        if _number(env, name, -1) >= least:
-            raise ConfigError(f"{name}={env[name]} shows several processes, but RANK is not set: {HOW_TO_START}")
+    for names in (*_UNDERSTOOD, _HOROVOD, _JSM, _PMIX):
+        is_half = names.rank in env and names.world_size not in env
+        # A batch script of Slurm's is one process, and has the rank 0. PMIx has no size, and is beside other launchers.
+        if is_half and not is_placed and names is not _SLURM:
+            size = names.world_size or _TORCHRUN.world_size
+            raise ConfigError(f"{names.rank}={env[names.rank]}, but {size} is not set: {HOW_TO_START}")
+        sign = names.sign(env)
+        if sign and not (names in _UNDERSTOOD and names.are_whole(env)):
+            raise ConfigError(f"{sign} shows several processes, but RANK is not set: {HOW_TO_START}")
+
+
+def _tell_of_others(env: Mapping[str, str]) -> None:
+    """Says so, once, if a process that is told to be alone has others beside it; a worker's launcher has said it."""
+    signs = (names.sign(env) for names in (*_UNDERSTOOD, _HOROVOD, _JSM, _PMIX))
+    if FOLDER not in env and (sign := next(filter(None, signs), "")):
+        _say_once(
+            f"this process trains alone, because it was started as rank 0 of 1, though {sign} shows others beside it: "
+            "if all of them are to train one model, start them with one launcher, and leave RANK and WORLD_SIZE to it"
+        )
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    log.warning("%s", sentence)
 
 
 def _from_mpi_or_slurm(env: Mapping[str, str]) -> Place | None:
@@ -173,9 +220,21 @@ def _placed(names: _Names, env: Mapping[str, str]) -> Place:
         )
     local_rank = _number(env, names.local_rank) if names.local_rank in env else None
     local_world_size = _number(env, names.local_world_size) if names.local_world_size in env else None
+    for name, number, size in (
+        (names.local_rank, local_rank, local_world_size or world_size),
+        (names.local_world_size, None if local_world_size is None else local_world_size - 1, world_size),
+    ):
+        if number is not None and not 0 <= number < size:
+            raise ConfigError(f"{name}={env[name]} contradicts {_told(names, env)}: leave it out, or mend it")
     if names is _SLURM:
         local_world_size = _tasks_on_this_node(env)
     return _with_meeting(Place(names.launcher, rank, world_size, local_rank, local_world_size), names, env)
+
+
+def _told(names: _Names, env: Mapping[str, str]) -> str:
+    """Returns what a launcher's variables say, in words."""
+    told = (names.rank, names.world_size, names.local_world_size)
+    return ", ".join(f"{name}={env[name]}" for name in told if name in env)
 
 
 def _with_meeting(found: Place, names: _Names, env: Mapping[str, str]) -> Place:
@@ -205,36 +264,45 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
-def _tasks_on_this_node(env: Mapping[str, str]) -> int | None:
-    """Returns this node's entry of "2(x3),1", Slurm's number of tasks of each node."""
+def _tasks_of_nodes(env: Mapping[str, str]) -> list[int]:
+    """Returns Slurm's number of tasks of each node, which it writes as "2(x3),1"."""
     counts: list[int] = []
-    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+    for part in env.get(_TASKS, "").split(","):
         if read := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
             counts += [int(read[1])] * int(read[2] or 1)
+    return counts
+
+
+def _tasks_on_this_node(env: Mapping[str, str]) -> int | None:
+    counts = _tasks_of_nodes(env)
     node = _number(env, "SLURM_NODEID", 0)
     return counts[node] if 0 <= node < len(counts) else None
 
 
 def _from_tensorflow(env: Mapping[str, str]) -> Place | None:
     """Returns the place of a worker of `tf.distribute.MultiWorkerMirroredStrategy`; the chief is rank 0."""
+    if "TF_CONFIG" not in env:
+        return None
     try:
-        told = json.loads(env.get("TF_CONFIG", "{}"))
+        told = json.loads(env["TF_CONFIG"])
         cluster, task = told.get("cluster", {}), told.get("task", {})
         workers = [(kind, i, each) for kind in ("chief", "worker") for i, each in enumerate(cluster.get(kind, []))]
         others = [kind for kind in cluster if kind not in ("chief", "worker") and cluster[kind]]
-        mine = (task.get("type", "worker"), int(task.get("index", 0)))
         hosts = [address.rpartition(":")[0] for *_, address in workers]
-        address, port = workers[0][2].rpartition(":")[0::2] if workers else ("", "0")
-        found = Place("TF_CONFIG", -1, len(workers), address=address, port=int(port))
-    except (ValueError, TypeError, AttributeError) as error:
+        ports = [int(address.rpartition(":")[2]) for *_, address in workers]
+        mine = (task.get("type"), int(task.get("index", -1)))
+        if not all(hosts) or not all(0 < port < 1 << 16 for port in ports):
+            raise ValueError("a worker has an address HOST:PORT")
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"TF_CONFIG={env['TF_CONFIG']}: cannot be read ({error}); {HOW_TO_START}") from error
     if len(workers) + len(others) < 2:
         return None
     ranks = [rank for rank, (*each, _) in enumerate(workers) if tuple(each) == mine]
     if not ranks:
         raise ConfigError(f"TF_CONFIG: its task {mine[0]} {mine[1]} is no worker of its cluster; {HOW_TO_START}")
-    before = hosts[: ranks[0]].count(hosts[ranks[0]])
-    return found._replace(rank=ranks[0], local_rank=before, local_world_size=hosts.count(hosts[ranks[0]]))
+    rank = ranks[0]
+    before, on_host = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    return Place("TF_CONFIG", rank, len(workers), before, on_host, hosts[0], ports[0])
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 import ddp
-from ddp.comm.place import FIRST_PORT, NUM_PORTS, Place, first_host, is_rank, place, refuse_workers
+from ddp.comm.place import FIRST_PORT, NUM_PORTS, Place, _say_once, first_host, is_rank, place, refuse_workers
 from ddp.errors import ConfigError
 
 MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "2000"}
@@ -75,7 +75,14 @@ def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: 
         ({"RANK": "0"}, "RANK=0, but WORLD_SIZE is not set: start it with torchrun, or set"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 shows several processes, but RANK is not set: start it with torchrun"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 shows several processes"),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK=0 shows several processes"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0, but WORLD_SIZE is not set: start it with torchrun"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 shows several processes, but RANK is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK=0, but OMPI_COMM_WORLD_SIZE is not set"),
+        ({"MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS=2 shows several processes"),
+        ({**BATCH_SCRIPT, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "SLURM_STEP_TASKS_PER_NODE=1(x2) shows several"),
+        ({**open_mpi(0, 1, local_size=1), "HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 shows several processes"),
+        ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=3, OMPI_"),
+        ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "OMPI_COMM_WORLD_LOCAL_SIZE=5: leave it out, or mend it"),
         ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2 shows several processes"),
         ({"PET_NNODES": "2"}, "PET_NNODES=2 is for torchrun, which reads it: start this with torchrun PROGRAM"),
         ({"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto is for torchrun"),
@@ -89,12 +96,69 @@ def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: 
         (tensorflow("ps", 0, worker=["h:1"], ps=["h:2"]), "TF_CONFIG: its task ps 0 is no worker of its cluster"),
         ({"TF_CONFIG": "{"}, "TF_CONFIG={: cannot be read"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["h", "g"]}}'}, "cannot be read"),
+        ({"TF_CONFIG": '{"cluster": {"worker": {"0": "h:1", "1": "g:1"}}}'}, "a worker has an address HOST:PORT"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["h:1", "g:1"]}}'}, "its task None -1 is no worker of its cluster"),
+        ({"TF_CONFIG": '{"task": {"index": Infinity}}'}, "cannot be read"),
     ],
 )
 def test_half_a_place_is_refused_in_one_sentence(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         place(environment)
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+LAUNCHED = [
+    open_mpi(0, 2, local_size=2),
+    {**mpich(0, 2), "PMIX_RANK": "0"},
+    {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MEET},
+    {**SRUN, "PMIX_RANK": "3", "PMI_RANK": "3", "PMI_SIZE": "7"},
+    {**open_mpi(1, 2, local_size=2), "PMIX_RANK": "1"},
+    {name.replace("OMPI", "MV2"): value for name, value in open_mpi(1, 2, local_size=2).items()},
+    mpich(1, 2),
+    {name.replace("OMPI_COMM_WORLD", "HOROVOD"): value for name, value in open_mpi(1, 2, local_size=2).items()},
+    {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MEET},
+    {**tensorflow("worker", 1, worker=WORKERS), "RANK": "1", "WORLD_SIZE": "3"},
+]
+SHOWS_NOTHING = {"SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_STEP_NODELIST", *MEET}
+
+
+@pytest.mark.parametrize("variables", LAUNCHED)
+def test_of_any_part_of_a_launcher_s_variables_none_makes_a_rank_train_alone(variables: dict[str, str]) -> None:
+    told = sorted(variables.keys() - SHOWS_NOTHING)
+    silent = {name: variables[name] for name in variables.keys() & SHOWS_NOTHING}
+    for chosen in range(1, 1 << len(told)):
+        environment = {**silent, **{name: variables[name] for i, name in enumerate(told) if chosen >> i & 1}}
+        try:
+            found = place(environment)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+        else:
+            only_a_local_rank = {f"{name}=0" for name in told if "LOCAL" in name and "SIZE" not in name}
+            shown = {f"{name}={environment[name]}" for name in environment.keys() - SHOWS_NOTHING}
+            assert found is None if shown <= only_a_local_rank else found and found.world_size > 1, environment
+
+
+@pytest.mark.parametrize(
+    ("environment", "sign"),
+    [
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "SLURM_STEP_NUM_TASKS=7"),
+        ({**SRUN, **open_mpi(0, 1, local_size=1)}, "SLURM_STEP_NUM_TASKS=7"),
+        ({"PMIX_RANK": "1", "RANK": "0", "WORLD_SIZE": "1"}, "PMIX_RANK=1"),
+        ({**open_mpi(0, 1, local_size=1), "PMIX_RANK": "0"}, ""),
+        ({**BATCH_SCRIPT, "RANK": "0", "WORLD_SIZE": "1", "PMIX_RANK": "0"}, ""),
+    ],
+)
+def test_one_of_several_that_is_told_to_be_alone_says_so_once(
+    environment: dict[str, str], sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("ddp.comm.place.log.warning", lambda words, *given: said.append(words % given))
+    _say_once.cache_clear()
+    for _ in range(2):
+        found = place(environment)
+        assert found is not None and found.world_size == 1
+    assert len(said) == bool(sign)
+    assert not sign or f"though {sign} shows others beside it: if all of them are to train one model" in said[0]
 
 
 def test_the_first_host_of_slurm_s_list() -> None:
