@@ -20,24 +20,8 @@ from ddp.address import is_address
 from ddp.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.config_checks import validate
 from ddp.errors import ConfigError
+from ddp.foreign_words import meaning
 from ddp.wording import did_you_mean, nearest
-
-ELSEWHERE = {
-    **dict.fromkeys(("batch_size", "train_batch_size"), "batch.global_size"),
-    **dict.fromkeys(("learning_rate", "lr"), "optim.lr"),
-    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs"), "epochs"),
-    **dict.fromkeys(("steps_per_epoch", "steps"), "max_steps"),
-    **dict.fromkeys(("shuffle", "sampler"), "data.order"),
-    **dict.fromkeys(("nproc_per_node", "nprocs", "num_processes", "gpus", "devices", "world_size"), "cluster.workers"),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
-    "optimizer": "optim",
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip"), "clip_norm"),
-    **dict.fromkeys(("random_state", "random_seed"), "seed"),
-    "dataset": "data",
-    **dict.fromkeys(("output_dir", "checkpoint_dir"), "hydra.run.dir"),
-    **dict.fromkeys(("validation_split", "val_split"), "data.validation"),
-}
-"""What other programs call a setting, and its key here."""
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:
@@ -73,7 +57,8 @@ def unknown_key(
     level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
     if home := homes.get(key):
         return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
-    guesses = [ELSEWHERE[last]] if homes and last in ELSEWHERE else _called(last, homes)
+    foreign = meaning(last).setting if homes else ""
+    guesses = [foreign] if foreign else _called(last, homes)
     if not guesses and (likely := nearest(last, names)):
         guesses = [above + likely]
     if not guesses:
@@ -112,7 +97,7 @@ def _homes(chosen: Mapping[str, str]) -> dict[str, str]:
 def key_of_option(option: str) -> str:
     """Returns the key that is probably meant by an option of the shell's form: "--batch-size" → "batch.global_size"."""
     name, homes = option.strip("-").replace("-", "_"), _homes({})
-    found = ELSEWHERE.get(name, name)
+    found = meaning(name).setting or name
     return found if found in homes else next(iter(_called(found, homes)), found).partition(" ")[0]
 
 

@@ -22,12 +22,11 @@ from types import ModuleType
 from typing import Any
 
 from ddp.errors import ConfigError
+from ddp.foreign_words import meaning
 from ddp.wording import nearest
 
 CALL = "call.pkl"
 OURS = ("workers", "threads_per_worker", "timeout_s")
-ELSEWHERE = dict.fromkeys(("nprocs", "num_workers", "num_processes", "nproc_per_node", "world_size", "np"), "workers")
-"""What other libraries call an argument of `ddp.launch`."""
 
 
 def result_file(folder: Path, rank: int) -> Path:
@@ -50,7 +49,7 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except TypeError as error:
         name = _name(function)
         strange = [key for key in kwargs if key not in signature.parameters]
-        meant = {key: nearest(ELSEWHERE.get(key, key), OURS) for key in strange}
+        meant = {key: nearest(meaning(key).launch or key, OURS) for key in strange}
         hint = next((f". Did you mean {near}={kwargs[key]!r}?" for key, near in meant.items() if near), "")
         if not hint and args and isinstance(args[-1], int):
             hint = f". Did you mean ddp.launch({name}, workers={args[-1]})?"

@@ -8,7 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     [
-        *("allocator", "clock", "dense", "errors", "files", "garbage", "log", "parent_death", "stack", "svg"),
+        *(
+            "allocator",
+            "clock",
+            "dense",
+            "errors",
+            "files",
+            "foreign_words",
+            "garbage",
+            "log",
+            "parent_death",
+            "stack",
+            "svg",
+        ),
         *("terminal", "vision", "wording"),
     ],
     ["transport", "collectives", "data", "optim", "models", "tasks"],

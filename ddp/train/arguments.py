@@ -36,6 +36,7 @@ from ddp.data.validation import part_in
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.errors import CheckpointError, ConfigError
+from ddp.foreign_words import meaning
 from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.schedules import RateSchedule
@@ -57,43 +58,6 @@ from ddp.wording import did_you_mean, nearest
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
-
-ELSEWHERE = {
-    **dict.fromkeys(("batch_size", "batch"), "global_batch"),
-    **dict.fromkeys(("loss_fn", "loss_function", "criterion", "task"), "loss"),
-    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs"), "epochs"),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
-    **dict.fromkeys(("val_data", "valid_data", "eval_data", "validation"), "validation_data"),
-    **dict.fromkeys(("validation_split", "val_split"), "validation_data"),
-    **dict.fromkeys(("num_workers", "workers"), "loader_workers"),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "max_norm", "gradient_clip_val"), "clip_norm"),
-    **dict.fromkeys(("sampler", "class_weight", "sample_weight"), "order"),
-    **dict.fromkeys(("validation_freq", "check_val_every_n_epoch"), "evaluate_every_epochs"),
-    **dict.fromkeys(("val_check_interval", "eval_steps"), "evaluate_every_steps"),
-    **dict.fromkeys(("random_state", "random_seed"), "seed"),
-    **dict.fromkeys(("logging_steps", "log_every_n_steps"), "log_every"),
-    **dict.fromkeys(("default_root_dir", "output_dir", "save_dir"), "checkpoint_dir"),
-    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path"), "resume"),
-    "steps_per_epoch": "max_steps",
-    "verbose": "progress",
-    "validation_batch_size": "evaluation_batch",
-    "collate_fn": "collate",
-}
-"""What other libraries call an argument, and what `fit` calls it."""
-
-NOT_AN_ARGUMENT = {
-    **dict.fromkeys(("lr", "learning_rate"), "the optimizer has it, as torch.optim.Adam(model.parameters(), lr=0.01)"),
-    **dict.fromkeys(
-        ("accumulate_grad_batches", "gradient_accumulation_steps"),
-        "batches are accumulated where micro_size is less than a rank's share of global_batch",
-    ),
-    "drop_last": "give it to a DataLoader, and that as data",
-    "shuffle": "samples are shuffled in each epoch; without: order=ddp.data.Fixed(len(data))",
-    "metrics": "a ddp.Task has them, such as loss=ddp.Classification()",
-    "device": "the model's device is taken, or that of ddp.init(device=…)",
-}
-"""What other libraries have as an argument, and what takes its place here."""
-
 
 CACHE_SHARE = 0.5  # of the memory that is left
 LARGEST_CACHE = 1 << 44  # bytes, where the host does not say how much is left
@@ -348,9 +312,10 @@ def schedules_of(
 def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first argument that `fit` does not have, with the one that is probably meant."""
     for name in mistyped:
-        if name in NOT_AN_ARGUMENT:
-            raise ConfigError(f"fit() has no argument {name!r}: {NOT_AN_ARGUMENT[name]}")
-        near = ELSEWHERE.get(name) or nearest(name, known)
+        here = meaning(name)
+        if here.instead:
+            raise ConfigError(f"fit() has no argument {name!r}: {here.instead}")
+        near = here.fit or nearest(name, known)
         hint = f"Did you mean {near!r}?" if near else f"It has {', '.join(known)}"
         raise ConfigError(f"fit() has no argument {name!r}. {hint}")
 
