@@ -173,8 +173,11 @@ class DistributedDataParallel(UnevenInputs):
         check_engine()
         if self._device is not None:
             args, kwargs = moved((args, kwargs), self._device)
+        return super().forward(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().forward(*args, **kwargs)
+            return super()._run(*args, **kwargs)
         except BaseException:
             self._is_in_forward, self._waiting = False, None
             raise

@@ -149,6 +149,10 @@ class BucketedDataParallel(Replica):
             self._waiting = None
         return super()._before_forward()
 
+    @property
+    def _awaits_backward(self) -> bool:
+        return self._waiting is not None or self._backward.state is State.RUNNING
+
     def _watch_outputs(self, outputs: Any) -> None:
         layout = self._layouts.current
         has_outputs = watch_backward(outputs, partial(self._begin, layout), self._finish)

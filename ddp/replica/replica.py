@@ -35,6 +35,7 @@ from ddp.gradients.totals import Totals
 from ddp.optim.update import Update
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
+from ddp.replica.sink import is_in_backward
 from ddp.replica.uncompiled import uncompiled
 from ddp.replica.verify import verify_replicas
 
@@ -73,6 +74,11 @@ class Replica(nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
+        if self._is_recomputed():
+            return self.module(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         synchronises = self._before_forward()
         return self._after_forward(self.module(*args, **kwargs), synchronises=synchronises)
 
@@ -110,6 +116,14 @@ class Replica(nn.Module, ABC):
             self.verify_replicas(also=due.also)
             self.num_verified += 1
 
+    @uncompiled
+    def _is_recomputed(self) -> bool:
+        """Returns True if activation checkpointing around the replica repeats a forward, for a backward that runs.
+
+        A repetition changes nothing: it is no step, sends no buffers, and nothing runs backward through its outputs.
+        """
+        return is_in_backward() and self._awaits_backward
+
     def _syncs_buffers(self, *, synchronises: bool) -> bool:
         """Returns True if buffers are synchronised around this forward (`buffers.py`)."""
         is_heard = synchronises or not self._is_joined  # a rank without inputs shadows only forwards that synchronise
@@ -137,6 +151,11 @@ class Replica(nn.Module, ABC):
         """Returns this rank's part of the totals for the backward that begins now, and forgets it."""
         mine, self._mine = self._mine, None
         return mine
+
+    @property
+    @abstractmethod
+    def _awaits_backward(self) -> bool:
+        """Returns True from a forward that synchronises to the end of its backward, where that is known."""
 
     @abstractmethod
     def _watch_outputs(self, outputs: Any) -> None:

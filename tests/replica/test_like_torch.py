@@ -201,6 +201,47 @@ def static_graphs(comm: ddp.Communicator) -> None:
                 replica(torch.randn(3, 4))  # nothing to complain about
 
 
+def checkpoints_around_the_replica(comm: ddp.Communicator) -> None:
+    """Backward repeats the forward of the replica: that is no step, sends no buffers, and notifies nobody of inputs."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def loss(replica: nn.Module, reentrant: bool, alone: bool) -> Tensor:
+        torch.manual_seed(comm.rank)
+        x, after = torch.randn(3, 4).requires_grad_(), () if alone else (nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
+        output: Tensor = checkpoint(nn.Sequential(replica, *after), x, use_reentrant=reentrant)
+        return output.square().sum()
+
+    for reentrant in (False, True):
+        for alone in (False, True):
+            for kw in ({}, TINY, {"static_graph": True}, {"find_unused_parameters": True}):
+                replica = compare(comm, made(), partial(loss, reentrant=reentrant, alone=alone), **kw)
+                assert replica.num_steps == 3
+
+    def uneven(kind: Any, recomputes: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        replica, after, joins = kind(made()), nn.Linear(4, 4), kind is ddp.DistributedDataParallel
+        with replica.join() if joins else nullcontext():
+            for batch in range(2 + comm.rank * joins):
+                net, x = nn.Sequential(replica, after), torch.full((3, 4), batch - comm.rank + 0.5).cumsum(0)
+                with replica.no_sync() if batch == 0 else nullcontext():
+                    output = checkpoint(net, x, use_reentrant=False) if recomputes else net(x)
+                    output.square().sum().backward()
+        return [each.grad.clone() for each in replica.parameters()]
+
+    for kind in (ddp.DistributedDataParallel, ddp.BucketedDataParallel, ddp.NaiveDataParallel):
+        assert all(map(torch.equal, uneven(kind, False), uneven(kind, True))), kind
+
+    module, x = made(), torch.randn(3, 4) + comm.rank
+    twin = copy.deepcopy(module)
+    checkpoint(ddp.DistributedDataParallel(module), x, use_reentrant=False).sum().backward()
+    twin(x)
+    twin(x)
+    assert torch.equal(module[1].running_mean, twin[1].running_mean)
+
+
 def a_layer_used_twice_under_reentrant_checkpointing_is_an_error_with_a_name(comm: ddp.Communicator) -> None:
     replica = ddp.DistributedDataParallel(Recomputed(reentrant=True, times=2, unused=False), **TINY)
     replica(torch.randn(3, 4).requires_grad_()).sum().backward()  # the first step reduces nothing before the end
@@ -1354,6 +1395,7 @@ CASES = [
     outputs_without_elements,
     control_flow_that_differs_by_rank,
     static_graphs,
+    checkpoints_around_the_replica,
     a_layer_used_twice_beside_others_in_its_bucket,
     gradients_of_gradients,
     other_gradients_do_not_communicate,
