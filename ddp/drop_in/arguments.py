@@ -20,6 +20,7 @@ Read before: `higher_order.py`. Read next: `torch_names.py`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -58,6 +59,19 @@ def check_keywords(others: Mapping[str, Any]) -> None:
             )
 
 
+def warn_of_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
+    """Warns of `broadcast_buffers`, as torch's class does, on behalf of whoever makes the replica."""
+    if broadcast_buffers is None:
+        return
+    meaning = (
+        "Use `forward_sync_buffers` instead, which makes buffers equal at the start in any case; keep "
+        "broadcast_buffers=False for buffers that are each rank's own"
+    )
+    if forward_sync_buffers is not None:
+        meaning = "its value is ignored beside `forward_sync_buffers`"
+    warnings.warn(f"`broadcast_buffers` is deprecated. {meaning}", FutureWarning, stacklevel=3)
+
+
 def choose_communicator(
     comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module
 ) -> Communicator:
@@ -68,9 +82,13 @@ def choose_communicator(
     """
     given = [each for each in (comm, process_group, device_mesh) if each is not None]
     if len(given) > 1:
-        raise ConfigError("comm, process_group and device_mesh exclude each other; give one")
+        if comm is None:  # in torch's words, as scripts may look for them
+            raise ConfigError("Cannot specify both process_group and device_mesh arguments. Give one of them")
+        raise ConfigError("comm excludes process_group and device_mesh; give one of them")
     if device_mesh is not None and device_mesh.ndim != 1:
-        raise ConfigError(f"device_mesh has {device_mesh.ndim} dimensions; pass one of them: mesh['replicate'], say")
+        raise ConfigError(
+            f"Only 1D device mesh is supported, but got {device_mesh}. Pass one dimension of it: mesh['replicate'], say"
+        )
     if comm is not None:
         return comm
     group = device_mesh.get_group(0) if device_mesh is not None else process_group

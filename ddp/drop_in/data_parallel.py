@@ -35,7 +35,15 @@ from torch.optim import Optimizer
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, device_of
 from ddp.comm.wire_format import WireName
-from ddp.drop_in.arguments import check_devices, check_engine, check_keywords, choose_communicator, input_device, moved
+from ddp.drop_in.arguments import (
+    check_devices,
+    check_engine,
+    check_keywords,
+    choose_communicator,
+    input_device,
+    moved,
+    warn_of_deprecated,
+)
 from ddp.drop_in.backward import TorchBackward, Wishes
 from ddp.drop_in.buffer_hook import BufferHook, HookedBuffers, When
 from ddp.drop_in.comm_hook import CommHook, HookFunction, check_hook
@@ -126,6 +134,7 @@ class DistributedDataParallel(UnevenInputs):
         **others: Any,
     ) -> None:
         check_keywords(others)
+        warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
         comm = choose_communicator(comm, process_group, device_mesh, module)
         ignored = frozenset(getattr(module, IGNORED, ()))

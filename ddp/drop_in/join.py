@@ -60,9 +60,10 @@ class Joining:
         active = self._comm.all_reduce(flags, "max", label="join: who has inputs").nonzero().flatten().tolist()
         if self._throws and 0 < len(active) < self._comm.world_size:
             exhausted = sorted(set(range(self._comm.world_size)) - set(active))
-            raise RuntimeError(
-                f"Detected at least one rank that exhausted inputs: rank(s) {exhausted}; all ranks stop here"
-            )
+            what = f"Detected at least one rank that exhausted inputs: rank(s) {exhausted}"
+            if not has_inputs:
+                what = f"Rank {self._comm.rank} exhausted all inputs"
+            raise RuntimeError(f"{what}; all ranks stop here")
         if active:
             self.active = active
             self.divisor = self._comm.world_size if self._divides_by_all else len(active)

@@ -149,6 +149,7 @@ class TorchNames(BucketedDataParallel):
             "find_unused_parameters": int(self.find_unused_parameters),
             "static_graph": int(self.static_graph),
             "gradient_as_bucket_view": 1,
+            "has_error": int(self._last.error is not None),
         }
 
     @property

@@ -1340,8 +1340,8 @@ def groups_and_meshes(comm: ddp.Communicator) -> None:
     assert replica.device_mesh is mesh
     replica(torch.full((1, 1), float(comm.rank))).sum().backward()
     assert replica.module.weight.grad.item() == 1
-    with pytest.raises(ValueError, match="exclude each other"):
-        ddp.DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh, process_group=mine)
+    with pytest.raises(ConfigError, match="comm excludes process_group"):
+        ddp.DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh, comm=comm)
     with pytest.raises(RuntimeError, match="cannot be pickled"):
         torch.save(ddp.DistributedDataParallel(nn.Linear(1, 1), process_group=mine), io.BytesIO())
 

@@ -70,9 +70,13 @@ MISUSES: list[tuple[Callable[[ddp.Communicator, Class], Any], type[Exception], s
     (
         lambda comm, wrap: wrap(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=mesh(comm.world_size)),
         RuntimeError,
-        "",
+        "Cannot specify both process_group and device_mesh arguments",
     ),
-    (lambda comm, wrap: wrap(nn.Linear(2, 2), device_mesh=mesh(1, comm.world_size)), RuntimeError, ""),
+    (
+        lambda comm, wrap: wrap(nn.Linear(2, 2), device_mesh=mesh(1, comm.world_size)),
+        RuntimeError,
+        "Only 1D device mesh is supported, but got",
+    ),
     (lambda comm, wrap: wrap(nn.Linear(2, 2), device_ids=[0, 1]), ValueError, ""),
     (lambda comm, wrap: wrap(nn.Linear(2, 2), device_ids=[0]), ValueError, ""),
     (lambda comm, wrap: wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))), ValueError, ""),
@@ -85,6 +89,15 @@ MISUSES: list[tuple[Callable[[ddp.Communicator, Class], Any], type[Exception], s
 
 def mesh(*shape: int) -> Any:
     return dist.device_mesh.init_device_mesh("cpu", shape)
+
+
+def warnings_of_torch_s_class(comm: ddp.Communicator) -> None:
+    """At the line of the program that makes the replica."""
+    for keywords in ({}, {"forward_sync_buffers": True}):
+        for wrap in BOTH:
+            with pytest.warns(FutureWarning, match="`broadcast_buffers` is deprecated") as caught:
+                wrap(nn.Linear(2, 2), broadcast_buffers=True, **keywords)
+            assert caught[0].filename == __file__
 
 
 def errors_of_torch_s_class(comm: ddp.Communicator) -> None:
@@ -128,6 +141,7 @@ def attributes_of_torch_s_class(comm: ddp.Communicator) -> None:
         for replica in (ours, theirs):
             replica(batch(comm)).sum().backward()
     mine, reference = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
+    assert not mine["has_error"]
     for name in mine.keys() & reference.keys() - {"gradient_as_bucket_view", "iteration"}:
         assert mine[name] == reference[name], name
     assert len(mine.keys() & reference.keys()) >= 10
@@ -347,6 +361,7 @@ def contexts_of_distributed_autograd(comm: ddp.Communicator) -> None:
 
 CASES = [
     optimizers_in_backward_that_are_not_ours,
+    warnings_of_torch_s_class,
     errors_of_torch_s_class,
     an_instance_of_torch_s_class,
     attributes_of_torch_s_class,

@@ -78,7 +78,7 @@ def part_of_a_run(
     comm = ddp.init(abort_s=20)
     module, data, stop = model(), Seen(), StopFlag()
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-    replica = ddp.DistributedDataParallel(module, broadcast_buffers=False)
+    replica = ddp.DistributedDataParallel(module, buffers="none")
     sampler = TrainSampler(
         len(data), global_batch=10, rank=comm.rank, world_size=comm.world_size, num_shards=num_shards, seed=7
     )
