@@ -106,20 +106,48 @@ def with_warmup(schedule: RateSchedule, *, num_samples: float = 0, fraction: flo
     return factor
 
 
-def base_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """Returns the rates by group before any schedule, which the optimizer keeps, and so its checkpoints."""
-    return tuple(float(group.setdefault("initial_lr", float(group["lr"]))) for group in optimizer.param_groups)
+class Rates:
+    """The rates of an optimizer's groups, which a schedule multiplies by its factor.
 
+    A rate that somebody else has set meanwhile holds: its base rate changes in proportion, or becomes that rate itself
+    where no schedule had changed it, or where it was 0. The groups are others' (a scheduler of torch's that a callback
+    steps reads its own numbers there), so nothing but "lr" is written to them.
 
-def adopt_rates(optimizer: Optimizer, last: Sequence[float]) -> None:
-    """Lets rates hold that somebody has changed since they were set to `last`: their base rates change in proportion.
+    Attributes:
+        base: by group, the rate without a schedule; last: the rate of now, as far as it was set here.
 
-    A base rate that no schedule had changed, or whose rate was 0, becomes the new rate itself.
+    Args:
+        base: of a run that is resumed; None: the rates of now.
     """
-    # A group that was added since has no last rate.
-    for group, base_rate, before in zip(optimizer.param_groups, base_rates(optimizer), last, strict=False):
-        if (now := float(group["lr"])) != before:
-            group["initial_lr"] = now if before in (0.0, base_rate) else base_rate * (now / before)
+
+    def __init__(self, optimizer: Optimizer, base: Sequence[float] | None = None) -> None:
+        self._optimizer, self.last = optimizer, _rates_of(optimizer)
+        self.base = self.last if base is None else list(base)
+
+    def adopted(self) -> list[float]:
+        """Returns the base rates, as they follow from what others have set; a new group has its own."""
+        known = zip(self.base, self.last, strict=True)
+        return [self._adopted(now, *next(known, (now, now))) for now in _rates_of(self._optimizer)]
+
+    @staticmethod
+    def _adopted(now: float, base: float, last: float) -> float:
+        if now == last:
+            return base
+        return now if last in (0.0, base) else base * (now / last)
+
+    def set(self, factor: float) -> None:
+        """Multiplies the base rates by a schedule's factor."""
+        self.base = self.adopted()
+        set_rate(self._optimizer, self.base, factor)
+        self.last = _rates_of(self._optimizer)
+
+    def take_schedule_out(self) -> None:
+        """Leaves the rates without a schedule's factor, so that another fit begins with those that were set."""
+        self.set(1.0)
+
+
+def _rates_of(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -> None:

@@ -324,7 +324,8 @@ def settings_of(
     task: Task, optimizer: Optimizer, sampler: TrainSampler, schedule: RateSchedule | LRScheduler | None
 ) -> dict[str, Any]:
     """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
-    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+    before = "initial_lr" if isinstance(schedule, LRScheduler) else "lr"  # a scheduler may have begun by itself
+    groups = [{**group, "lr": group.get(before, group["lr"])} for group in optimizer.param_groups]
     hidden, kind = ("params", "initial_lr"), type(optimizer).__name__
     return {
         "loss": _task_in_words(task),

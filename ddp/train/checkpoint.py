@@ -45,6 +45,7 @@ from ddp.errors import CheckpointError
 from ddp.files import Hold
 from ddp.gradients.hook_state import gathered, give_out
 from ddp.log import log
+from ddp.optim.schedules import Rates
 from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint_store import CheckpointStore
@@ -163,11 +164,12 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     state.update.load_state_dict(parts["optimizer"])
     unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version
     began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=False)
-    for group, own, (then, now) in zip(state.optimizer.param_groups, settings, began, strict=False):
+    base = _base_rates(parts["position"], state.optimizer, settings)
+    for index, (group, own, (then, now)) in enumerate(zip(state.optimizer.param_groups, settings, began, strict=False)):
         group.update({key: own[key] for key in now if now[key] != then.get(key)})
-        if state.schedule is None and (now["lr"] != then.get("lr") or "initial_lr" not in group):
-            group["initial_lr"] = own.get("initial_lr", own["lr"])
-    state.rates = [float(group["lr"]) for group in state.optimizer.param_groups]
+        if now["lr"] != then.get("lr"):
+            base[index] = float(own["lr"])
+    state.rates = Rates(state.optimizer, base if state.schedule is None else None)
     if state.schedule is not None and "schedule" in parts:
         state.schedule.load_state_dict(parts["schedule"])
     changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
@@ -187,6 +189,17 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     random_states = parts["slots"]["random"]
     if len(random_states) == state.comm.world_size:
         _load_random_states(random_states[state.comm.rank], state.comm)
+
+
+def _base_rates(
+    position: Mapping[str, Any], optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Returns the rates without a schedule; older checkpoints have them in the groups, and the first ones do not."""
+    if "base_rates" in position:
+        return list(position["base_rates"])
+    groups = optimizer.param_groups
+    own = [each["lr"] for each in (*settings, *groups[len(settings) :])]
+    return [float(group.get("initial_lr", rate)) for group, rate in zip(groups, own, strict=True)]
 
 
 def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:

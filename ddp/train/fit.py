@@ -45,7 +45,7 @@ from ddp.gradients.error_feedback import corrected
 from ddp.gradients.hook import Hook
 from ddp.log import log
 from ddp.optim.layerwise import Layerwise
-from ddp.optim.schedules import RateSchedule, base_rates
+from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment
 from ddp.precision.autocast import Precision
 from ddp.precision.loss_scale import LossScale
@@ -386,6 +386,7 @@ def fit(
     evaluator = Evaluator(held_out, task, batch_size=evaluation_batch, precision=precision, stop=stop)
     start_s = now_s()
     with contextlib.ExitStack() as until_end:
+        until_end.callback(state.rates.take_schedule_out)
         if store is not None:  # before a callback changes a file there
             on_rank_zero(comm, lambda: _take(store, until_end), label="locking the folder of the checkpoints")
         if stop_on_signals:
@@ -489,7 +490,7 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
         f"{type(state.model).__name__}{way}",
         f"global batch {sampler.sizes.in_words()} in {counted(sampler.num_shards, 'shard')}; worker 0: "
         f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
-        f"{base_rates(state.optimizer)[0]:g}",
+        f"{state.rates.base[0]:g}",
         f"{samples}, {counted(num_steps, 'step') if num_steps < ENDLESS else 'as many steps as it has'}{start}",
     ]
 

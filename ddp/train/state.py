@@ -16,7 +16,7 @@ from ddp.comm.communicator import Communicator
 from ddp.data.loader_watch import Limits
 from ddp.data.sampler import TrainSampler
 from ddp.gradients.totals import Parts
-from ddp.optim.schedules import adopt_rates, base_rates, set_rate
+from ddp.optim.schedules import Rates
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import Update
 from ddp.precision.loss_scale import LossScale
@@ -41,7 +41,7 @@ class TrainState:
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
         update: makes the optimizer's step.
-        rates: of the groups, as the last step has set them.
+        rates: of the groups, with and without the schedule.
         first_frozen: names of the parameters that needed no gradient when the run began.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
     """
@@ -62,7 +62,7 @@ class TrainState:
     schedule: TorchSchedule | None = None
     unreadable: set[int] = field(default_factory=set)
     update: Update = field(init=False)
-    rates: list[float] = field(init=False)
+    rates: Rates = field(init=False)
     first_frozen: set[str] = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
 
@@ -71,7 +71,7 @@ class TrainState:
             self.update = self.model.make_update(self.optimizer)
         else:
             self.update = MasterUpdate(self.model, self.optimizer, self.masters)
-        self.rates, self.first_frozen = self._rates(), self.frozen()
+        self.rates, self.first_frozen = Rates(self.optimizer), self.frozen()
         self.first_settings = [
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups
@@ -94,15 +94,6 @@ class TrainState:
         """Returns the epoch that the next step belongs to."""
         return self.sampler.state.epoch
 
-    def set_rates(self, factor: float) -> None:
-        """Multiplies the base rates by a schedule's factor. A rate that a callback has changed holds in proportion."""
-        adopt_rates(self.optimizer, self.rates)
-        set_rate(self.optimizer, base_rates(self.optimizer), factor)
-        self.rates = self._rates()
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def frozen(self) -> set[str]:
         """Returns the names of the parameters that need no gradient now."""
         return {name for name, parameter in self.model.module.named_parameters() if not parameter.requires_grad}
@@ -122,6 +113,7 @@ class TrainState:
             "step": self.step,
             "sampler": self.sampler.state_dict(),
             "train_loss": self.train_loss,
+            "base_rates": self.rates.adopted(),
             "evaluation": dict(self.evaluation),
             "evaluated_at": self.evaluated_at,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),

@@ -86,7 +86,7 @@ def train_step(
             before.restore(state)
     totals = model.totals
     if not isinstance(rules.schedule, TorchSchedule):
-        state.set_rates(rules.schedule(plan))
+        state.rates.set(rules.schedule(plan))
     rate = float(state.optimizer.param_groups[0]["lr"])
     if totals.num_items:
         state.update.step(norm, rules.clip_norm)

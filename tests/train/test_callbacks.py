@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 import ddp
 from ddp.data.sampler import TrainSampler
@@ -191,6 +191,63 @@ def test_a_rate_that_a_callback_sets_holds_and_a_schedule_goes_on_in_proportion(
     assert seen({0: 0.2, 3: 0.03}, halves) == pytest.approx(changed)
     resumed = [seen({0: 0.2, 3: 0.03}, halves, steps=steps, folder=tmp_path) for steps in (5, 8)]
     assert resumed[0] + resumed[1] == pytest.approx(changed)
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=9),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.3, step_size_up=3),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3),
+}
+
+
+class Steps(ddp.Callback):
+    """Steps a scheduler of torch's after each step, and notes the rates and momenta that steps have had."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler, self.seen, self.losses = scheduler, list[tuple[float, float]](), list[float]()
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict  # type: ignore[method-assign]
+
+    def step_start(self, state: ddp.TrainState) -> None:
+        self.note(state.optimizer)
+
+    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+        self.step(report.loss)
+
+    def note(self, optimizer: Optimizer) -> None:
+        self.seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+
+    def step(self, loss: float) -> None:
+        self.losses.append(loss)
+        self.scheduler.step(*[loss] * isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_a_callback_steps_is_as_in_a_loop_by_hand(name: str, tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, SGD, Steps]:
+        torch.manual_seed(0)
+        module = nn.Linear(6, 3)
+        optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
+        return module, optimizer, Steps(SCHEDULERS[name](optimizer))
+
+    found, losses, last = list[tuple[float, float]](), list[float](), list[float]()
+    for steps in (5, 8):  # the second one goes on from the first one's checkpoint
+        module, optimizer, callback = made()
+        ddp.fit(
+            module, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=10, max_steps=steps, resume="auto",
+            checkpoint_dir=tmp_path, progress=False, curves=False, comm=alone(), callbacks=[callback],
+        )  # fmt: skip
+        found, losses = found + callback.seen, losses + callback.losses
+        last.append(optimizer.param_groups[0]["lr"])
+    _, optimizer, by_hand = made()
+    rates = list[float]()
+    for loss in losses:
+        by_hand.note(optimizer)
+        optimizer.step()
+        by_hand.step(loss)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert found == by_hand.seen and len(set(found)) > 2
+    assert last == [rates[4], rates[7]]  # also what the last step has left
 
 
 class Unfreezes(ddp.Callback):

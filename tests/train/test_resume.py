@@ -178,7 +178,7 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
     restore(checkpoint, resumed, identity={"optim": 2, "threads": 1})
     assert resumed.model.num_steps == resumed.step == 0  # so that errors number the steps of the run
     group = resumed.optimizer.param_groups[0]
-    assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (0.2, 0.2, 0.5)
+    assert (group["lr"], resumed.rates.base, group["weight_decay"]) == (0.2, [0.2], 0.5)
     assert changes({"optim": 1, "threads": 1}, {"optim": 2, "threads": 1}) == ["optim was 1, is 2"]
     with pytest.raises(CheckpointError, match="was taken with AdamW, this run uses SGD"):
         restore(checkpoint, fresh(torch.optim.SGD, lr=0.1), identity={})
