@@ -156,7 +156,7 @@ def fit(
             print(ddp.launch(train, workers=2)[0])
 
     Ctrl-C and SIGTERM end it after a step, in agreement, with a checkpoint; `stopped_by` of the result says so. A
-    program that begins another fit then, such as a loop over folds, ends there.
+    program that begins another fit then, such as a loop over folds, ends there; in a notebook, the cell does.
 
     Args:
         model: a module, which is wrapped in a `BucketedDataParallel`; or a replica. Unless it is on a GPU already, it

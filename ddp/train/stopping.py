@@ -9,7 +9,8 @@ launcher passes on what it got, and Linux sends the parent-death signal once for
 within `ECHO_S` of the first one are the same wish.
 
 Note "the program". A signal asks the program to stop, and not one fit of it. So a program in which a signal has ended a
-fit, such as a loop over folds, ends where it begins the next one. At a prompt the user begins it, and it runs.
+fit, such as a loop over folds, ends where it begins the next one. What is typed at a prompt, or stands in a cell of a
+notebook, is a program of its own: a loop there ends, and whatever the user begins next runs.
 
 | signal           | who sends it                             | it asks to stop                         |
 |------------------|------------------------------------------|-----------------------------------------|
@@ -22,13 +23,14 @@ Read before: `initial_weights.py`. Read next: `given_back.py`.
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 from ddp.clock import now_s
 
@@ -54,14 +56,24 @@ def _caught_by_anyone() -> set[int]:
     return set()
 
 
-_obeyed: list[signal.Signals] = []  # those that have ended a fit of this program, on any rank
+Program = CodeType | None
+_obeyed: list[tuple[signal.Signals, Program]] = []  # those that have ended a fit, on any rank, and of which program
 
 
 def has_obeyed(reason: str) -> bool:
     """Remembers that a fit has ended for this reason, and returns True, if it is a signal (note "the program")."""
     is_signal = reason in signal.Signals.__members__
-    _obeyed.extend([signal.Signals[reason]] if is_signal else [])
+    if is_signal:
+        _obeyed.append((signal.Signals[reason], _program()))
     return is_signal
+
+
+def _program() -> Program:
+    """Returns the code that the user has begun, if there is any: that of a script, or what a prompt has compiled."""
+    namespace, frame = vars(sys.modules["__main__"]), sys._getframe().f_back
+    while frame is not None and (frame.f_globals is not namespace or frame.f_code.co_flags & inspect.CO_OPTIMIZED):
+        frame = frame.f_back  # that of a function, or of a library
+    return None if frame is None else frame.f_code
 
 
 def flag_of_a_new_fit() -> StopFlag:
@@ -70,11 +82,12 @@ def flag_of_a_new_fit() -> StopFlag:
     Raises:
         KeyboardInterrupt, SystemExit: a signal has ended an earlier fit, SIGINT or another one (note "the program").
     """
-    if not _obeyed or hasattr(sys, "ps1"):
+    number = next((number for number, program in _obeyed if program is _program()), None)
+    if number is None:
         return StopFlag()
-    if _obeyed[0] is signal.SIGINT:
+    if number is signal.SIGINT:
         raise KeyboardInterrupt("SIGINT has ended a fit of this program before, so it begins no other one")
-    raise SystemExit(128 + _obeyed[0])
+    raise SystemExit(128 + number)
 
 
 class StopFlag:

@@ -475,33 +475,53 @@ class InterruptedAfterTwoSteps(ddp.Callback):
             signal.raise_signal(signal.SIGINT)
 
 
+def in_a_cell(source: str, **names: Any) -> None:
+    """Runs source as a notebook runs a cell, and a prompt what is typed there."""
+    namespace = vars(sys.modules["__main__"])
+    namespace.update(names)
+    exec(compile(source, "<cell>", "exec"), namespace)
+
+
 def folds(folder: str) -> list[str]:
-    """A loop over fits that one rank's Ctrl-C ends on all ranks; and one at a prompt, which goes on."""
+    """A loop over fits that one rank's Ctrl-C ends on all ranks, in a program and in a cell; the next cell fits."""
     ddp.init(abort_s=20)
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ddp").addHandler(handler)
-    begun, at_prompt = [], False
-    try:
-        for fold in range(3):
-            begun.append(fold)
-            run_dir = Path(folder) / f"fold-{fold}"
-            state = fit(F.cross_entropy, epochs=2, callbacks=[InterruptedAfterTwoSteps()], checkpoint_dir=run_dir)
-            assert (state.stopped_by, state.step) == ("SIGINT", 3)
-    except KeyboardInterrupt as ended:
-        assert "SIGINT has ended a fit of this program before" in str(ended)
-        at_prompt = True
-    assert begun == [0, 1] and at_prompt and not (Path(folder) / "fold-1").exists()
-    sys.ps1 = ">>> "
-    assert fit(F.cross_entropy, epochs=1).stopped_by == ""
+    begun = list[str]()
+
+    def fold(number: int, name: str) -> None:
+        run_dir = Path(folder) / f"{name}-{number}"
+        begun.append(run_dir.name)
+        state = fit(F.cross_entropy, epochs=2, callbacks=[InterruptedAfterTwoSteps()], checkpoint_dir=run_dir)
+        assert (state.stopped_by, state.step) == ("SIGINT", 3)
+
+    loop = "for number in range(3): fold(number, name)"
+    for name in ("program", "cell", "again"):
+        with pytest.raises(KeyboardInterrupt, match="SIGINT has ended a fit of this program before"):
+            if name == "program":
+                for number in range(3):
+                    fold(number, name)
+            else:
+                in_a_cell(loop, fold=fold, name=name)
+    assert begun == [f"{name}-{number}" for name in ("program", "cell", "again") for number in (0, 1)]
+    assert not (Path(folder) / "program-1").exists()
+    finished = list[str]()
+    in_a_cell(
+        "for _ in range(2): finished.append(one())",
+        finished=finished,
+        one=lambda: fit(F.cross_entropy, epochs=1).stopped_by,
+    )
+    assert finished == ["", ""]
     return [line for line in said if "stopped by" in line]
 
 
 def test_a_signal_ends_a_loop_over_fits_and_says_what_is_saved(tmp_path: Path) -> None:
     first, second = run_ranks(folds, 2, str(tmp_path))
     again = 'which is saved in %s: the same call with resume="auto" goes on from there'
-    assert first == [f"stopped by SIGINT after step 3, {again % (tmp_path / 'fold-0')}"] and second == []
+    runs = [tmp_path / f"{name}-0" for name in ("program", "cell", "again")]
+    assert first == [f"stopped by SIGINT after step 3, {again % run}" for run in runs] and second == []
 
 
 class Read(ddp.Callback):

@@ -61,6 +61,10 @@ class NaiveDataParallel(Replica):
         """Forgets a backward that broke off. It has left nothing in flight, because averaging begins at its end."""
         self._is_in_backward = False
 
+    @property
+    def _awaits_backward(self) -> bool:
+        return self._is_in_backward
+
     def _watch_outputs(self, outputs: Any) -> None:
         watch_backward(outputs, self._begin, self._finish)
 
