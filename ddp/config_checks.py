@@ -2,7 +2,7 @@
 
 A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts.
 
-Read before: `config.py`. Read next: `config_reader.py`.
+Read before: `config.py`, `ending.py`. Read next: `config_reader.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ddp.config import (
     TopK,
     Wsd,
 )
+from ddp.ending import ending_problems
 from ddp.errors import ConfigError
 from ddp.wording import did_you_mean
 
@@ -91,14 +92,14 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _end_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with how a run ends."""
-    if config.trial and config.resume != "none":
-        yield f"trial=true: with resume={config.resume}; a trial begins anew, so leave one out"
     stopping, evaluate = config.early_stopping, config.evaluate
-    if stopping.patience is not None and evaluate.every_epochs is evaluate.every_steps is None:
-        yield (
-            f"early_stopping.patience={stopping.patience}: goes by evaluations, of which there is one, at the end; set "
-            "evaluate.every_epochs or evaluate.every_steps"
-        )
+    yield from ending_problems(
+        trial="trial=true" if config.trial else "",
+        resumes="" if config.resume == "none" else f"resume={config.resume}",
+        stops_early="" if stopping.patience is None else f"early_stopping.patience={stopping.patience}",
+        is_evaluated_meanwhile=not evaluate.every_epochs is evaluate.every_steps is None,
+        remedy="set evaluate.every_epochs or evaluate.every_steps",
+    )
     if stopping.patience is None and stopping.min_delta:
         yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
 

@@ -12,6 +12,7 @@ FLOORS = [
             "allocator",
             "clock",
             "dense",
+            "ending",
             "errors",
             "files",
             "foreign_words",

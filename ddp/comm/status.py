@@ -145,8 +145,10 @@ class Others(NamedTuple):
         return ranks
 
     def stuck(self) -> Verdict | None:
-        """Returns the rank because of which a call can never complete: the ranks call what does not fit together, the
-        two ends of a message do not fit, or ranks wait in a circle.
+        """Returns a rank, and why this rank's call can never complete because of it; None if no reason is known.
+
+        There are three reasons: the rank calls another collective, its end of a message has another type or size, or
+        it is the next in a circle of ranks that wait for each other.
         """
         mine = self.call.message
         if mine is None:

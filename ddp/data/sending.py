@@ -69,7 +69,7 @@ def packed(fetch: Callable[[], Any], samples: Iterable[tuple[int, Any]]) -> Pack
                 "tensors, arrays, numbers and texts, or take loader_workers=0"
             ) from error
     except ConfigError as error:
-        if type(error) not in (ConfigError, UnreadableSample):  # a user's own may not bear the way
+        if type(error) not in (ConfigError, UnreadableSample):  # a user's own class may fail to be pickled
             raise
         return Packed(Failure(error))
 

@@ -143,7 +143,7 @@ class Rates:
 
     def take_schedule_out(self) -> None:
         """Leaves the rates without a schedule's factor, so that another fit begins with those that were set."""
-        self.set(1.0)
+        set_rate(self._optimizer, self.adopted(), 1.0)
 
 
 def _rates_of(optimizer: Optimizer) -> list[float]:

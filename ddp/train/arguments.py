@@ -35,6 +35,7 @@ from ddp.data.source import UNKEYED, Source, fingerprint
 from ddp.data.validation import part_in
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
+from ddp.ending import ending_problems
 from ddp.errors import CheckpointError, ConfigError
 from ddp.foreign_words import meaning
 from ddp.gradients.hook import Hook
@@ -161,8 +162,11 @@ def replica_of(
     return BucketedDataParallel(model, comm=comm, wire=wire, hook=hook)
 
 
-def master_weights(replica: Replica, precision: str, *, watched: bool) -> MasterWeights | None:
+def master_weights(replica: Replica, precision: str, *, callbacks: Iterable[Callback]) -> MasterWeights | None:
     """Returns master weights where the precision asks for them; the parameters are bfloat16 then.
+
+    Args:
+        callbacks: the user's own may write to weights by any way; ours give back what they write, and show it.
 
     Raises:
         ConfigError: they do not go with the replica.
@@ -177,7 +181,7 @@ def master_weights(replica: Replica, precision: str, *, watched: bool) -> Master
         checks.wire(replica.wire, "mean", torch.bfloat16)
     except ConfigError as error:
         raise ConfigError(f"{error}; with precision='bf16_pure' gradients are bfloat16") from None
-    return MasterWeights(replica.module, watched=watched)
+    return MasterWeights(replica.module, watched=any(type(each) not in (EMA, EarlyStopping) for each in callbacks))
 
 
 def idle_notes(replica: Replica) -> list[str]:
@@ -224,6 +228,19 @@ def check_callbacks(callbacks: Any, *, is_evaluated: bool) -> None:
         raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
     if sum(isinstance(each, EMA) for each in callbacks) > 1:
         raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
+
+
+def check_ending(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for arguments of `fit` about the end of the run that do not go together."""
+    is_early = any(isinstance(each, EarlyStopping) for each in given["callbacks"])
+    for problem in ending_problems(
+        trial="trial=True" if given["trial"] else "",
+        resumes="" if given["resume"] is None else f"resume={str(given['resume'])!r}",
+        stops_early="EarlyStopping" if is_early else "",
+        is_evaluated_meanwhile=not given["evaluate_every_epochs"] is given["evaluate_every_steps"] is None,
+        remedy="give evaluate_every_epochs or evaluate_every_steps",
+    ):
+        raise ConfigError(problem)
 
 
 def order_of(order: Order | None, source: Source) -> Order | None:

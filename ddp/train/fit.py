@@ -54,6 +54,7 @@ from ddp.tasks.task import Task
 from ddp.train.arguments import (
     NEEDED,
     check_callbacks,
+    check_ending,
     check_numbers,
     idle_notes,
     master_weights,
@@ -264,6 +265,7 @@ def fit(
     for name, value in (("sharded", sharded), ("cache", cache), ("debug_data", debug_data), ("trial", trial)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be True or False")
+    check_ending(given)
     if trial:
         return tried(fit, given)
     if not (order is None or isinstance(order, Order)):
@@ -330,7 +332,7 @@ def fit(
     check_held_out(comm, replica, held_out, batch_size=evaluation_batch)
     source = with_cache(source, comm) if cache else source
     loss_scale = LossScale() if precision == "fp16" else None
-    masters = master_weights(replica, precision, watched=bool(callbacks))
+    masters = master_weights(replica, precision, callbacks=callbacks)
     state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
     state.main_metric, state.higher_is_better = f"{held_out.chooser}_{task.main_metric}", task.higher_is_better
     identity = run_identity(comm, replica, arguments if settings is None else settings)

@@ -123,8 +123,8 @@ class Kept(Callback):
         mine = of_ranks[comm.rank if len(of_ranks) == comm.world_size else 0] if of_ranks else {}
         for name, values in mine.items():
             if values and name not in self._losses:
-                self._warn_once(comm, name, f"the checkpoint has a state of the loss, {', '.join(values)}, which this "
-                                            "run's loss has no place for")  # fmt: skip
+                found = ", ".join(values)
+                self._warn_once(comm, name, f"the checkpoint has values that this run's loss does not have: {found}")
             elif values:
                 loss = self._losses[name]
                 try:

@@ -26,23 +26,18 @@ def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainStat
     """Returns the state after a trial of `fit` with the arguments given. Model and optimizer have made its steps.
 
     Its files lie beside the run's folder, on the same disk, until it is over.
-
-    Raises:
-        ConfigError: the trial is to be resumed.
     """
-    if given["resume"] not in (None, "auto"):
-        raise ConfigError(f"trial=True with resume={str(given['resume'])!r}: a trial begins anew; leave one out")
     comm = given["comm"] or ranks_of(given["model"])
     folder = None
     if given["checkpoint_dir"] is not None:
         folder = on_rank_zero(comm, lambda: _folder_beside(Path(given["checkpoint_dir"])), label="making a folder")
+    num_steps = min(NUM_STEPS, given["max_steps"] or NUM_STEPS)
     changed = {
-        "max_steps": min(NUM_STEPS, given["max_steps"] or NUM_STEPS),
+        "max_steps": num_steps,
         "evaluate_every_epochs": None,
-        "evaluate_every_steps": None,
+        "evaluate_every_steps": num_steps,
         "checkpoint_every_steps": NUM_STEPS,
         "checkpoint_dir": folder,
-        "resume": None,
         "trial": False,
     }
     try:

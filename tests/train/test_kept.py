@@ -205,7 +205,7 @@ def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, 
         "the checkpoint has no state of Counts 2, which begins anew",
         "the checkpoint has no state of EarlyStopping, which begins anew",
         "the checkpoint has a state of EMA, but this run has no such callback",
-        "the checkpoint has a state of the loss, mean, which this run's loss has no place for",
+        "the checkpoint has values that this run's loss does not have: mean",
     ]
     with pytest.raises(CheckpointError, match=r"of a run with another loss: .*mean"):
         fit(tmp_path / "a", loss=nn.BCEWithLogitsLoss(), **{**how, "resume": tmp_path / "a/checkpoints/step-00000001"})
@@ -286,15 +286,17 @@ def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     state = ddp.fit(
         module, (X, CLASSES), optimizer, loss=F.cross_entropy, test_data=(X, CLASSES), global_batch=10,
-        evaluate_every_steps=1, checkpoint_every_steps=1, checkpoint_dir=tmp_path / "runs" / "mine", resume="auto",
-        callbacks=[Notes()], trial=True, **how,
+        evaluate_every_steps=1, checkpoint_every_steps=1, checkpoint_dir=tmp_path / "runs" / "mine",
+        callbacks=[Notes(), ddp.EarlyStopping(1)], trial=True, **how,
     )  # fmt: skip
     assert (state.step, calls) == (3, ["step", "step", "step", "evaluation", "1 saved"])
     assert list((tmp_path / "runs").iterdir()) == []
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "the trial went well: 3 steps, an evaluation, a save; no file of it is kept"
-    with pytest.raises(ConfigError, match="trial=True with resume='here': a trial begins anew"):
-        fit(tmp_path, resume="here", trial=True, **how)
+    with pytest.raises(ConfigError, match="trial=True: with resume='auto'; a trial begins anew"):
+        fit(tmp_path, resume="auto", trial=True, **how)
+    with pytest.raises(ConfigError, match="EarlyStopping: goes by evaluations, of which there is one, at"):
+        fit(tmp_path, callbacks=[ddp.EarlyStopping(1)], test_data=(X, CLASSES), evaluate_every_epochs=None, **how)
     with pytest.raises(ConfigError, match="cannot hold"):
-        fit(tmp_path / "runs" / "mine", module=nn.Sequential(Extra(6, 3)), trial=True, **how)
+        fit(tmp_path / "runs" / "mine", module=nn.Sequential(Extra(6, 3)), trial=True, resume=None, **how)
     assert list((tmp_path / "runs").iterdir()) == []
