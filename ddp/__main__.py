@@ -31,7 +31,7 @@ from ddp.collectives.catalog import (
     own_all_reduce,
     prove,
 )
-from ddp.collectives.cost import bus_bandwidth
+from ddp.collectives.cost import about_messages, bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.picture import svg
 from ddp.collectives.schedule import ScheduleError
@@ -50,7 +50,7 @@ MOST_RANKS_PICTURED = 32
 RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")
 RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
 MOST_EXPLAINED = "128GB"
-MOST_PARTS_PROVEN = 512 * 512  # of a buffer, on all ranks together: a ring of 512 ranks takes some seconds
+MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
 EXAMPLES = """\
 examples:
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
@@ -198,8 +198,8 @@ def check_question(questions: Questions) -> None:
         schedule, _ = chosen_schedule(options)
         if (parts := num_parts(schedule, options.num_ranks)) > MOST_PARTS_PROVEN:
             raise ValueError(
-                f"{options.schedule} with {options.num_ranks:,} ranks: its proof follows {parts:,} parts, every chunk "
-                f"on every rank; take so few ranks that there are at most {MOST_PARTS_PROVEN:,}, in a ring 512"
+                f"{options.schedule} with {options.num_ranks:,} ranks: its proof follows {parts:,} chunks or messages "
+                f"of all ranks; take so few ranks that there are at most {MOST_PARTS_PROVEN:,}, in a ring 512"
             )
         proof = schedule.check(options.num_ranks)
         lines = [
@@ -458,8 +458,8 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
 
 
 def num_parts(schedule: Schedule, num_ranks: int) -> int:
-    """Returns the number of chunks on all ranks together."""
-    return num_ranks * schedule.num_chunks(num_ranks)
+    """Returns the number of chunks on all ranks together, or of messages, whichever is larger."""
+    return max(num_ranks * schedule.num_chunks(num_ranks), about_messages(schedule, num_ranks))
 
 
 def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:

@@ -299,11 +299,11 @@ def raising(rank: int, num_ranks: int) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (idle, "2 ranks, rank 0 in round 0: chunk 0 ends as 0: not each contribution once"),
+        (idle, "2 ranks, rank 0 at the end: chunk 0 ends as 0: not each contribution once"),
         (endless, "goes on and on; a schedule ends"),
-        (without_comma, "1 ranks, rank 0 in round 0: yields Send(peer=1, chunks=range(0, 1), buffer=0), which is no"),
+        (without_comma, "1 ranks, rank 0 in round 1: yields Send(peer=1, chunks=range(0, 1), buffer=0), which is no"),
         (untyped, "where a peer is no whole number, or chunks are no range"),
-        (raising, "rank 0 in round 1: raises ArithmeticError: scripted"),
+        (raising, "rank 0 in round 2: raises ArithmeticError: scripted"),
     ],
 )
 def test_a_wrong_schedule_is_not_registered(algorithm: Callable[..., Any], words: str, folder: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_run_of_own_parts_is_checked_first_trains_and_is_resumed_from_elsewher
     (folder / "bits.py").write_text("def idle(rank, num_ranks):\n    yield ()\n")
     status, _, err = train(*settings, "comm.algorithm=bits:idle", "run.name=mine")
     assert (status, err.count("\n")) == (2, 1)
-    assert err.startswith("error: comm.algorithm=bits:idle: 2 ranks, rank 0 in round 1: chunk 0 ends as 0")
+    assert err.startswith("error: comm.algorithm=bits:idle: 2 ranks, rank 0 at the end: chunk 0 ends as 0")
     assert not run_dir.exists(), "no worker was started"
 
     status, out, err = train(*settings, "comm.algorithm=parts:chain", "run.name=mine", "max_steps=3")

@@ -62,7 +62,7 @@ def test_what_simulate_refuses(words: str, says: str, capsys: pytest.CaptureFixt
         ("draw overlap --workers 1000000", "1000000: give a whole number from 2 to"),
         ("draw overlap --bucket-mb nan", "nan: give a number above 0"),
         ("check ring 1000000000", "from 1 to 10,000"),
-        ("check ring 1000", "1,000 ranks: its proof follows 1,000,000 parts, every chunk on every rank; take so few"),
+        ("check ring 1000", "1,000 ranks: its proof follows 1,998,000 chunks or messages of all ranks; take so few"),
         ("explain 25MB --workers 1", "give a whole number from 2 to"),
         ("explain 1000GB --hooks", "1000GB: give up to 128GB"),
         ("explain 128GB", "128GB: all-reduces of it are timed, and 2 ranks have no memory for that here"),

@@ -5,7 +5,7 @@
 
 Two all-reduces, for p ranks, p a power of two, and a buffer of N bytes:
 
-    recursive doubling    Both partners exchange all they have and add. After round k, groups of 2^(k+1) ranks hold
+    recursive doubling    Both partners exchange all they have and add. After round k, groups of 2^k ranks hold
                           their sum.
     halving-doubling      Halving: both partners exchange the half that the other one keeps, add, and go on with their
                           own half; after log₂ p rounds a rank has the sum of N/p. Doubling: the same way back, the

@@ -3,6 +3,7 @@
     python -m ddp draw NAME N        python -m ddp check NAME N        both with --hosts 2,2 where a layout matters
 
                           chunks      rounds            sent by the busiest rank     canonical
+    naive_all_to_all      1           1                 (p−1)·N                      to 3 ranks
     ring                  p           2(p−1)            2(p−1)/p·N                   to 2 ranks
     tree                  1           2⌈log₂ p⌉         ⌈log₂ p⌉·N                   always
     double_tree           2           2⌈log₂ p⌉         2N                           to 2 ranks
@@ -27,25 +28,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
-from ddp.collectives import (
-    all_to_all,
-    butterfly,
-    circulant,
-    double_tree,
-    grid,
-    hierarchical,
-    master_worker,
-    ring,
-    round_robin,
-    tree,
-)
+import ddp.collectives.all_to_all as all_to_all
+import ddp.collectives.butterfly as butterfly
+import ddp.collectives.circulant as circulant
+import ddp.collectives.double_tree as double_tree
+import ddp.collectives.grid as grid
+import ddp.collectives.hierarchical as hierarchical
+import ddp.collectives.master_worker as master_worker
+import ddp.collectives.naive_all_to_all as naive_all_to_all
+import ddp.collectives.ring as ring
+import ddp.collectives.round_robin as round_robin
+import ddp.collectives.tree as tree
 from ddp.collectives.chunks import one_per_rank, whole
 from ddp.collectives.placed import Hosts as Hosts
 from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send
 from ddp.collectives.schedule import Schedule as Schedule
 from ddp.errors import ConfigError
 
-ALL_REDUCE = {
+ALL_REDUCE = {  # of those that are equally fast, "auto" takes the first
     "ring": Schedule(ring.all_reduce, Goal.ALL_REDUCE, one_per_rank),
     "tree": Schedule(tree.all_reduce, Goal.ALL_REDUCE, whole),
     "double_tree": Schedule(double_tree.all_reduce, Goal.ALL_REDUCE, double_tree.halves),
@@ -55,6 +55,7 @@ ALL_REDUCE = {
     "all_to_all": Schedule(all_to_all.all_reduce, Goal.ALL_REDUCE, one_per_rank),
     "master_worker": Schedule(master_worker.all_reduce, Goal.ALL_REDUCE, whole),
     "round_robin": Schedule(round_robin.all_reduce, Goal.ALL_REDUCE, one_per_rank),
+    "naive_all_to_all": Schedule(naive_all_to_all.all_reduce, Goal.ALL_REDUCE, whole),
 }
 SCHEDULES = {
     **ALL_REDUCE,
@@ -192,7 +193,7 @@ def _guarded(algorithm: Algorithm, rank: int, num_ranks: int) -> Iterator[Round]
     number = 0
 
     def wrong(what: str) -> ScheduleError:
-        return ScheduleError(f"{num_ranks} ranks, rank {rank} in round {number}: {what}")
+        return ScheduleError(f"{num_ranks} ranks, rank {rank} in round {number + 1}: {what}")
 
     try:
         for ops in algorithm(rank, num_ranks):

@@ -1,7 +1,7 @@
 """Circulant graph: in every round each rank sends to the rank d places on, for d = 1, 2, 4, …; any number of ranks.
 
-    all-gather, 5 ranks, what rank 0 has      round 0, from rank 1: 0 1      round 1, from rank 2: 0 1 2 3
-                                              round 2, from rank 4: 0 1 2 3 4
+    all-gather, 5 ranks, what rank 0 has      round 1, from rank 1: 0 1      round 2, from rank 2: 0 1 2 3
+                                              round 3, from rank 4: 0 1 2 3 4
 
 After round k every rank has 2^(k+1) consecutive chunks, its own the first of them; the last round brings the rest.
 Backwards, with additions, it is a reduce-scatter; one after the other, the two make an all-reduce.

@@ -5,6 +5,7 @@ round is in flight at the same time; those that share a port follow each other a
 docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2^⌊log₂ p⌋:
 
     algorithm            seconds                                                       the simulator says
+    naive_all_to_all     α + (p−2)g + (p−1)N(β + γ)                                    the same
     ring                 2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ; p = 2: α + N(β + γ)       the same
     tree                 2L(α + Nβ) + L·Nγ                                             the same if p = 2^k, else less
     double_tree          2L(α + g + Nβ) + L·Nγ                                         less, by up to one half
@@ -76,6 +77,10 @@ class Terms(NamedTuple):
         return (self.num_ranks - 1) / self.num_ranks * self.nbytes * (2 * self.beta_s + self.gamma_s)
 
 
+def naive_all_to_all(t: Terms) -> float:
+    return _at_once(t) + (t.num_ranks - 1) * t.nbytes * (t.beta_s + t.gamma_s)
+
+
 def ring(t: Terms) -> float:
     if t.num_ranks == 2:
         return t.alpha_s + t.nbytes * (t.beta_s + t.gamma_s)
@@ -142,6 +147,7 @@ FLAT: dict[str, Callable[[Terms], float]] = {
     "all_to_all": all_to_all,
     "master_worker": master_worker,
     "round_robin": round_robin,
+    "naive_all_to_all": naive_all_to_all,
 }
 ONE_OF_A_HOST_CROSSES = {"ring", "tree"}  # with hosts of neighbouring ranks; else any number of them may at once
 HIERARCHICAL = {"hierarchical": ring} | {
@@ -185,7 +191,7 @@ def cost_s(
         return 0.0
     numel, num_chunks = -(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks)
     one_host_stands_for_all = numel > num_chunks and repeats(schedule, network.hosts)  # all chunks have one length
-    if _about_messages(schedule, num_ranks) > SIMULATED_MESSAGES and not one_host_stands_for_all:
+    if about_messages(schedule, num_ranks) > SIMULATED_MESSAGES and not one_host_stands_for_all:
         seconds = textbook(name, nbytes, network)
         if seconds is not None:
             return seconds
@@ -194,8 +200,8 @@ def cost_s(
     return simulate(schedule, network, numel, segment_bytes=segment_bytes).makespan_s
 
 
-def _about_messages(schedule: Schedule, num_ranks: int) -> int:
-    """Counts as if every rank sent as many messages as the last one: a leaf of trees, a worker of masters."""
+def about_messages(schedule: Schedule, num_ranks: int) -> int:
+    """Returns the number of messages if every rank sends as many as the last one: a leaf of trees, a worker."""
     rounds = schedule.algorithm(num_ranks - 1, num_ranks)
     return num_ranks * sum(isinstance(op, Send) for ops in rounds for op in ops)
 
@@ -228,7 +234,7 @@ class Volume(NamedTuple):
 @lru_cache(maxsize=4096)
 def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
     """Counts the rounds of a schedule, and the bytes that it makes a rank send."""
-    ranks = range(num_ranks) if _about_messages(schedule, num_ranks) <= SIMULATED_MESSAGES else range(1)
+    ranks = range(num_ranks) if about_messages(schedule, num_ranks) <= SIMULATED_MESSAGES else range(1)
     schedules = [list(schedule.algorithm(rank, num_ranks)) for rank in ranks]
     chunks = [sum(len(op.chunks) for ops in rounds for op in ops if isinstance(op, Send)) for rounds in schedules]
     return Volume(max(map(len, schedules)), nbytes * max(chunks) / schedule.num_chunks(num_ranks))

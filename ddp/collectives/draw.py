@@ -41,4 +41,4 @@ def _phrase(op: Send | Recv) -> str:
     name += f" of buffer {op.buffer}" if op.buffer else ""
     if isinstance(op, Send):
         return f"{name} → rank {op.peer}"
-    return f"{name} {'+=' if op.add else '←'} rank {op.peer}"
+    return f"{name} {'+=' if op.add else '←'} rank {op.peer}{' (before)' if op.before else ''}"

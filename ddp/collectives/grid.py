@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isqrt
 
-from ddp.collectives import ring
+import ddp.collectives.ring as ring
 from ddp.collectives.chunks import one_per_rank
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Goal, Round, Schedule

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp.collectives import tree
+import ddp.collectives.tree as tree
 from ddp.collectives.chunks import whole
 from ddp.collectives.placed import Hosts, placed, side_by_side
 from ddp.collectives.schedule import Goal, Round, Schedule

@@ -9,11 +9,11 @@
     broadcast     1        1        (p−1) messages, ·N     0             (p−1)(α + Nβ)
     all-reduce    1        2        (p−1) messages, ·N     N             2(p−1)(α + Nβ) + (p−1)Nγ
 
-The parameter server's pattern, and the first idea that everyone has. Its two rounds suit few ranks and small messages.
+The parameter server's pattern. Its two rounds suit few ranks and small messages.
 Beyond that the master's link is the bottleneck while all others idle; `round_robin.py` and `all_to_all.py` give every
 rank a turn, or a share, of the master's work. The sum runs from rank 0 up, one by one: canonical to 3 ranks.
 
-Read before: `chunks.py`. Read next: `round_robin.py`.
+Read before: `naive_all_to_all.py`. Read next: `round_robin.py`.
 """
 
 from __future__ import annotations

@@ -72,4 +72,4 @@ def _part(chunks: range, of: range, each: int) -> range:
 
 
 def _renamed(op: Send | Recv, peer: int, chunks: range) -> Send | Recv:
-    return Send(peer, chunks, op.buffer) if isinstance(op, Send) else Recv(peer, chunks, op.add, op.buffer)
+    return Send(peer, chunks, op.buffer) if isinstance(op, Send) else Recv(peer, chunks, op.add, op.buffer, op.before)

@@ -5,13 +5,14 @@ the transfers that this rank has in flight together. The next round starts when 
 that idles yields an empty round, so that round k means the same moment on every rank. A schedule never sees a tensor.
 It speaks of *chunks* 0 … n−1 of a buffer, and numbers the *buffers* where a rank holds several:
 
-    rank 0 of a ring of 3:   (Send(1, chunks 2), Recv(2, chunks 1, add))      round 0
-                             (Send(1, chunks 1), Recv(2, chunks 0, add))      round 1
+    rank 0 of a ring of 3:   (Send(1, chunks 2), Recv(2, chunks 1, add))      round 1
+                             (Send(1, chunks 1), Recv(2, chunks 0, add))      round 2
                              …
 
 The executor applies receives that add in the order in which they are *listed*, never in the order of arrival: the
-order of additions is part of the schedule, and with it every bit of the result. A round may send a chunk and add to
-it; the peer then gets the value from before the addition.
+order of additions is part of the schedule, and with it every bit of the result. What is there already comes first in
+the sum; `before` puts messages ahead of it: they are added up first, in their order, then what is there, then the other
+messages. A round may send a chunk and add to it; the peer then gets the value from before the addition.
 
 `Schedule.check` runs a schedule for all ranks at once on symbols instead of numbers. Every chunk becomes an expression,
 a nested pair of ranks such as ((0, 1), (2, 3)): the sum with its order of additions. (A pair has no order, because
@@ -53,12 +54,18 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receives chunks into one of this rank's buffers, and adds them to what is there (`add`) or overwrites it."""
+    """Receives chunks into one of this rank's buffers, and adds them to what is there (`add`) or overwrites it.
+
+    Attributes:
+        before: in the sum, what is received stands before what is there, not after it. Messages of a round that do so
+            for the same chunk must bring the same run of chunks.
+    """
 
     peer: int
     chunks: range
     add: bool
     buffer: int = 0
+    before: bool = False
 
 
 Round = tuple[Send | Recv, ...]
@@ -153,6 +160,11 @@ def canonical(num_ranks: int, first: int = 0) -> Expression:
     return canonical(left, first), canonical(num_ranks - left, first + left)
 
 
+OTHER_ORDER = (
+    ": the same sum, added in another order, has other bits; receive in one order of ranks everywhere, and say "
+    "before=True of what comes before the rank's own part"
+)
+
 # --- the symbolic run --------------------------------------------------------------------------------------------
 
 
@@ -169,8 +181,9 @@ class SymbolicRun:
 
     def __init__(self, num_ranks: int, goal: Goal, num_chunks: int, root: int) -> None:
         self.num_ranks, self.goal, self.num_chunks, self.root = num_ranks, goal, num_chunks, root
-        self.round_number = 0
+        self.round_number = 0  # rounds that have begun: the first one is round 1
         self.messages_sent, self.chunks_sent = [0] * num_ranks, [0] * num_ranks
+        self._travelled: set[int] = set()  # the chunks that any rank has sent
         self._sums: dict[tuple[Value, Value], Value] = {}
         everyone, chunks = range(num_ranks), range(num_chunks)
         self._own = [[Value(rank, 1 << rank) for _ in chunks] for rank in everyone]  # what each rank contributes
@@ -192,6 +205,7 @@ class SymbolicRun:
 
     def play(self, rounds: tuple[Round | None, ...]) -> None:
         """Plays one round of all ranks: everything is sent first, and then written or added in the order listed."""
+        self.round_number += 1
         on_the_way: dict[tuple[int, int], list[Send]] = {}  # between two ranks, in the order listed
         receives: list[tuple[int, Recv]] = []
         for rank, ops in enumerate(rounds):
@@ -203,6 +217,7 @@ class SymbolicRun:
                     on_the_way.setdefault((rank, op.peer), []).append(op)
                     self.messages_sent[rank] += 1
                     self.chunks_sent[rank] += len(op.chunks)
+                    self._travelled.update(op.chunks)
                 else:
                     receives.append((rank, op))
             self._forbid_races(rank, ops)
@@ -210,15 +225,18 @@ class SymbolicRun:
         for (rank, peer), sends in on_the_way.items():
             if sends:
                 raise self._error(rank, f"deadlock: rank {peer} takes no {_named(sends[0].chunks)} in this round")
+        self._write_before([each for each in arrived if each[1].before])
         for rank, op, values in arrived:
-            self._write(rank, op, values)
-        self.round_number += 1
+            if not op.before:
+                self._write(rank, op, values)
 
     def _forbid_nonsense(self, rank: int, op: Send | Recv) -> None:
         if op.peer == rank or not 0 <= op.peer < self.num_ranks:
             raise self._error(rank, f"names rank {op.peer} as its peer")
         if not op.chunks or op.chunks.step != 1 or op.chunks.start < 0 or op.chunks.stop > self.num_chunks:
             raise self._error(rank, f"{op.chunks} is not a run of the chunks 0 to {self.num_chunks - 1}")
+        if isinstance(op, Recv) and op.before and not op.add:
+            raise self._error(rank, f"overwrites {_named(op.chunks)} and says before=True, which goes with add=True")
 
     def _forbid_races(self, rank: int, ops: Round) -> None:
         overwritten = [(op.buffer, c) for op in ops if isinstance(op, Recv) and not op.add for c in op.chunks]
@@ -226,6 +244,9 @@ class SymbolicRun:
             used = {(op.buffer, c) for op in ops if isinstance(op, Send) or op.add for c in op.chunks}
             if len(set(overwritten)) < len(overwritten) or not used.isdisjoint(overwritten):
                 raise self._error(rank, "a chunk is overwritten while in use")
+        before = {(op.buffer, op.chunks) for op in ops if isinstance(op, Recv) and op.before}
+        if len({(buffer, c) for buffer, run in before for c in run}) < sum(len(run) for _, run in before):
+            raise self._error(rank, "runs of chunks that are added before what is there overlap: take the same run")
 
     def _delivered(self, rank: int, op: Recv, sends: list[Send] | None) -> list[Value]:
         """Returns what the oldest message of this round from the peer brings."""
@@ -243,6 +264,16 @@ class SymbolicRun:
                 raise self._error(op.peer, f"sends chunk {chunk}, where it has nothing of use")
             values.append(value)
         return values
+
+    def _write_before(self, arrived: list[tuple[int, Recv, list[Value]]]) -> None:
+        """Adds up, chunk by chunk, what comes before the value that is there, and adds that value to it."""
+        sums: dict[tuple[int, int, int], Value] = {}  # by rank, buffer and chunk
+        for rank, op, values in arrived:
+            for chunk, value in zip(op.chunks, values, strict=True):
+                place = rank, op.buffer, chunk
+                sums[place] = self._sum(rank, chunk, sums[place], value) if place in sums else value
+        for (rank, buffer, chunk), value in sums.items():
+            self._write(rank, Recv(rank, range(chunk, chunk + 1), add=True, buffer=buffer), [value])
 
     def _write(self, rank: int, op: Recv, values: list[Value]) -> None:
         buffer = self.buffers[rank]
@@ -274,19 +305,23 @@ class SymbolicRun:
         if self.goal is Goal.ALL_TO_ALL:
             for rank, buffer in enumerate(self.buffers):
                 if buffer[1, chunk] is not self._own[chunk][rank]:
-                    raise self._error(rank, f"chunk {chunk} of buffer 1 is not what rank {chunk} had for rank {rank}")
+                    what = f"chunk {chunk} of buffer 1 is not what rank {chunk} had for rank {rank}"
+                    raise self._wrong_end(rank, what)
             return chunk
         holders = self._holders(chunk)
         value = self.buffers[holders[0]][0, chunk]
         if value is None or value.contributors != self._wanted(chunk):
             missing = self._wanted(chunk) & ~(value.contributors if value else 0)
             what = f"chunk {chunk} ends as {_shown(value)}: not each contribution once"
-            raise self._error(holders[0], f"{what}, that of {_ranks(missing)} is missing")
+            hint = "" if chunk in self._travelled else self._not_sent()
+            raise self._wrong_end(holders[0], f"{what}, that of {_ranks(missing)} is missing{hint}")
         for rank in holders:
             other = self.buffers[rank][0, chunk]
             if other is not value:
                 there = f"as {_shown(value)} on rank {holders[0]}"
-                raise self._error(rank, f"chunk {chunk} ends as {_shown(other)}, but {there}")
+                is_same_sum = other is not None and other.contributors == value.contributors
+                hint = OTHER_ORDER if is_same_sum else ""
+                raise self._wrong_end(rank, f"chunk {chunk} ends as {_shown(other)}, but {there}{hint}")
         return value.expression
 
     def _holders(self, chunk: int) -> list[int]:
@@ -305,6 +340,13 @@ class SymbolicRun:
 
     def _error(self, rank: int, what: str) -> ScheduleError:
         return ScheduleError(f"{self.num_ranks} ranks, rank {rank} in round {self.round_number}: {what}")
+
+    def _wrong_end(self, rank: int, what: str) -> ScheduleError:
+        return ScheduleError(f"{self.num_ranks} ranks, rank {rank} at the end: {what}")
+
+    def _not_sent(self) -> str:
+        whole = f"the whole buffer is range({self.num_chunks})"
+        return f"; nobody sends this chunk: {whole}, a chunk per rank unless num_chunks says otherwise"
 
 
 def _shown(value: Value | None) -> str:

@@ -97,7 +97,7 @@ class Moved(NamedTuple):
 
     sender: int
     receiver: int
-    round_number: int  # of the receiver
+    round_number: int  # of the receiver, from 0
     lane: int
     num_bytes: int
     start_s: float  # when its first byte left
@@ -280,7 +280,7 @@ class _Run:
                 else:
                     self._arrive(message, message.start_s, now_s)
         if stuck := [rank for rank in self.ranks if rank.lanes]:
-            where = ", ".join(f"rank {rank.number} in round {rank.lanes[0].round_number}" for rank in stuck[:8])
+            where = ", ".join(f"rank {rank.number} in round {rank.lanes[0].round_number + 1}" for rank in stuck[:8])
             raise ScheduleError(f"deadlock with {self.num_ranks} ranks: {where}")
         return self._result()
 
@@ -323,7 +323,7 @@ class _Run:
         sender, receiver = edge[0], sum(edge) % self.num_ranks
         if send.num_bytes != receive.num_bytes:
             what = f"rank {sender} sends {send.num_bytes} bytes, rank {receiver} expects {receive.num_bytes}"
-            raise ScheduleError(f"round {receive.lane.round_number}: {what}")
+            raise ScheduleError(f"round {receive.lane.round_number + 1}: {what}")
         here, there = send.lane.rank, receive.lane.rank
         link, ports = self.network.inside, (here.number, there.number)
         if self.host_of[sender] != self.host_of[receiver]:
@@ -407,7 +407,14 @@ def repeats(schedule: Schedule, hosts: Hosts) -> bool:
     )
 
 
-def _seen_from(rank: int, schedule: Schedule, num_ranks: int) -> Iterator[list[tuple[type, int, int, bool]]]:
-    """Yields a rank's rounds as seen from that rank: distance to the peer, number of chunks, and if they are added."""
+def _seen_from(rank: int, schedule: Schedule, num_ranks: int) -> Iterator[list[tuple[int, bool, int, bool]]]:
+    """Yields a rank's rounds as seen from that rank: distance to the peer, direction, number of chunks, and if added.
+
+    Only what concerns one peer stands in the order of posting, since the simulator takes messages by distance.
+    """
     for ops in schedule.algorithm(rank, num_ranks):
-        yield [(type(op), (op.peer - rank) % num_ranks, len(op.chunks), isinstance(op, Recv) and op.add) for op in ops]
+        seen = [
+            ((op.peer - rank) % num_ranks, isinstance(op, Send), len(op.chunks), isinstance(op, Recv) and op.add)
+            for op in ops
+        ]
+        yield sorted(seen, key=lambda transfer: transfer[:2])

@@ -1,6 +1,6 @@
 """Binomial tree: the number of ranks that have the data doubles in every round.
 
-    broadcast from rank 0, 8 ranks      round 0: 0→4      round 1: 0→2 4→6      round 2: 0→1 2→3 4→5 6→7
+    broadcast from rank 0, 8 ranks      round 1: 0→4      round 2: 0→2 4→6      round 3: 0→1 2→3 4→5 6→7
 
              0                          Reduce is the same picture backwards: the leaves send first, every inner rank
       ┌──────┼───┐                      adds what its children send, nearest neighbour first. So the sum is the

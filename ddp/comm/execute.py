@@ -56,6 +56,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     add: bool  # what arrives is added; else it replaces what is there
+    before: bool = False  # … and comes first in the sum
 
 
 class Step(NamedTuple):
@@ -104,8 +105,8 @@ def program(
     def step(lane: int, number: int, ops: Round) -> Step:
         sends, receives, sums, unsent = list[Piece](), list[Piece](), list[Piece](), list[Piece]()
         for op in ops:
-            pieces, add = (sends, False) if isinstance(op, Send) else (receives, op.add)
-            pieces += [Piece(op.peer, op.buffer, *run, add) for run in runs(lane, op.buffer, op.chunks)]
+            pieces, how = (sends, (False,)) if isinstance(op, Send) else (receives, (op.add, op.before))
+            pieces += [Piece(op.peer, op.buffer, *run, *how) for run in runs(lane, op.buffer, op.chunks)]
         for buffer, chunk in complete[number]:
             of_chunk = [Piece(rank, buffer, *run, True) for run in runs(lane, buffer, range(chunk, chunk + 1))]
             sums += of_chunk
@@ -244,20 +245,37 @@ class _Lane:
         """
         if self._pending is not None:
             self._pending.wait(timeout_s)
+        self._add_before([each for each in self._arriving if each[0].before])
         for piece, arrived in self._arriving:
-            part = self._part(piece)
-            if self._wire is not None:
-                (self._wire.add if piece.add else self._wire.decode)(arrived, part)
-            elif piece.add:
-                self._combine(part, arrived)
-            else:
-                part.copy_(arrived)
+            if not piece.before:
+                self._take(arrived, self._part(piece), add=piece.add)
         if self._divide_by != 1:
             for piece in self._sums:
                 self._part(piece).div_(self._divide_by)
         if self._wire is not None and self._is_shared and self._unsent:
             self._departure, room = self._room(self._departure, self._unsent)
             self._round(self._unsent, room)
+
+    def _add_before(self, arriving: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Adds up what comes before this rank's own parts, and then adds it to them; a + b has the bits of b + a."""
+        sums: dict[Piece, Tensor] = {}  # by what they are added to
+        for piece, arrived in arriving:
+            place, part = piece._replace(peer=self._transport.rank), self._part(piece)
+            is_first = place not in sums
+            if is_first:
+                sums[place] = self._scratch.take(part.numel(), part.dtype, part.device)
+            self._take(arrived, sums[place], add=not is_first)
+        for place, total in sums.items():
+            self._combine(self._part(place), total)
+
+    def _take(self, arrived: Tensor, part: Tensor, *, add: bool) -> None:
+        """Adds what has arrived to a part of a buffer, or writes it there."""
+        if self._wire is not None:
+            (self._wire.add if add else self._wire.decode)(arrived, part)
+        elif add:
+            self._combine(part, arrived)
+        else:
+            part.copy_(arrived)
 
     def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         if self._wire is None or not pieces:

@@ -12,7 +12,7 @@ from math import log
 from ddp.svg import FAINT, INK, QUIET, line, rect, text
 
 Curve = Sequence[tuple[float, float]]
-COLORS = ("#1b2a52", "#b8690b", "#2b8563", "#b3243b", "#3b78b8")
+COLORS = ("#1b2a52", "#b8690b", "#2b8563", "#b3243b", "#3b78b8", "#6d4b9e")
 """Dark enough for words on white, which name every curve where it ends."""
 
 

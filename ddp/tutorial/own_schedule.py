@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from ddp.bench.units import format_time
 from ddp.collectives.catalog import SCHEDULES, add
+from ddp.collectives.cost import about_messages
 from ddp.collectives.picture import svg
 from ddp.collectives.schedule import Goal, Schedule, ScheduleError
 from ddp.collectives.simulate import ELEMENT_BYTES, Link, Network, equal_hosts, repeats, simulate, whole_chunks
@@ -33,7 +34,7 @@ from ddp.wording import counted
 MOST_PROVEN, MOST_PRICED, DRAWN, TRAINED = 64, 10_000, 4, 3  # ranks
 NUM_STEPS = 20
 SMALL, LARGE = 4 << 10, 25 << 20  # bytes
-SIMULATED_ROUNDS = 100_000  # of all ranks together, the idle ones included; more would take many seconds
+SIMULATED_EVENTS = 100_000  # rounds of all ranks, the idle ones included, or messages; more would take many seconds
 Train = Callable[[Callable[[Schedule], list[float]], Schedule], list[list[float]]]
 
 
@@ -128,7 +129,8 @@ def _can_be_simulated(schedule: Schedule, num_ranks: int) -> bool:
     num_rounds = sum(1 for _ in schedule.algorithm(0, num_ranks))
     if num_rounds == 0:
         raise ScheduleError(f"{num_ranks} ranks, rank 0 has no round: nobody sends anything")
-    return num_rounds * num_ranks <= SIMULATED_ROUNDS or repeats(schedule, equal_hosts(num_ranks, 1))
+    num_events = max(num_rounds * num_ranks, about_messages(schedule, num_ranks))
+    return num_events <= SIMULATED_EVENTS or repeats(schedule, equal_hosts(num_ranks, 1))
 
 
 def _simulated(schedule: Schedule, nbytes: int, num_ranks: int) -> float:

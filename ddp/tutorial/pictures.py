@@ -89,6 +89,7 @@ def costs() -> str:
                 "butterfly": "butterfly",
                 "master-worker": "master_worker",
                 "recursive doubling": "recursive_doubling",
+                "naive all-to-all": "naive_all_to_all",
             }.items()
         }
         panel = Panel(90 + 480 * number, 142, 270, 300, bytes_axis, time_axis)

@@ -85,7 +85,7 @@ def first_difference(written: Schedule, solution: Schedule, num_ranks: int) -> s
     nobody: tuple[Round | None, ...] = (None,) * num_ranks
     try:
         both = zip_longest(_rounds(written, num_ranks), _rounds(solution, num_ranks), fillvalue=nobody)
-        for number, (here, there) in enumerate(both):
+        for number, (here, there) in enumerate(both, start=1):
             for rank in range(num_ranks):
                 if what := _difference(here[rank], there[rank], num_ranks):
                     return f"{what} (rank {rank} in round {number})"

@@ -30,6 +30,7 @@ P, SIZES = 4, (64, 32 << 10, 1 << 20, 8 << 20)  # ranks, a power of two from 4 u
 # To add what has arrived costs γ for each byte, which the drawing leaves out.
 
 SECONDS: dict[str, Callable[[int, float, float, float, float], float]] = {  # of p ranks and n bytes
+    "naive_all_to_all": lambda p, n, a, b, g: a + (p - 1) * n * (b + g),  # one round: all send everything to all
     "ring": lambda p, n, a, b, g: 2 * (p - 1) * (a + n / p * b) + (p - 1) / p * n * g,  # many rounds, each with a chunk
     "tree": lambda p, n, a, b, g: 2 * ceil(log2(p)) * (a + n * b) + ceil(log2(p)) * n * g,  # few, each with all bytes
     "recursive_doubling": lambda p, n, a, b, g: log2(p) * (a + n * b + n * g),  # half as many; p is a power of two
@@ -96,10 +97,9 @@ if __name__ == "__main__":
 # ## What to look at
 #
 # For a small tensor the number of rounds decides, for a large one the number of bytes. The first and the last row of
-# the ring agree because α and β were fitted to them; the other rows are predictions. Do not expect more than that
-# trend: ranks that share few cores wait for a core as often as for a message, which no formula knows. A ring keeps all
-# ranks busy at once, a tree does not, so the tree may take less than predicted. That is why `algorithm="auto"` also
-# times the best candidates before it trusts a prediction.
+# the ring agree because α and β were fitted to them; the others are predictions, and only the trend: ranks that share
+# few cores wait for a core as often as for a message, and a tree leaves ranks idle, so it may take less than predicted.
+# That is why `algorithm="auto"` also times the best candidates before it trusts a prediction.
 #
 # ![Predicted times of all-reduces over their size](pictures/costs.svg)
 #

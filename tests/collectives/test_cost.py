@@ -25,6 +25,7 @@ GAMMA = 5e-10
 ANY = 1 << 40  # a segment that is never reached: one lane
 
 EXACT = {"ring", "butterfly", "recursive_doubling", "circulant", "all_to_all", "master_worker", "two_dimensional"}
+EXACT |= {"naive_all_to_all"}
 EXACT_FOR_POWERS_OF_TWO = {"tree"}
 EXACT_WITHOUT_GAP = {"circulant"}
 

@@ -20,6 +20,7 @@ from ddp.collectives import (
     grid,
     hierarchical,
     master_worker,
+    naive_all_to_all,
     placed,
     ring,
     round_robin,
@@ -89,6 +90,7 @@ CASES: dict[FunctionType, list[Witness]] = {
     master_worker.broadcast: named("master_worker_broadcast"),
     master_worker.all_reduce: named("master_worker"),
     round_robin.all_reduce: named("round_robin"),
+    naive_all_to_all.all_reduce: named("naive_all_to_all"),
     hierarchical.all_reduce: laid_out(UNEQUAL, "hierarchical", "hierarchical+tree"),
     grid.all_reduce: laid_out(EQUAL, "two_dimensional"),
     placed.placed: [*laid_out(EQUAL, "hierarchical", "two_dimensional"), *named("butterfly")],
@@ -101,6 +103,7 @@ CASES: dict[FunctionType, list[Witness]] = {
 
 NOT_TAKEN = "a multiple of `distance` that the branch above has not taken is a multiple of twice that"
 ANY_RANK = "every rank has equally many rounds"
+BEGINS_LEFT = "begins with the left neighbour instead"
 NEVER_ZERO = "nobody has position 0 below him, and the one on it would have himself"
 SAME = {  # what a part of the line becomes, and why that is right all the same
     tree.broadcast: {"elif rank % (1 * distance) == 0": NOT_TAKEN},
@@ -110,8 +113,10 @@ SAME = {  # what a part of the line becomes, and why that is right all the same
     butterfly.halving_doubling: {
         "if rank <= peer": "never are they equal",
     },
-    all_to_all._others: {
-        "(rank - step) % num_ranks": "begins with the left neighbour instead",
+    all_to_all._others: {"(rank - step) % num_ranks": BEGINS_LEFT},
+    naive_all_to_all.all_reduce: {
+        "(rank - step) % num_ranks": BEGINS_LEFT,
+        "before=peer <= rank": "never are they equal",
     },
     double_tree.node: {
         "first, last = (-1, num_ranks - 1)": "position −1 is the last one",

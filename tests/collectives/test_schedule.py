@@ -82,7 +82,7 @@ def test_deadlock_is_named() -> None:
         yield (Recv(1 - rank, BOTH, add=True),)
         yield (Send(1 - rank, BOTH),)
 
-    rejects(everyone_receives_first, "2 ranks, rank 0 in round 0: deadlock: rank 1 sends no chunks 0-1 in this round")
+    rejects(everyone_receives_first, "2 ranks, rank 0 in round 1: deadlock: rank 1 sends no chunks 0-1 in this round")
 
 
 def test_send_before_receive_on_both_sides_is_a_deadlock() -> None:
@@ -109,7 +109,7 @@ def test_overwriting_twice_in_a_round_is_a_race() -> None:
         else:
             yield (Send(0, BOTH),)
 
-    rejects(race, "rank 0 in round 0: a chunk is overwritten while in use", 3)
+    rejects(race, "rank 0 in round 1: a chunk is overwritten while in use", 3)
 
 
 def test_a_round_may_send_a_chunk_and_add_to_it() -> None:
@@ -129,19 +129,65 @@ def test_additions_stand_in_the_order_listed() -> None:
     assert check(master_of_three, 3, goal=Goal.REDUCE).expressions == (((0, 2), 1),) * 3
 
 
+def everyone_to_everyone(*, before: bool) -> Algorithm:
+    """Returns the exchange that a reader writes first; `before`: whether lower ranks come first in every rank's sum."""
+
+    def algorithm(rank: int, num_ranks: int) -> Iterator[Round]:
+        others = [peer for peer in range(num_ranks) if peer != rank]
+        everything = range(num_ranks)
+        yield (
+            *(Send(peer, everything) for peer in others),
+            *(Recv(peer, everything, add=True, before=before and peer < rank) for peer in others),
+        )
+
+    return algorithm
+
+
+def test_what_comes_before_a_rank_s_own_part_is_added_up_first() -> None:
+    in_order: Expression = 0
+    for num_ranks in range(1, 9):
+        assert set(check(everyone_to_everyone(before=True), num_ranks).expressions) == {in_order}
+        in_order = in_order, num_ranks
+    says = r"rank 2 at the end: chunk 0 ends as \(\(0, 2\), 1\), but as \(\(0, 1\), 2\) on rank 0: the same .*before="
+    rejects(everyone_to_everyone(before=False), says, 3)
+
+
+def test_before_goes_with_add_and_with_equal_runs() -> None:
+    def overwriting(rank: int, num_ranks: int) -> Iterator[Round]:
+        yield (Send(1, BOTH),) if rank == 0 else (Recv(0, BOTH, add=False, before=True),)
+
+    def overlapping(rank: int, num_ranks: int) -> Iterator[Round]:
+        runs = range(2), range(1, 3)
+        yield (
+            tuple(Recv(peer, runs[peer], add=True, before=True) for peer in range(2))
+            if rank == 2
+            else (Send(2, runs[rank]),)
+        )
+
+    rejects(overwriting, "rank 1 in round 1: overwrites chunks 0-1 and says before=True, which goes with add=True")
+    rejects(overlapping, "rank 2 in round 1: runs of chunks that are added before what is there overlap", 3)
+
+
+def test_a_chunk_that_nobody_sends_is_named_with_the_whole_buffer() -> None:
+    def as_one_chunk(rank: int, num_ranks: int) -> Iterator[Round]:
+        yield Send(1 - rank, range(1)), Recv(1 - rank, range(1), add=True)
+
+    rejects(as_one_chunk, r"chunk 1 ends as 0: .* missing; nobody sends this chunk: the whole buffer is range\(2\), a")
+
+
 def test_a_contribution_twice() -> None:
     def twice(rank: int, num_ranks: int) -> Iterator[Round]:
         yield Send(1 - rank, BOTH), Recv(1 - rank, BOTH, add=True)
         yield Send(1 - rank, BOTH), Recv(1 - rank, BOTH, add=False)  # what is there already
         yield Send(1 - rank, BOTH), Recv(1 - rank, BOTH, add=True)
 
-    rejects(twice, "rank 0 in round 1: a chunk is overwritten while in use")
+    rejects(twice, "rank 0 in round 2: a chunk is overwritten while in use")
 
     def again(rank: int, num_ranks: int) -> Iterator[Round]:
         for _ in range(2):
             yield (Send(1, BOTH),) if rank == 0 else (Recv(0, BOTH, add=True),)
 
-    rejects(again, "rank 1 in round 1: adds the contribution of rank 0 to chunk 0 twice")
+    rejects(again, "rank 1 in round 2: adds the contribution of rank 0 to chunk 0 twice")
 
 
 def test_a_missing_contribution() -> None:
@@ -153,7 +199,7 @@ def test_ranks_that_disagree() -> None:
     def only_rank_0_knows(rank: int, num_ranks: int) -> Iterator[Round]:
         yield (Recv(1, BOTH, add=True),) if rank == 0 else (Send(0, BOTH),)
 
-    rejects(only_rank_0_knows, r"rank 1 in round 1: chunk 0 ends as 1, but as \(0, 1\) on rank 0")
+    rejects(only_rank_0_knows, r"rank 1 at the end: chunk 0 ends as 1, but as \(0, 1\) on rank 0")
 
 
 def test_ranks_that_add_in_another_order() -> None:
@@ -175,14 +221,14 @@ def test_other_chunks_than_expected() -> None:
     def crossed(rank: int, num_ranks: int) -> Iterator[Round]:
         yield Send(1 - rank, range(1)), Recv(1 - rank, range(1, 2), add=True)
 
-    rejects(crossed, "rank 0 in round 0: expects chunk 1, rank 1 sends chunk 0")
+    rejects(crossed, "rank 0 in round 1: expects chunk 1, rank 1 sends chunk 0")
 
 
 def test_sending_what_one_has_not() -> None:
     def too_early(rank: int, num_ranks: int) -> Iterator[Round]:
         yield (Send(0, BOTH),) if rank == 1 else (Recv(1, BOTH, add=False),)
 
-    rejects(too_early, "rank 1 in round 0: sends chunk 0, where it has nothing of use", goal=Goal.BROADCAST)
+    rejects(too_early, "rank 1 in round 1: sends chunk 0, where it has nothing of use", goal=Goal.BROADCAST)
 
 
 @pytest.mark.parametrize("peer", [0, 2, -1])
@@ -199,7 +245,7 @@ def test_ranks_with_unequal_numbers_of_rounds() -> None:
     def idle(rank: int, num_ranks: int) -> Iterator[Round]:
         yield from [()] * rank
 
-    rejects(idle, "rank 0 in round 0: its schedule has ended, while that of another rank goes on")
+    rejects(idle, "rank 0 in round 1: its schedule has ended, while that of another rank goes on")
 
 
 @pytest.mark.parametrize("goal", Goal)

@@ -83,10 +83,11 @@ def test_on_slow_links_memory_pays_and_few_rounds_do() -> None:
         ranking = names(nbytes, TWO_HOSTS)
         across = [name for name in ranking if name.startswith("shared_memory+")]
         if nbytes == 4096:  # one exchange each
-            assert set(across[:2]) == {"shared_memory+ring", "shared_memory+recursive_doubling"}
+            one_exchange = ("ring", "recursive_doubling", "naive_all_to_all")
+            assert set(across[:3]) == {f"shared_memory+{name}" for name in one_exchange}
         assert all(ranking.index(across[0]) < ranking.index(flat) for flat in ("ring", "tree", "recursive_doubling"))
     alone = equal_hosts(8, 1)
-    assert names(64, alone)[0] in ("recursive_doubling", "all_to_all", "master_worker")
+    assert names(64, alone)[0] == "naive_all_to_all"
     assert names(1 << 24, alone)[0] in ("ring", "butterfly", "circulant", "all_to_all")
 
 
@@ -257,7 +258,7 @@ def test_a_way_is_charged_for_each_time_that_a_wire_format_rounds() -> None:
     chooser = auto(FAR)
     cheap, dear = ({"int8": seconds} for seconds in (0.0, 1e-6))
     chooser._adding = cheap
-    assert [choice.way.name for choice in chooser.ranking(1 << 16, wire="int8")][1] == "recursive_doubling"
+    assert [choice.way.name for choice in chooser.ranking(1 << 16, wire="int8")][2] == "recursive_doubling"
     chooser._adding = dear
     ranking = chooser.ranking(1 << 16, wire="int8")
     assert "recursive_doubling" not in [choice.way.name for choice in ranking][:4]
