@@ -235,6 +235,7 @@ class TorchBackward(Backward):
     def _settle_totals(self) -> Totals:
         """Hooks have taken means over the ranks; where totals ride along, they become means over the global count."""
         totals = super()._settle_totals()
+        self._sparse_divisor = int(self._divide_by) / totals.rest
         if self._wishes.hook is not None and self._totals is not None:
             for bucket in self.layout.buckets:
                 bucket.gradients.mul_(self.comm.world_size / int(self._divide_by))
@@ -252,7 +253,7 @@ class TorchBackward(Backward):
         if self._static is not None and not (verdicts.has_unused or verdicts.has_undefined):
             self._give_back(self._never())
         for slot in self.layout.sparse:
-            reduce_sparse(self.comm, slot, divide_by=int(self._divide_by))
+            reduce_sparse(self.comm, slot, divide_by=self._sparse_divisor)
 
     def _used_by_none(self, missing: Sequence[Slot], undefined: Collection[Slot], verdicts: Verdicts) -> Iterable[Slot]:
         static = self._static

@@ -20,7 +20,7 @@ def produces_sparse_gradient(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
-def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: int) -> None:
+def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:
     """Makes a gradient the sum over all ranks, divided; leaves it as it is if no rank has one. Collective."""
     parameter, gradient = slot.parameter, slot.parameter.grad
     if gradient is None:

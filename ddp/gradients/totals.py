@@ -7,7 +7,9 @@
 
 The gradients are sums over samples (or tokens), and the mean is taken once, by the *global* count. So the count travels
 first: then every later bucket can be divided as a part of its all-reduce. A float32 holds integers up to 2²⁴ exactly.
-The count takes two elements, so that it is exact up to 2³⁶ per step. The verdicts are known only when backward has
+The count takes two elements, so that it is exact up to 2³⁶ per step. It need not be whole: of a mean with class weights
+it is the sum of the weights, whose fraction is in the second element. Collectives divide by the nearest whole number
+then, and the rest of the division is made when the totals are read. The verdicts are known only when backward has
 ended, so they travel last. Their tail is divided like the gradients beside it, so a verdict says only that some rank
 has found something, and not how many have.
 
@@ -44,7 +46,7 @@ class Parts(NamedTuple):
     num_parts: float = 0.0
 
     @classmethod
-    def of(cls, square: Tensor, num_items: int) -> Parts:
+    def of(cls, square: Tensor, num_items: float) -> Parts:
         """Returns the measurement of one part, from the squared norm of the *sum* of its items' gradients."""
         return cls(square / num_items, num_items, 1) if num_items else cls()
 
@@ -55,7 +57,7 @@ class Totals(NamedTuple):
     Attributes:
         loss_sum: sum of the losses of all samples (or tokens) of the step. One rank's part is a scalar tensor, so that
             a GPU need not be waited for; the sum over ranks is a float.
-        num_items: number of these samples (or tokens).
+        num_items: number of these samples (or tokens), an int; or the sum of their weights, if that is not whole.
         num_stopping: number of ranks that want to stop after this step.
         num_ending: number of ranks that have no batch for the next step.
         parts: what was measured; None for nothing.
@@ -65,7 +67,7 @@ class Totals(NamedTuple):
     """
 
     loss_sum: float | Tensor = 0.0
-    num_items: int = 0
+    num_items: float = 0
     num_stopping: int = 0
     num_ending: int = 0
     parts: Parts | None = None
@@ -75,7 +77,17 @@ class Totals(NamedTuple):
     @property
     def mean_loss(self) -> float:
         """The loss as a mean over all samples (or tokens)."""
-        return float(self.loss_sum) / max(1, self.num_items)
+        return float(self.loss_sum) / (self.num_items or 1)
+
+    @property
+    def divisor(self) -> int:
+        """The whole number, from 1 up, that sums over ranks are divided by on their way."""
+        return max(1, round(self.num_items))
+
+    @property
+    def rest(self) -> float:
+        """What they are multiplied by afterwards: 1.0 if the count is whole, and for a step without samples."""
+        return self.divisor / (self.num_items or 1)
 
     def write(self, tail: Tensor) -> None:
         """Writes this rank's part into a tail, [NUM_TOTALS]."""
@@ -87,7 +99,12 @@ class Totals(NamedTuple):
     def read(cls, tail: Tensor) -> Totals:
         """Reads the sums over ranks from a tail, [NUM_TOTALS]."""
         loss_sum, high, low, num_stopping, num_ending = tail.tolist()
-        return cls(loss_sum, round(high) * BASE + round(low), round(num_stopping), round(num_ending))
+        return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
+
+
+def count_of(number: float) -> float:
+    """Returns a count as an int if it is whole, so that what is divided by it has the same bits as ever."""
+    return int(number) if number == int(number) else number
 
 
 class Verdicts(NamedTuple):
@@ -130,7 +147,7 @@ NUM_TOTALS, NUM_VERDICTS = 5, 6
 
 
 class GlobalCount:
-    """The number of items of all ranks, times the loss scale, as a value that can be read once the totals are complete.
+    """The whole divisor of all ranks' sums, times the loss scale, as a value that can be read once totals are complete.
 
     It is handed to collectives that divide by it. They read it when they run, after the one that carries the totals.
 
@@ -143,4 +160,4 @@ class GlobalCount:
         self._totals, self._loss_scale = totals, loss_scale
 
     def __int__(self) -> int:
-        return max(1, Totals.read(self._totals).num_items) * self._loss_scale
+        return Totals.read(self._totals).divisor * self._loss_scale

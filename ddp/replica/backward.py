@@ -429,12 +429,16 @@ class Backward:
             self._kept[slot] = had.clone() if had is not None and had is slot.view else had
 
     def _settle_totals(self) -> Totals:
-        """Reads the totals, and divides the bucket that carried them."""
+        """Reads the totals, and completes the division: of the bucket that carried them, and by a fraction."""
         if self._totals is None:
             return Totals()
         if self.layout.totals_ride:
             self.layout.buckets[0].gradients.div_(int(self._divide_by))
-        return Totals.read(self.layout.totals)
+        totals = Totals.read(self.layout.totals)
+        if totals.rest != 1:
+            for bucket in self.layout.buckets:
+                bucket.gradients.mul_(totals.rest)
+        return totals
 
     def _refuse(self) -> None:
         """Shows in all gradients what a hook may have hidden on its way, that one was not finite; forgets it."""

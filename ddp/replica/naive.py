@@ -20,7 +20,7 @@ from torch import nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, device_of
-from ddp.gradients.totals import Totals
+from ddp.gradients.totals import Totals, count_of
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
 from ddp.replica.parameters import check_trainable
@@ -78,8 +78,8 @@ class NaiveDataParallel(Replica):
         with self.waited.running():
             self.comm.all_reduce(sums, label="totals")
             self.comm.all_reduce(has_gradient, "max", label="who has a gradient")
-        totals = Totals(sums[0].item(), int(sums[1]), int(sums[2]), int(sums[3]))
-        divisor = self.comm.world_size if mine is None else max(1, totals.num_items) * mine.loss_scale
+        totals = Totals(sums[0].item(), count_of(sums[1].item()), int(sums[2]), int(sums[3]))
+        divisor = self.comm.world_size if mine is None else (totals.num_items or 1) * mine.loss_scale
         for (name, parameter), anyone in zip(named, has_gradient.tolist(), strict=True):
             # exercise 06: if any rank has this gradient, every rank gets the sum over all ranks, divided
             if anyone:

@@ -82,7 +82,7 @@ class NoiseMeter(Callback):
     def step_end(self, state: TrainState, report: StepReport) -> None:
         if report.parts is None:
             return
-        items_per_sample = max(1, report.num_items) / report.num_samples
+        items_per_sample = (report.num_items or 1) / report.num_samples
         self.scale.add(
             float(report.parts.squares) / items_per_sample,
             part_samples=report.parts.num_items / items_per_sample,

@@ -87,14 +87,15 @@ class FirstLook:
             return
         counts = [number for _, number in both]
         _judge(task, whole, [loss for loss, _ in both], num_samples, counts, tolerance=_tolerance(module))
-        if count != sum(counts):
+        is_whole = all(isinstance(each, int) for each in (count, *counts))
+        if not math.isclose(count, sum(counts), rel_tol=0 if is_whole else _tolerance(module)):
             raise ConfigError(
                 f"{name_of(task)}.loss returned the count {count} for {num_samples} samples, but {counts[0]} and "
                 f"{counts[1]} for two parts of them: return how many terms are in the sum, such as len(targets)"
             )
 
 
-def _sum_and_count(task: Task, module: nn.Module, batch: Any) -> tuple[float, int]:
+def _sum_and_count(task: Task, module: nn.Module, batch: Any) -> tuple[float, float]:
     loss, count = sum_and_count(task, task.loss(module, batch))
     return float(loss), count
 
@@ -108,7 +109,7 @@ def _check_metrics(task: Task, module: nn.Module, batch: Any) -> None:
                 f"{name_of(task)}.metrics returned {pair!r:.60} for {name!r}: return a sum and its count for each, "
                 'such as {"accuracy": (right.sum(), len(right))}'
             )
-    means = task.finish({name: float(total) / max(1.0, float(count)) for name, (total, count) in found.items()})
+    means = task.finish({name: float(total) / (float(count) or 1.0) for name, (total, count) in found.items()})
     if task.main_metric not in means:
         raise ConfigError(
             f"{name_of(task)}.main_metric={task.main_metric!r} is not among its metrics, {', '.join(means)}: make them "
@@ -117,7 +118,7 @@ def _check_metrics(task: Task, module: nn.Module, batch: Any) -> None:
 
 
 def _judge(
-    task: Task, whole: float, parts: Sequence[float], num_samples: int, counts: Sequence[int], *, tolerance: float
+    task: Task, whole: float, parts: Sequence[float], num_samples: int, counts: Sequence[float], *, tolerance: float
 ) -> None:
     """Raises ConfigError if the whole is the parts' mean instead of their sum, or a sum times the batch's length."""
     close = partial(math.isclose, rel_tol=tolerance, abs_tol=1e-6)
@@ -127,8 +128,8 @@ def _judge(
         return
     sizes = num_samples // 2, num_samples - num_samples // 2
 
-    def mean(weights: Sequence[int]) -> float:
-        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / max(1, sum(weights))
+    def mean(weights: Sequence[float]) -> float:
+        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / (sum(weights) or 1)
 
     times_length = num_samples * sum(part / size for size, part in zip(sizes, parts, strict=True))
     is_mean = close(whole, mean(sizes)) or close(whole, mean(counts))
@@ -148,7 +149,7 @@ def _judge(
     log.warning(
         "the loss of a batch (%.4g) is not the sum of its parts' losses (%.4g + %.4g), as with class weights, "
         "ignore_index, or losses over pairs of samples. So the result depends on how ranks share a batch; to be exact, "
-        "give a ddp.Task that returns a sum over samples and its count",
+        "give a ddp.Task that returns a sum over samples and its count (with class weights, weight[targets].sum())",
         whole,
         *parts,
     )

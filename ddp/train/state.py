@@ -136,7 +136,8 @@ class StepReport:
     Attributes:
         step: its number, from 1.
         loss: mean over all samples (or tokens) of the global batch.
-        num_items: number of samples (or tokens) in that mean; num_samples: samples of the global batch.
+        num_items: number of samples (or tokens) in that mean, or the sum of their weights.
+        num_samples: samples of the global batch.
         parts: squared norms of gradients of parts of the batch, if they were measured.
         gradient_norm: of the global mean gradient, before clipping.
         rate: learning rate of the first parameter group.
@@ -147,7 +148,7 @@ class StepReport:
     step: int
     epoch: int
     loss: float
-    num_items: int
+    num_items: float
     num_samples: int
     parts: Parts | None
     gradient_norm: float

@@ -34,7 +34,7 @@ from ddp.clock import Stopwatch, now_s
 from ddp.data.sampler import StepPlan
 from ddp.data.streams import dropout_stream
 from ddp.errors import ConfigError, Diverged, UnusedParameters
-from ddp.gradients.totals import Parts, Totals
+from ddp.gradients.totals import Parts, Totals, count_of
 from ddp.log import log
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
@@ -260,11 +260,11 @@ def _backward(
             totals = totals._replace(parts=Parts.of(square, num_items), measure=False)
 
 
-def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, int]:
+def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float]:
     """Returns what `task.loss` returned, once it has the right form.
 
     Raises:
-        ConfigError: it is not a scalar tensor and a whole number from 0 up.
+        ConfigError: it is not a scalar tensor and a finite number from 0 up.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
         what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -277,14 +277,17 @@ def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, int]:
         shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"{name_of(task)}.loss returned {shape} as its loss: return a scalar, such as losses.sum()")
     number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
-    if not isinstance(number, (int, float, np.number)) or not 0 <= number < math.inf or number != int(number):
-        raise ConfigError(f"{name_of(task)}.loss returned the count {number!r}: return the number of terms in the sum")
+    if not isinstance(number, (int, float, np.number)) or not 0 <= number < math.inf:
+        raise ConfigError(
+            f"{name_of(task)}.loss returned the count {number!r}: return the number of terms in the sum, or the sum of "
+            "their weights"
+        )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ConfigError(
             f"{name_of(task)}.loss returned a loss that depends on no parameter that is trained: compute it from the "
             "model's outputs, without detach() or item(), and leave some parameters with requires_grad=True"
         )
-    return loss.squeeze(), int(number)
+    return loss.squeeze(), count_of(float(number))
 
 
 @runtime_checkable

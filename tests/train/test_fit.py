@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -240,7 +241,9 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "three values": (Returns(lambda x: (x.sum(), len(x), x)), {}, r"Returns.loss returned 3 values: return two"),
     "losses unsummed": (Returns(lambda x: (x, len(x))), {}, r"returned a tensor \[5\] as its loss: return a scalar"),
     "a number": (Returns(lambda x: (x.sum().item(), len(x))), {}, r"returned a float as its loss: return a scalar"),
-    "half a count": (Returns(lambda x: (x.sum(), 2.5)), {}, r"returned the count 2.5: return the number of terms"),
+    "half a count": (Returns(lambda x: (x.sum(), 2.5)), {}, r"returned the count 2.5 for 5 samples, but 2.5 and 2.5"),
+    "a count below 0": (Returns(lambda x: (x.sum(), -0.5)), {}, r"returned the count -0.5: return the number of terms"),
+    "no number": (Returns(lambda x: (x.sum(), math.nan)), {}, r"returned the count nan: return the number of terms"),
     "detached": (Returns(lambda x: (x.sum().detach(), len(x))), {}, "depends on no parameter that is trained"),
     "a new tensor": (
         Returns(lambda x: (torch.tensor(float(x.detach().sum()), requires_grad=True), len(x))),

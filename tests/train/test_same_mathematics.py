@@ -276,8 +276,99 @@ def train_alternately() -> list[tuple[bool, Tensor, list[str]]]:
     return results
 
 
-def train_bucketed() -> tuple[Any, Any, Any]:
-    return train(list(CASES), "bucketed"), train_sparse(), train_alternately()
+CLASS_WEIGHTS = torch.tensor([0.3, 1.7, 0.25, 2.9, 0.77], dtype=torch.float64)
+
+
+class Weighted(ddp.Task):
+    """The mean by class weights, as of torch's CrossEntropyLoss(weight=…)."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        inputs, targets = batch
+        loss_sum = F.cross_entropy(model(inputs), targets, weight=CLASS_WEIGHTS, reduction="sum")
+        return loss_sum, float(CLASS_WEIGHTS[targets].sum())
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    replica = ddp.DistributedDataParallel(module)
+
+    def mean(state: Any, bucket: Any) -> Any:
+        gradients = bucket.buffer().clone()
+        replica.comm.all_reduce(gradients)
+        future = torch.futures.Future[Tensor]()
+        future.set_result(gradients / replica.comm.world_size)
+        return future
+
+    replica.register_comm_hook(None, mean)
+    return replica
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
+    "bucketed": (SmallBuckets, {}),
+    "naive": (ddp.NaiveDataParallel, {}),
+    "sharded": (nn.Sequential, {"sharded": True}),
+    "hooked": (hooked, {}),
+    "sparse": (nn.Sequential, {}),
+}
+
+
+def weighted_model(way: str) -> nn.Module:
+    torch.manual_seed(3)
+    return (Sentiment(sparse=way == "sparse") if way in ("sparse", "dense") else mlp()).double()
+
+
+@functools.cache
+def one_process_weighted(kind: str) -> tuple[Tensor, float]:
+    """Parameters after each step, [NUM_SPARSE_STEPS, n], and the mean over all samples at the end."""
+    module, data = weighted_model(kind), bags() if kind == "dense" else samples("images")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    sampler = TrainSampler(len(data), global_batch=GLOBAL_BATCH, rank=0, world_size=1, seed=5)
+    loss, trajectory = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), []
+    for _ in range(NUM_SPARSE_STEPS):
+        plan = next(sampler.plans())
+        inputs, targets = data.batch(plan.micros[0].indices)
+        optimizer.zero_grad()
+        loss(module(inputs), targets).backward()
+        optimizer.step()
+        trajectory.append(flat(module))
+        sampler.commit(plan)
+    inputs, targets = data.batch(range(len(data)))
+    return torch.stack(trajectory), loss(module(inputs), targets).item()
+
+
+def train_weighted() -> dict[str, tuple[Tensor, float | None]]:
+    """Parameters after each step, and the evaluation at the end, by the way of averaging."""
+    ddp.init(abort_s=30)
+    found = {}
+    for way, (wrap, how) in WAYS.items():
+        module, data = weighted_model(way), bags() if way == "sparse" else samples("images")
+        seen: list[Tensor] = []
+
+        class Keep(Callback):
+            def step_end(self, state: TrainState, report: StepReport) -> None:
+                seen.append(flat(state.model))  # noqa: B023
+
+        state = ddp.fit(
+            wrap(module),
+            data,
+            torch.optim.SGD(module.parameters(), lr=0.05),
+            loss=Weighted(),
+            **QUIET,
+            global_batch=GLOBAL_BATCH,
+            micro_size=2,
+            max_steps=NUM_SPARSE_STEPS,
+            seed=5,
+            test_data=data,
+            evaluate_every_epochs=None,
+            callbacks=[Keep()],
+            **how,
+        )
+        found[way] = torch.stack(seen), state.evaluation["test_loss"]
+    ddp.shutdown()
+    return found
+
+
+def train_bucketed() -> tuple[Any, Any, Any, Any]:
+    return train(list(CASES), "bucketed"), train_sparse(), train_alternately(), train_weighted()
 
 
 @functools.cache
@@ -288,7 +379,7 @@ def bucketed(world_size: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_one_process_after_every_step(world_size: int) -> None:
-    results = [result for result, _, _ in bucketed(world_size)]
+    results = [result for result, *_ in bucketed(world_size)]
     for case in CASES:
         expected = one_process(case)
         error = (results[0][case][0] - expected).norm(dim=1) / expected.norm(dim=1)
@@ -317,7 +408,7 @@ def test_a_sparse_embedding_is_clipped_and_trained_as_a_dense_one_in_one_process
             optimizer.step()
             sampler.commit(plan)
     assert min(norms) > SPARSE_CLIP
-    results = [result for _, result, _ in bucketed(4)]
+    results = [result for _, result, *_ in bucketed(4)]
     for parameters, seen in results:
         assert torch.equal(parameters, results[0][0]) and seen == results[0][1]
         torch.testing.assert_close(parameters, flat(module), rtol=1e-12, atol=1e-13)
@@ -327,8 +418,20 @@ def test_a_sparse_embedding_is_clipped_and_trained_as_a_dense_one_in_one_process
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layers_that_are_frozen_and_unfrozen_equal_one_process(world_size: int) -> None:
     """Also where a rank has no sample in the step with the first change, and in later ones."""
-    results = [result for _, _, result in bucketed(world_size)]
+    results = [result for _, _, result, _ in bucketed(world_size)]
     for index, (begins_frozen, parameters, hashes) in enumerate(results[0]):
         torch.testing.assert_close(parameters, one_process_alternately(begins_frozen), rtol=1e-11, atol=1e-13)
         for result in results:
             assert result[index][2] == hashes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_mean_by_class_weights_equals_one_process(world_size: int) -> None:
+    """Counts that are no whole numbers, also of a step in which one of four ranks has no sample."""
+    results = [result for *_, result in bucketed(world_size)]
+    for way, (parameters, evaluation) in results[0].items():
+        expected, loss = one_process_weighted("dense" if way == "sparse" else "mlp")
+        torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
+        assert evaluation == pytest.approx(loss, rel=1e-12)
+        for other in results:
+            assert torch.equal(other[way][0], parameters) and other[way][1] == evaluation, "bit by bit"

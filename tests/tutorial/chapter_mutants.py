@@ -26,8 +26,8 @@ from mutants import changes  # noqa: E402
 NUM_MUTANTS, LIMIT_S = 10, 90
 SAME = {  # what a line may become without being wrong, and why
     "self._is_in_backward = True": "the next forward sets it back",
-    "max(0, totals.num_items)": "some rank has samples",
-    "max(2, totals.num_items)": "all ranks together have several samples",
+    "totals.num_items or 0": "some rank has samples",
+    "totals.num_items or 2": "the same",
     "pack[1].new_empty": "the tensors of a pack have one type",
     "ready_s and": "a time that is only shown",
     "divide_by=2, sequence": "the caller always says it",
