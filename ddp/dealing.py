@@ -22,7 +22,7 @@ from ddp.data.orders import Blocks, Fixed, Order, Permutation, Stratified, Weigh
 from ddp.data.sampler import TrainSampler, sampler_of
 from ddp.data.sharding import OwnSharding
 from ddp.data.splits import Samples, Splits
-from ddp.data.validation import part_in
+from ddp.data.validation import selection_in
 from ddp.errors import ConfigError
 
 
@@ -119,7 +119,7 @@ def _sharding(config: Config, samples: Samples) -> str | OwnSharding:
     name = config.data.sharding
     if not is_address(name):
         return name
-    whole = samples if (part := part_in(samples)) is None else part.samples
+    whole = samples if (part := selection_in(samples)) is None else part.samples
     if isinstance(whole, Noted):
         return lambda shard, _: whole.shards[shard]
     return cast(OwnSharding, from_address(name, key="data.sharding", folder=config.run.code))
@@ -156,7 +156,7 @@ def noted(config: Config, samples: Samples) -> dict[str, Any] | None:
     asked |= {"weights"} if config.data.order == "weighted" else set()
     asked |= {"targets"} if config.data.order == "stratified" else set()
     asked |= {"lengths"} if config.batch.tokens is not None else set()
-    whole = samples if (part := part_in(samples)) is None else part.samples  # `where` sets the same share apart
+    whole = samples if (part := selection_in(samples)) is None else part.samples  # `where` sets the same share apart
     found = {name: getattr(whole, name, None) for name in sorted(asked)}
     facts = {"num_samples": len(whole), **{name: _plain(each) for name, each in found.items() if each is not None}}
     sharding = _sharding(config, samples)

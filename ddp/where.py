@@ -29,7 +29,7 @@ from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.data.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.splits import Samples, Splits
-from ddp.data.validation import part_in, with_share
+from ddp.data.validation import selection_in, with_share
 from ddp.dealing import Noted, sampler_for
 from ddp.errors import ConfigError
 from ddp.train.starts import STARTS
@@ -165,7 +165,7 @@ def place_of_sample(starts: list[Start], sample: int, epoch: int) -> str:
         ConfigError: there is no such sample or epoch.
     """
     samples = starts[-1].splits.train
-    part, number = part_in(samples), sample
+    part, number = selection_in(samples), sample
     num_samples = len(samples if part is None else part.samples)
     if not 0 <= number < num_samples:
         raise ConfigError(f"--sample {number}: the data have samples 0 to {num_samples - 1}")
@@ -237,7 +237,7 @@ def _lines_of(micro: Micro, rank: int, loader: str, samples: Samples) -> Iterato
     part = f", part {micro.part}" if micro.part else ""
     yield f"rank {rank}, {loader}shard {micro.shard}{part}:"
     by_file: dict[str, list[int]] = {}
-    rest = part_in(samples)
+    rest = selection_in(samples)
     for sample in micro.indices:
         by_file.setdefault(_file_of(samples, sample), []).append(sample if rest is None else int(rest.numbers[sample]))
     for file, numbers in by_file.items():

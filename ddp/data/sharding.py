@@ -144,7 +144,8 @@ def _by_file(blocks: Blocks | None, order: Order | None, *, num_shards: int, bat
     lengths = _equal_lanes(blocks.length, num_shards, batch)
     order = Lanes(Blocks(blocks.file_sizes, window=blocks.window, lanes=lengths), lengths, batch=batch)
     mixed = min(blocks.window, int(lengths.max()))
-    return Dealt(order, f"{files} are dealt to {counted(num_shards, 'shard')}, samples mixed {mixed} at a time")
+    are = "is" if _num_files(blocks) == 1 else "are"
+    return Dealt(order, f"{files} {are} dealt to {counted(num_shards, 'shard')}, samples mixed {mixed} at a time")
 
 
 def _equal_lanes(length: int, num_shards: int, batch: int) -> Indices:

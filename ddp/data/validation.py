@@ -34,12 +34,12 @@ from ddp.errors import ConfigError
 _OF_SAMPLES = ("weights", "targets", "lengths")  # attributes with an entry for each sample
 
 
-class Part:
+class Selection:
     """Some samples of a data set, with what it says of them.
 
     Args:
         samples: map-style.
-        numbers: of the samples in this part, rising, [k].
+        numbers: of these samples, rising, [k].
         set_apart: says in words which samples are set apart, for runs that are resumed.
     """
 
@@ -63,7 +63,7 @@ class Part:
         return found
 
 
-class _PartInBatches(Part, WholeBatches):
+class _SelectionInBatches(Selection, WholeBatches):
     """Hands out whole batches of a data set that does so."""
 
     def batch(self, indices: Sequence[int]) -> Any:
@@ -71,18 +71,19 @@ class _PartInBatches(Part, WholeBatches):
         return self.samples.batch(self.numbers[np.asarray(indices, dtype=np.int64)].tolist())
 
 
-def part_of(samples: Any, numbers: Indices, *, set_apart: str) -> Any:
+def selection_of(samples: Any, numbers: Indices, *, set_apart: str) -> Any:
     """Returns some samples of a data set; transforms stay outermost, where a cache finds them."""
     if isinstance(samples, Transformed):
-        return Transformed(part_of(samples.samples, numbers, set_apart=set_apart), samples.transform)
-    return (_PartInBatches if isinstance(samples, WholeBatches) else Part)(samples, numbers, set_apart=set_apart)
+        return Transformed(selection_of(samples.samples, numbers, set_apart=set_apart), samples.transform)
+    kind = _SelectionInBatches if isinstance(samples, WholeBatches) else Selection
+    return kind(samples, numbers, set_apart=set_apart)
 
 
-def part_in(samples: Any) -> Part | None:
-    """Returns the part that is behind transforms; None of what is whole."""
+def selection_in(samples: Any) -> Selection | None:
+    """Returns the selection that is behind transforms; None of what is whole."""
     while isinstance(samples, Transformed):
         samples = samples.samples
-    return samples if isinstance(samples, Part) else None
+    return samples if isinstance(samples, Selection) else None
 
 
 def choose(num_samples: int, share: float, *, seed: int, what: str) -> tuple[Indices, Indices, str]:
@@ -111,8 +112,8 @@ def with_share(splits: Splits, share: float, *, seed: int) -> Splits:
     tested = splits.train if splits.unaugmented is None else splits.unaugmented
     return replace(
         splits,
-        train=part_of(splits.train, train, set_apart=words),
-        validation=part_of(tested, validation, set_apart=words),
+        train=selection_of(splits.train, train, set_apart=words),
+        validation=selection_of(tested, validation, set_apart=words),
     )
 
 

@@ -32,7 +32,7 @@ from ddp.data.loader import WholeBatches
 from ddp.data.orders import Order
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import UNKEYED, Source, fingerprint
-from ddp.data.validation import part_in
+from ddp.data.validation import selection_in
 from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.drop_in.sparse import produces_sparse_gradient
 from ddp.ending import ending_problems
@@ -249,7 +249,8 @@ def order_of(order: Order | None, source: Source) -> Order | None:
     Raises:
         ConfigError: there are both, or the order is one of samples that are set apart, too.
     """
-    if order is not None and (part := part_in(source.samples)) is not None and order.num_samples == len(part.samples):
+    rest = selection_in(source.samples)
+    if order is not None and rest is not None and order.num_samples == len(rest.samples):
         raise ConfigError(
             f"order={order.in_words()}: has places for the samples that are set apart for validation, too; give "
             "validation_data a data set of its own"

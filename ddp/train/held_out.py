@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from ddp.comm.communicator import Communicator
 from ddp.data.loader import Collate
 from ddp.data.source import Source, source_of
-from ddp.data.validation import choose, part_of
+from ddp.data.validation import choose, selection_of
 from ddp.errors import ConfigError
 from ddp.precision.autocast import Precision
 from ddp.tasks.task import Task
@@ -132,8 +132,8 @@ def held_out_of(
     share = float(validation_data)
     _check_share(share, source)
     train, validation, words = choose(len(source.samples), share, seed=seed, what="validation_data")
-    apart = source._replace(samples=part_of(source.samples, validation, set_apart=words), drop_last=False)
-    return source._replace(samples=part_of(source.samples, train, set_apart=words)), HeldOut(apart, test)
+    apart = source._replace(samples=selection_of(source.samples, validation, set_apart=words), drop_last=False)
+    return source._replace(samples=selection_of(source.samples, train, set_apart=words)), HeldOut(apart, test)
 
 
 def _check_share(share: float, source: Source) -> None:

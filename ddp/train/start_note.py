@@ -17,7 +17,7 @@ import numpy as np
 from ddp.data.cache import cache_of
 from ddp.data.orders import Fixed, Order, Permutation
 from ddp.data.source import Source
-from ddp.data.validation import part_in
+from ddp.data.validation import selection_in
 from ddp.train.callbacks import Callback
 from ddp.train.starts import note_start
 from ddp.train.state import TrainState
@@ -82,7 +82,7 @@ def _whole(samples: Any) -> Any:
     """Returns the data set of which a share may have been set apart, and which may be cached."""
     kept = cache_of(samples)
     samples = samples if kept is None else kept.samples
-    part = part_in(samples)
+    part = selection_in(samples)
     return samples if part is None else part.samples
 
 

@@ -14,7 +14,7 @@ from ddp.data.loader import WholeBatches
 from ddp.data.orders import Weighted
 from ddp.data.sampler import sampler_of
 from ddp.data.splits import Splits, TensorSet
-from ddp.data.validation import choose, part_in, with_share
+from ddp.data.validation import choose, selection_in, with_share
 from ddp.errors import ConfigError
 
 INPUTS, CLASSES = torch.arange(40.0), torch.arange(40) % 3
@@ -71,7 +71,7 @@ def test_whole_batches_transforms_and_the_cache_keep_their_places() -> None:
     inputs, classes = splits.train.batch([3, 0])
     assert [splits.train[3], splits.train[0]] == list(zip(inputs, classes, strict=True))
     doubled = apart(Transformed(list(range(40)), lambda sample: 2 * sample), unaugmented=range(100, 140))
-    assert isinstance(doubled.train, Transformed) and (part := part_in(doubled.train)) is not None
+    assert isinstance(doubled.train, Transformed) and (part := selection_in(doubled.train)) is not None
     assert doubled.train[5] == 2 * int(part.numbers[5])
     assert doubled.validation is not None and 100 <= doubled.validation[0] < 140  # as test samples are transformed
     kept = cached(
@@ -96,3 +96,5 @@ def test_a_run_does_not_go_on_with_others_set_apart() -> None:
             sampler(other.train).load_state_dict(state)
     with pytest.raises(ConfigError, match=r"^the run has set apart no samples for validation"):
         sampler(apart(data).train).load_state_dict(whole)
+    with pytest.raises(ConfigError, match=r"now that would be none, so that it would train on those: give the same"):
+        sampler(data).load_state_dict(state)

@@ -383,10 +383,11 @@ class TrainSampler:
             ConfigError: a field is missing, the position lies outside this data set or in an epoch of another order, or
                 samples were trained on that are set apart now.
         """
-        if self.set_apart and (then := state.get("set_apart", "no samples")) != self.set_apart:
+        if (then := state.get("set_apart", "")) != self.set_apart:
+            wrong = "of which it has trained on some" if self.set_apart else "so that it would train on those"
             raise ConfigError(
-                f"the run has set apart {then} for validation, and now that would be {self.set_apart}, of which it has "
-                "trained on some: give the same share, seed and data as then, or begin another run"
+                f"the run has set apart {then or 'no samples'} for validation, and now that would be "
+                f"{self.set_apart or 'none'}, {wrong}: give the same share, seed and data as then, or begin another run"
             )
         loaded, mine = read_state(state, length=self.length), self.order.identity
         saved = state.get("order", "not noted")
