@@ -63,11 +63,12 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     components.add_own_algorithm(config, check=True)
     splits = components.load_data(config, download=True)
     components.check_loss(config, splits)
+    components.check_transform(config, splits)
     if config.loader.cache and isinstance(splits.train, WholeBatches):
         raise ConfigError(
             f"loader.cache=true: data={config.data.name} hand out whole batches, which need no cache; leave it out"
         )
-    model = components.make_model_without_memory(config, splits)
+    model = components.synchronised(config, components.make_model_without_memory(config, splits))
     optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
@@ -187,7 +188,8 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     plain = asdict(config)
     keys = ("seed", "batch", "precision", "clip_norm", "deterministic", "data", "model", "loss", "optim", "schedule")
     facts = {"sample_shape": splits.sample_shape and list(splits.sample_shape), "num_classes": splits.num_classes}
-    return {**{key: plain[key] for key in (*keys, "epochs", "max_steps")}, **facts}
+    synchronised = {"sync_batchnorm": True} if config.replica.sync_batchnorm else {}
+    return {**{key: plain[key] for key in (*keys, "epochs", "max_steps")}, **facts, **synchronised}
 
 
 def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:

@@ -9,10 +9,11 @@ Read before: `worker.py`, `config.py`. Read next: `optimization.py`.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ddp import config as settings
@@ -21,7 +22,10 @@ from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.config import Config
 from ddp.data import digits, image_sets, standard_library, streams, synthetic
+from ddp.data.cache import Transformed
 from ddp.data.file_splits import Files, load_lines, load_tar, load_text, load_tokens
+from ddp.data.image_sets import Augment, augmented
+from ddp.data.loader import UNREADABLE
 from ddp.data.source import whole_splits
 from ddp.data.splits import Splits
 from ddp.data.validation import with_share
@@ -35,6 +39,7 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
+from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.tasks.classification import Classification
 from ddp.tasks.language_model import ByteModel, LanguageModel
 from ddp.tasks.loss_function import LossFunction, as_task
@@ -44,11 +49,12 @@ from ddp.train.early_stopping import EarlyStopping
 from ddp.train.ema import EMA
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
+_NUM_TRIED = 100  # samples, of which one must be readable
 
 
 def load_data(config: Config, *, download: bool = False) -> Splits:
     """Returns training and held-out samples, after downloading what is missing if `download`."""
-    splits, share = _whole_data(config, download=download), config.data.validation
+    splits, share = _whole_data(config, download=download, augment=_own_transform(config)), config.data.validation
     if share is None:
         return splits
     if splits.validation is not None:
@@ -56,41 +62,59 @@ def load_data(config: Config, *, download: bool = False) -> Splits:
     return with_share(splits, share, seed=config.seed)
 
 
-def _whole_data(config: Config, *, download: bool) -> Splits:
+def load_held_out(config: Config, *, download: bool = False) -> Splits:
+    """Returns the test samples alone, of data in files; others come with the rest of their data set."""
+    return _whole_data(config, download=download, trains=False)
+
+
+def _whole_data(config: Config, *, download: bool, augment: Augment | None = None, trains: bool = True) -> Splits:
+    """Returns all samples of the data set, or if not `trains` at least those to test on.
+
+    Args:
+        augment: the user's own augmentation of training images.
+    """
     match config.data:
         case settings.OwnData():
             return _own_data(config)
-        case settings.Data(name="mnist", root=root):
-            return image_sets.load_mnist(root, download=download)
-        case settings.Data(name="cifar10", root=root):
-            return image_sets.load_cifar10(root, download=download)
+        case settings.Images(name="mnist", root=root):
+            return augmented(image_sets.load_mnist(root, download=download), augment)
+        case settings.Images(name="cifar10", root=root):
+            return image_sets.load_cifar10(root, augment=augment, download=download)
         case settings.ImageFolder(path=path, image_size=image_size, index_dir=index_dir):
-            return image_sets.load_folder(cast(str, path), image_size=image_size, index_dir=index_dir, build=download)
+            return image_sets.load_folder(
+                cast(str, path),
+                image_size=image_size,
+                index_dir=index_dir,
+                augment=augment,
+                trains=trains,
+                build=download,
+            )
         case settings.DataFiles():
-            return _data_files(config.data, build=download)
+            return _data_files(config.data, augment=augment, trains=trains, build=download)
         case settings.StandardLibrary(context=context):
             return standard_library.load(context=context)
         case settings.Synthetic(num_samples=num, image_size=image_size, num_classes=num_classes):
-            return synthetic.load(
+            splits = synthetic.load(
                 image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
             )
+            return augmented(splits, augment)
         case _:
-            return digits.load()
+            return augmented(digits.load(), augment)
 
 
-def _data_files(data: settings.DataFiles, *, build: bool) -> Splits:
+def _data_files(data: settings.DataFiles, *, augment: Augment | None, trains: bool, build: bool) -> Splits:
     """Returns samples in files, after making their indexes if `build`."""
     files = Files(
-        path=cast(str, data.path),
+        path=data.path if trains else None,
         test_path=cast(str, data.test_path),
-        validation_path=data.validation_path,
+        validation_path=data.validation_path if trains else None,
         index_dir=data.index_dir,
         cache_dir=data.cache_dir,
         build=build,
     )
     match data:
         case settings.TarImages(image_size=image_size, num_classes=num_classes):
-            return load_tar(files, image_size=image_size, num_classes=num_classes)
+            return load_tar(files, image_size=image_size, num_classes=num_classes, augment=augment)
         case settings.Tokens(context=context, dtype=dtype, vocab_size=vocab_size):
             return load_tokens(files, context=context, dtype=dtype, vocab_size=vocab_size)
         case settings.Lines(name=kind, text=str(field), tokenizer=tokenizer, context=context):
@@ -115,6 +139,46 @@ def _own_data(config: Config) -> Splits:
             raise ConfigError(f"data={address}: {error}") from error
         except Exception as error:
             raise ConfigError(f"data={address}: taking its first sample failed: {told(error)}") from error
+
+
+def _own_transform(config: Config) -> Augment | None:
+    """Returns the user's own augmentation; of a class, an object."""
+    address = getattr(config.data, "transform", None)
+    if address is None:
+        return None
+    key = "data.transform"
+    found = from_address(address, key=key, folder=config.run.code)
+    found = called(found, {}, address=address, key=key) if isinstance(found, type) else found
+    if not callable(found):
+        raise ConfigError(f"{key}={address}: is {found!r:.60}; give the address of a function of an image")
+    return cast(Augment, found)
+
+
+def check_transform(config: Config, splits: Splits) -> None:
+    """Raises ConfigError unless the user's own augmentation makes of an image what models take."""
+    address, train = getattr(config.data, "transform", None), splits.train
+    if address is None or not isinstance(train, Transformed) or (image := _first_readable(train.samples)) is None:
+        return
+    try:
+        with streams.preserved():
+            made, _ = train.transform(image)
+    except Exception as error:
+        raise ConfigError(f"data.transform={address}: calling it failed: {told(error)}") from error
+    shape = list(splits.sample_shape or ())
+    if not isinstance(made, Tensor) or list(made.shape) != shape or made.dtype != torch.float32:
+        found = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise ConfigError(
+            f"data.transform={address}: makes {found.removeprefix('torch.')} of an image, and models take float32 "
+            f"{shape}: return a tensor like that, or of a Pillow image one of this size, which is then normalised"
+        )
+
+
+def _first_readable(samples: Any) -> Any:
+    """Returns one of the first samples, which may be left out if they cannot be read; None if none of them can."""
+    for index in range(min(_NUM_TRIED, len(samples))):
+        with suppress(*UNREADABLE):
+            return samples[index]
+    return None
 
 
 def make_callbacks(config: Config) -> list[Callback]:
@@ -262,8 +326,23 @@ def make_hook(config: Config) -> Hook | None:
     return DenseStart(hook, config.hook.dense_start_steps) if config.hook.dense_start_steps else hook
 
 
+def synchronised(config: Config, module: nn.Module) -> nn.Module:
+    """Returns the module, its BatchNorms over the samples of all ranks if the settings say so.
+
+    Raises:
+        ConfigError: it has none, or one that cannot be converted.
+    """
+    if not config.replica.sync_batchnorm:
+        return module
+    converted = SyncBatchNorm.convert(module)
+    if not any(isinstance(layer, SyncBatchNorm) for layer in converted.modules()):
+        raise ConfigError(f"replica.sync_batchnorm=true: model={config.model.name} has no BatchNorm; leave it out")
+    return converted
+
+
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
     """Returns the module as a replica. `evaluate` and checkpoints synchronise its buffers, and no forward does."""
+    module = synchronised(config, module)
     if config.replica.kind == "naive":
         replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
     else:

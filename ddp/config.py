@@ -88,8 +88,18 @@ class Data:
     debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 
 
+TRANSFORM = "your own augmentation of training images, as MODULE:NAME: docs/data.md; null: as shipped"
+
+
 @dataclass(kw_only=True, slots=True)
-class ImageFolder(Data):
+class Images(Data):
+    """Images and their classes."""
+
+    transform: str | None = setting(None, TRANSFORM)
+
+
+@dataclass(kw_only=True, slots=True)
+class ImageFolder(Images):
     name: str = "image_folder"
     path: str | None = setting(None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given")
     index_dir: str = setting("data/index", "folder with the lists of images, which the parent makes")
@@ -103,7 +113,7 @@ class StandardLibrary(Data):
 
 
 @dataclass(kw_only=True, slots=True)
-class Synthetic(Data):
+class Synthetic(Images):
     name: str = "synthetic"
     num_samples: int = setting(4096, "training images; there are an eighth as many test images")
     image_size: int = setting(32, "height and width of the images, in pixels")
@@ -130,6 +140,7 @@ class DataFiles(Data):
 @dataclass(kw_only=True, slots=True)
 class TarImages(DataFiles):
     name: str = "tar"
+    transform: str | None = setting(None, TRANSFORM)
     image_size: int = setting(224, "height and width that images are brought to, in pixels")
     num_classes: int = setting(1000, "number of classes")
 
@@ -314,9 +325,9 @@ class PowerSgd(Hook):
 
 _ALL: dict[str, list[tuple[Any, str]]] = {
     "data": [
-        (Data(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
-        (Data(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
-        (Data(name="cifar10"), "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)"),
+        (Images(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
+        (Images(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
+        (Images(name="cifar10"), "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)"),
         (ImageFolder(), "your own images, in ImageNet's layout"),
         (TarImages(), "images and classes in tar files, in WebDataset's layout"),
         (Lines(name="jsonl"), "numbers and a target in JSON lines"),
@@ -465,6 +476,7 @@ class Replica:
         "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
         "precision=bf16_pure, whose gradients are added up as float32 then",
     )
+    sync_batchnorm: bool = setting(False, "BatchNorm normalises over all workers' samples, by ddp.SyncBatchNorm")
     verify_every: int = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
 
 

@@ -52,6 +52,7 @@ from ddp.wording import counted, program
 OF_THE_RUN = ("data", "model", "loss", "loader", "precision", "device", "backend", "deterministic")
 MAY_DIFFER = ("data", "loader", "cluster", "comm", "precision", "device", "backend", "deterministic", "trust")
 ENDINGS = (".csv", ".npy")
+_OF_TRAINING = ("transform", "sharding", "validation", "validation_path")  # of data, and no matter afterwards
 _PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir")  # of data, which may be relative
 _NO_LIMIT = 1 << 30  # a global batch, because no step is made
 
@@ -106,7 +107,7 @@ def _launched(config: Config, work: Any) -> Any:
 def _checked(run: Path, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
     """Finds out in one process, before any worker starts, whether the question can be answered."""
     config = settings_for(run, words)
-    splits, task = components.load_data(config, download=True), components.make_task(config)
+    splits, task = components.load_held_out(config, download=True), components.make_task(config)
     if not len(splits.test):
         raise ConfigError(f"data={config.data.name}: there are no held-out samples; check the path and the split")
     trained = load(run)
@@ -141,6 +142,7 @@ def settings_for(run: Path, words: Sequence[str]) -> Config:
     plain |= {"batch": {"global_size": _NO_LIMIT}, "data": _absolute(plain["data"], path.with_name(STARTS))}
     for key, value in _read(words):
         _put(plain, key, value)
+    _leave_out_training(plain["data"])
     code = earlier["run"]["code"]
     plain["run"] = {"code": code if code and Path(code).is_dir() else str(Path.cwd())}
     config, keys = from_plain(plain), [word.partition("=")[0] for word in words]
@@ -171,6 +173,14 @@ def _put(plain: dict[str, Any], key: str, value: Any) -> None:
         plain[group] = {**inner, name: value}
     else:
         plain[group] = {"name": value} if group in CHOICES else value
+
+
+def _leave_out_training(data: dict[str, Any]) -> None:
+    """Removes what says which samples are trained on, and how: these files may be gone, and this code has no part."""
+    for name in _OF_TRAINING:
+        data.pop(name, None)
+    if hasattr(CHOICES["data"].get(str(data.get("name"))), "test_path"):
+        data["path"] = data.get("test_path") or ""  # is not read
 
 
 def _absolute(data: Mapping[str, Any], starts: Path) -> dict[str, Any]:
@@ -217,7 +227,7 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
 
 def _evaluate(config: Config, checkpoint: Path) -> dict[str, float] | None:
     with joined(config) as comm:
-        splits, model = components.load_data(config), load(checkpoint).built(config).to(comm.device)
+        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
         return evaluate(model, splits.test, loss=components.make_task(config), comm=comm, **_reading(config, splits))
 
 
@@ -233,7 +243,7 @@ def _reading(config: Config, splits: Splits) -> dict[str, Any]:
 
 def _predict(config: Config, checkpoint: Path, out: Path) -> list[int]:
     with joined(config) as comm:
-        splits, model = components.load_data(config), load(checkpoint).built(config).to(comm.device)
+        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
         outputs = predict(model, splits.test, task=components.make_task(config), comm=comm, **_reading(config, splits))
         if comm.rank == 0:
             plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs

@@ -62,6 +62,12 @@ _ROWS = {
     ),
     ("drop_last",): Meaning(instead="give it to a DataLoader, and that as data"),
     ("metrics",): Meaning(instead="a ddp.Task has them, such as loss=ddp.Classification()"),
+    ("sync_batchnorm", "sync_bn"): Meaning(
+        "replica.sync_batchnorm", instead="give ddp.SyncBatchNorm.convert(model) as the model"
+    ),
+    ("transform", "augment"): Meaning(
+        "data.transform", instead="give data that apply it, such as ddp.data.Transformed(samples, transform)"
+    ),
     ("device",): Meaning("device", instead="the model's device is taken, or that of ddp.init(device=…)"),
     ("num_workers",): Meaning("loader.num_workers", "loader_workers", "workers"),
     ("workers",): Meaning("cluster.workers", "loader_workers", "workers"),

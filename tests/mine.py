@@ -1,6 +1,7 @@
 """Parts of a user's own, in a file that lies in the folder where a command is given.
 
     scripts/ddp train model=mine:Net data=mine:make loss=mine:my_loss comm.algorithm=mine:chain
+    scripts/ddp train data.transform=mine:augment
 
 Everything else is as with what `ddp` ships: settings, checks, sweeps, checkpoints, resume.
 """
@@ -33,6 +34,12 @@ def make(*, n: int = 240) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
     targets = inputs.sum(dim=1, keepdim=True)
     num_test = n // 4
     return (inputs[num_test:], targets[num_test:]), (inputs[:num_test], targets[:num_test])
+
+
+def augment(image: Tensor) -> Tensor:
+    """Returns a training image of data=digits, shifted by up to a pixel. Held-out images are left as they are."""
+    down, right = torch.randint(-1, 2, (2,)).tolist()
+    return image.roll((down, right), dims=(-2, -1))
 
 
 def my_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddp.components import load_data, make_model, make_model_without_memory, make_task
+from ddp.build import bits_depend_on, check
+from ddp.comm.setup import init, shutdown
+from ddp.components import load_data, make_model, make_model_without_memory, make_replica, make_task
 from ddp.config import CHOICES, Config
 from ddp.config_checks import resolve
 from ddp.config_reader import from_plain
@@ -19,6 +21,7 @@ from ddp.errors import ConfigError
 from ddp.optim.lamb import PRESETS
 from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS
 from ddp.optimization import batch_of, derived, make_optimizer, warmup_samples
+from ddp.replica.sync_batchnorm import SyncBatchNorm
 
 
 @pytest.mark.parametrize("model", CHOICES["model"])
@@ -85,6 +88,23 @@ def test_every_preset_has_its_word(name: str, preset: str) -> None:
 def test_optimizers_that_cannot_be_made(plain: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         optimizer_of(optim=plain, clip_norm=2.0)
+
+
+def test_batchnorm_over_all_workers_is_a_word() -> None:
+    plain: dict[str, Any] = {"replica": {"sync_batchnorm": True}, "data": {"name": "synthetic"}}
+    config = from_plain({**plain, "model": {"name": "resnet18"}})
+    splits = load_data(config)
+    model = make_model(config, splits)
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    replica = make_replica(config, model, init(device="cpu"))
+    shutdown()
+    layers = [layer for layer in replica.modules() if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)]
+    assert layers and all(type(layer) is SyncBatchNorm for layer in layers)
+    assert list(replica.module.state_dict()) == keys, "checkpoints do not change"
+    assert all(one is other for one, other in zip(replica.parameters(), parameters, strict=True))
+    assert bits_depend_on(config, splits)["sync_batchnorm"] and "sync_batchnorm" not in bits_depend_on(Config(), splits)
+    with pytest.raises(ConfigError, match=r"^replica.sync_batchnorm=true: model=mlp has no BatchNorm; leave it out"):
+        check(from_plain({**plain, "model": {"name": "mlp"}}))
 
 
 def sizes_of(config: Config, length: int = 1000) -> Steps:

@@ -16,7 +16,7 @@ import torch
 import ddp
 from ddp import finished
 from ddp.__main__ import main
-from ddp.components import load_data, make_model
+from ddp.components import load_data, load_held_out, make_model
 from ddp.config import Config
 from ddp.config_reader import from_plain
 from ddp.data.splits import Splits
@@ -25,6 +25,7 @@ from ddp.run_folder import prepare
 from ddp.train.checkpoint_store import CheckpointStore
 
 COLUMNS = {"inputs": ["a", "b"], "target": "c", "num_classes": 3}
+COLUMN_WORDS = ["data.inputs=[a,b]", "data.target=c", "data.num_classes=3"]
 
 
 def write_samples(path: Path, *, num: int, seed: int) -> None:
@@ -80,7 +81,7 @@ def test_evaluate_gives_the_metrics_of_the_best_checkpoint(
     write_samples(Path("other.csv"), num=11, seed=2)
     for words, num in (([], 7), (["data.test_path=other.csv", "cluster.workers=9"], 11)):
         assert main(["evaluate", str(run), *words]) == 0
-        samples = load_data(settings_for(run, words)).test
+        samples = load_held_out(settings_for(run, words)).test
         scores, classes = expected(run, samples), torch.stack([torch.as_tensor(c) for _, c in samples])  # type: ignore[attr-defined]
         accuracy = (scores.argmax(dim=1) == classes).double().mean()
         out = capfd.readouterr().out
@@ -93,12 +94,24 @@ def test_evaluate_gives_the_metrics_of_the_best_checkpoint(
     assert "step-00000002, on 7 samples" in capfd.readouterr().out
 
 
+def test_files_to_train_on_are_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what says how they were shared out and changed, by code that may be gone; the whole set may be evaluated."""
+    here(monkeypatch)
+    path = run / "config.yaml"
+    given = path.read_text().replace("  validation: null\n", "  validation: 0.9999\n")
+    path.write_text(given.replace("  sharding: auto\n", "  sharding: gone:deal\n"))
+    trained = run.parent / "train.csv"
+    for words in ([f"data.test_path={trained}"], [], ["data=csv", "data.test_path=../test.csv", *COLUMN_WORDS]):
+        assert main(["evaluate", str(run), *words]) == 0
+        trained.unlink(missing_ok=True)
+
+
 def test_predict_writes_a_row_for_each_sample_in_order(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Three real workers share seven samples, in batches of two."""
     assert main(["predict", str(run), "cluster.workers=3", "--out", "scores.npy", "loader.evaluation_batch=1"]) == 0
     assert "scores.npy: 7 rows, each with 3 of" in capfd.readouterr().out
     found = np.load("scores.npy")
-    torch.testing.assert_close(torch.from_numpy(found), expected(run, load_data(settings_for(run, [])).test))
+    torch.testing.assert_close(torch.from_numpy(found), expected(run, load_held_out(settings_for(run, [])).test))
     assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []
 
 
@@ -152,7 +165,7 @@ def test_a_model_that_cannot_take_the_samples_is_one_line(
     def unknown_facts(config: Config, **_: Any) -> Splits:
         return Splits(train=[], test=[(torch.ones(5), 0)])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(finished.components, "load_data", unknown_facts)
+    monkeypatch.setattr(finished.components, "load_held_out", unknown_facts)
     for words in (["evaluate", str(run)], ["predict", str(run), "--out", "x.csv"]):
         with pytest.raises(SystemExit):
             main(words)

@@ -6,14 +6,17 @@ import contextlib
 import os
 import shutil
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch.utils.data import IterableDataset, random_split
 
 import ddp
@@ -22,17 +25,27 @@ from ddp.address import from_address, own_parts
 from ddp.collectives import Recv, Send, register
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.schedule import Schedule, canonical
-from ddp.components import add_own_algorithm, check_loss, load_data, make_model, make_model_without_memory, make_task
+from ddp.components import (
+    add_own_algorithm,
+    check_loss,
+    check_transform,
+    load_data,
+    make_model,
+    make_model_without_memory,
+    make_task,
+)
 from ddp.config import Config, OwnData, OwnModel
 from ddp.config_checks import resolve
 from ddp.config_reader import from_plain
 from ddp.data.source import whole_splits
 from ddp.data.splits import TensorSet
+from ddp.data.validation import selection_in
 from ddp.errors import ConfigError
 from ddp.launcher import composed, main, translated
 from ddp.run_folder import continued, prepare
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.trust import check_trust
+from ddp.vision import torchvision
 from ddp.where import Start, samples_of_step, where
 
 MINE = Path(__file__).parent / "mine.py"
@@ -229,6 +242,112 @@ def test_a_part_that_cannot_work_is_refused_in_words(settings: dict[str, Any], w
     assert words in str(error.value)
 
 
+AUGMENTS = """
+import torch
+from ddp.vision import torchvision
+
+T = torchvision().transforms
+kinds = []
+
+def whole(image):  # a Pillow image, of which a finished tensor is made
+    kinds.append(type(image).__name__)
+    return T.ToTensor()(image.resize((8, 8)))
+
+Mirrored = type("Mirrored", (), {"__call__": lambda self, image: T.functional.hflip(image.resize((8, 8)))})
+
+def smaller(image):
+    return image[..., :-1] if hasattr(image, "shape") else image.resize((4, 4))
+
+def broken(image):
+    return image.nothing
+
+number, pair = 7, lambda image: (image, image)
+"""
+
+
+def image_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Writes equal images as folders and as tar files; returns the settings of both, and of data in memory."""
+    pixels = torch.arange(12 * 12 * 3, dtype=torch.uint8).view(12, 12, 3).numpy()
+    for side in ("train", "val"):
+        (folder / side / "cat").mkdir(parents=True)
+        for number in range(4):
+            Image.fromarray(pixels + 3 * number).save(folder / side / "cat" / f"{number}.png")
+            (folder / side / "cat" / f"{number}.cls").write_text("0")
+        with tarfile.open(folder / f"{side}.tar", "w") as archive:
+            for path in sorted((folder / side / "cat").iterdir()):
+                archive.add(path, arcname=path.name)
+    tar = {"path": str(folder / "train.tar"), "test_path": str(folder / "val.tar"), "num_classes": 2}
+    of_files = {"image_folder": {"path": str(folder)}, "tar": tar}
+    return {
+        "digits": {},
+        "synthetic": {"num_samples": 8, "image_size": 8},
+        **{name: {**data, "image_size": 8, "index_dir": str(folder / "index")} for name, data in of_files.items()},
+    }
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic", "image_folder", "tar"])
+def test_an_own_transform_is_of_training_images_alone(name: str, folder: Path) -> None:
+    (folder / "bits.py").write_text(AUGMENTS)
+    data = {"name": name, **image_files(folder)[name]}
+    plain = load_data(config_of(data=data), download=True)
+    is_file = "path" in data
+    config = config_of(data={**data, "transform": "bits:whole" if is_file else "parts:augment", "validation": 0.5})
+    assert config.run.code == str(folder), "so that workers find it, and whoever resumes the run"
+    splits = load_data(config)
+    check_transform(config, splits)
+    untouched = plain.unaugmented if is_file else plain.train
+    assert untouched is not None and splits.validation is not None
+    mine, apart = (int(selection_in(side).numbers[0]) for side in (splits.train, splits.validation))  # type: ignore[union-attr]
+    made = [splits.train[0][0] for _ in range(9)]
+    if is_file:  # the augmentation that is shipped takes another part of the image each time
+        file = Image.open(folder / "train" / "cat" / f"{mine}.png").resize((8, 8))
+        assert all(torch.equal(each, torchvision().transforms.ToTensor()(file)) for each in made)
+        assert set(sys.modules["bits"].kinds) == {"Image"}
+    else:
+        shifts = [untouched[mine][0].roll((y, x), dims=(-2, -1)) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+        assert all(any(torch.equal(each, shift) for shift in shifts) for each in made)
+        assert len({each.numpy().tobytes() for each in made}) > 1
+    assert torch.equal(splits.validation[0][0], untouched[apart][0]), "as a test image"
+    assert torch.equal(splits.test[0][0], plain.test[0][0])
+
+
+def test_a_pillow_image_that_a_transform_returns_is_normalised(folder: Path) -> None:
+    (folder / "bits.py").write_text(AUGMENTS)
+    data = image_files(folder)["image_folder"]
+    config = config_of(data={"name": "image_folder", **data, "transform": "bits:Mirrored"})
+    splits = load_data(config, download=True)
+    check_transform(config, splits)
+    pixels = torch.from_numpy(np.array(Image.open(folder / "train/cat/0.png").resize((8, 8)))).flip(1).permute(2, 0, 1)
+    mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
+    torch.testing.assert_close(splits.train[0][0], (pixels / 255 - mean) / deviation)
+
+
+@pytest.mark.parametrize(
+    ("transform", "words"),
+    [
+        (
+            "bits:smaller",
+            r"makes float32 \[1, 8, 7\] of an image, and models take float32 \[1, 8, 8\]: return a tensor",
+        ),
+        ("bits:pair", r"makes a tuple of an image, and models take float32 \[1, 8, 8\]"),
+        (
+            "bits:broken",
+            r"calling it failed: .*bits.py, line 18: AttributeError: 'Tensor' object has no attribute 'noth",
+        ),
+        ("bits:number", "is 7; give the address of a function of an image"),
+        ("bits:brocken", ".*bits.py has no brocken. Did you mean bits:broken"),
+        ("augment", "is no address; write MODULE:NAME"),
+    ],
+)
+def test_a_transform_that_cannot_work_is_refused_in_words(transform: str, words: str, folder: Path) -> None:
+    (folder / "bits.py").write_text(AUGMENTS)
+    config = config_of(data={"name": "digits", "transform": transform})
+    with pytest.raises(ConfigError, match=rf"^data.transform={transform}: {words}"):
+        check_transform(config, load_data(config))
+    with pytest.raises(ConfigError, match=r"unknown key data.transform: it belongs to data=digits or"):
+        config_of(data={"name": "standard_library", "transform": transform})
+
+
 def test_shipped_models_take_own_data_and_odd_models_are_built_for_real(folder: Path) -> None:
     (folder / "bits.py").write_text(PARTS)
     config = config_of(model={"name": "mlp"}, data={"name": "bits:classes"})
@@ -399,6 +518,9 @@ class Samples:
 def make():
     return Samples(), Samples()
 
+def augment(image):
+    return image
+
 def odd_and_even(shard, num_shards):
     return np.arange(shard, 60, num_shards)
 """
@@ -410,6 +532,7 @@ def odd_and_even(shard, num_shards):
         {"name": "dealt:make"},  # by file, because it has as many files as shards
         {"name": "dealt:make", "order": "weighted"},
         {"name": "dealt:make", "sharding": "dealt:odd_and_even"},
+        {"name": "digits", "transform": "dealt:augment"},
     ],
 )
 def test_where_answers_without_the_code_of_the_run(data: dict[str, Any], folder: Path) -> None:
@@ -438,6 +561,8 @@ def test_code_that_a_stranger_s_file_names_is_refused_before_it_is_imported(
     run_dir = folder / "run"
     CheckpointStore(run_dir / "checkpoints").save(1, {"model": {}}, meta={"identity": {}})
     settings = {"model": {"name": "dealt:Net"}, "run": {"code": str(folder)}, "trust": True}  # it cannot say so itself
+    settings["data"] = {"name": "digits", "transform": "dealt:augment"}
+    transform = "data.transform=dealt:augment, "
     (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(from_plain(settings))))
 
     def resumed(trust: bool) -> Config:
@@ -446,19 +571,21 @@ def test_code_that_a_stranger_s_file_names_is_refused_before_it_is_imported(
     hands = [(run_dir, 0o777), (run_dir / "config.yaml", 0o666), (run_dir / "config.yaml", None)]
     for path, mode in hands[: 3 if os.geteuid() == 0 else 2]:
         os.chown(path, 65534, -1) if mode is None else path.chmod(mode)
-        for read in (lambda: resumed(trust=False), lambda: ddp.load(run_dir).model()):
+        for read, more in ((lambda: resumed(trust=False), transform), (lambda: ddp.load(run_dir).model(), "")):
             with pytest.raises(ConfigError) as error:
                 read()
-            assert str(path) in str(error.value) and f"code of {folder} as you: model=dealt:Net" in str(error.value)
+            assert str(path) in str(error.value)
+            assert f"code of {folder} as you: {more}model=dealt:Net" in str(error.value)
             assert "say trust=true (in Python trust=True)" in str(error.value)
         assert not caplog.records and "dealt" not in sys.modules
         if mode is not None:
             path.chmod(0o700)
-    assert resumed(trust=True).model.name == "dealt:Net"
+    assert asdict(resumed(trust=True))["data"]["transform"] == "dealt:augment", "as in the run"
     assert ddp.load(run_dir).model(trust=True) is not None
     assert [record.message for record in caplog.records] == [
-        f"running code of {folder}, as {run_dir / 'config.yaml'} says: model=dealt:Net"
-    ] * 2
+        f"running code of {folder}, as {run_dir / 'config.yaml'} says: {more}model=dealt:Net"
+        for more in (transform, "")
+    ]
 
 
 def test_a_run_without_parts_of_one_s_own_needs_no_trust(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from ddp.data.cache import OnInput, Transformed
 from ddp.data.decoders import ImageAndClass
 from ddp.data.file_index import Format
 from ddp.data.files import FileSet
-from ddp.data.image_sets import folder_transforms
+from ddp.data.image_sets import Augment, folder_transforms
 from ddp.data.lines import Csv, JsonLines
 from ddp.data.listing import identity_of
 from ddp.data.splits import Splits
@@ -46,14 +46,14 @@ class Files:
     """Says where the files of a data set are.
 
     Attributes:
-        path, test_path: of the training and the held-out files.
+        path, test_path: of the training and the held-out files; path=None: only those are read.
         validation_path: of those that are held out to choose by; None: there are none.
         index_dir: folder with their indexes.
         cache_dir: folder on this host into which remote files are copied; None: they are streamed.
         build: whether missing indexes are made; only one process of a host does so.
     """
 
-    path: str
+    path: str | None
     test_path: str
     validation_path: str | None = None
     index_dir: str | Path
@@ -75,12 +75,12 @@ class Files:
         return {name: path for name, path in given.items() if path is not None}
 
 
-def load_tar(files: Files, *, image_size: int, num_classes: int) -> Splits:
-    """Returns images and classes from tar files."""
+def load_tar(files: Files, *, image_size: int, num_classes: int, augment: Augment | None = None) -> Splits:
+    """Returns images and classes from tar files; `augment` as for the images of a folder."""
     # A cache keeps what this decodes, before it is augmented.
     decoded = TarSamples(decode=ImageAndClass(transform=np.asarray, num_classes=num_classes))
     splits = _splits(files, decoded, sample_shape=(3, image_size, image_size), num_classes=num_classes)
-    of_train, of_test = (OnInput(_Decoded(transform)) for transform in folder_transforms(image_size))
+    of_train, of_test = (OnInput(_Decoded(transform)) for transform in folder_transforms(image_size, augment))
     return replace(
         splits,
         train=Transformed(splits.train, of_train),
@@ -117,7 +117,7 @@ def load_text(files: Files, *, kind: Literal["jsonl", "csv"], field: str, tokeni
     sides = [FileSet(path, Csv() if kind == "csv" else JsonLines(), **options) for path, options in files.sides()]
     splits = _of_sides(files, sides, sample_shape=(context,), num_classes=tokens.vocab_size)
     windows: list[Any] = [Windows(tokens.joined(side, field), context=context) for side in sides]
-    return replace(splits, **dict(zip(("train", "test", "validation"), windows, strict=False)))
+    return replace(splits, **_by_side(files, windows))
 
 
 def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> Splits:
@@ -139,16 +139,18 @@ def _of_sides(
 ) -> Splits:
     """Returns the splits of train, test and, if there is one, validation."""
     _check_apart(files, sides)
-    train, test, validation = (*sides, None)[:3]
-    assert train is not None and test is not None
     return Splits(
-        train=train,
-        test=test,
-        validation=validation,
-        sample_shape=_shape_of(train) if sample_shape is None else sample_shape,
+        **{"train": (), **_by_side(files, sides)},
+        sample_shape=_shape_of(sides[0]) if sample_shape is None else sample_shape,
         num_classes=num_classes,
         name=_name(files, sides),
     )
+
+
+def _by_side(files: Files, samples: Sequence[Any]) -> dict[str, Any]:
+    """Returns samples of each side, in the order of `Files.named`, under their names in `Splits`."""
+    sides = {"path": "train", "test_path": "test", "validation_path": "validation"}
+    return {sides[name]: each for name, each in zip(files.named(), samples, strict=True)}
 
 
 def _shape_of(train: FileSet) -> tuple[int, ...]:

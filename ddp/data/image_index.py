@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddp.data.listing import identity_of
 from ddp.errors import ConfigError
 from ddp.files import make_folder, read_own, whole_file
 from ddp.vision import torchvision
@@ -60,6 +61,32 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
             return partial(image_folder, index_dir=index_dir, build=False), (path,)
 
     return Listed(path)
+
+
+def same_file(one: Any, other: Any) -> tuple[str, str] | None:
+    """Returns the names of a file that is in both of two folders of images, also by a link; None if there is none.
+
+    Names are compared by the numbers that listing a folder gives for nothing: millions of images are not looked at.
+    """
+    names = _numbered(other)
+    for number, file in _numbered(one).items():
+        if (same := names.get(number)) is not None and identity_of(file) == identity_of(same):
+            return file, same
+    return None
+
+
+def _numbered(images: Any) -> dict[tuple[int, int], str]:
+    """Returns the name of each image under the numbers of its file system and of the file there."""
+    wanted, found = {file for file, _ in images.samples}, {}
+    for folder in sorted({file.rpartition(os.sep)[0] for file in wanted}):
+        device = Path(folder).stat().st_dev
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.path in wanted:
+                    status = entry.stat() if entry.is_symlink() else None
+                    number = (device, entry.inode()) if status is None else (status.st_dev, status.st_ino)
+                    found[number] = entry.path
+    return found
 
 
 def _write(index: Path, path: Path) -> None:

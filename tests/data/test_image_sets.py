@@ -241,6 +241,29 @@ def test_a_folder_is_listed_once_and_all_processes_have_that_list(tmp_path: Path
         load_folder(tmp_path, **choices, build=False)
 
 
+@pytest.mark.parametrize("link", ["hardlink_to", "symlink_to"])
+def test_no_image_of_a_folder_is_on_both_sides(link: str, tmp_path: Path) -> None:
+    for side in ("train", "val"):
+        make_folder(tmp_path, side, ["cat", "dog"])
+    load_folder(tmp_path, index_dir=tmp_path / "index")
+    image = tmp_path / "train" / "dog" / "7.png"
+    getattr(image, link)(tmp_path / "val" / "dog" / "1.png")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"train/dog/7.png and .*/val/dog/1.png are the same file: held-out samp"):
+            load_folder(tmp_path, index_dir=tmp_path / "index")
+    image.unlink()
+    shutil.rmtree(tmp_path / "train" / "dog")
+    (tmp_path / "train" / "dog").symlink_to(tmp_path / "val" / "dog")
+    with pytest.raises(ConfigError, match=r"train/dog/0.png and .*/val/dog/0.png are the same file"):
+        load_folder(tmp_path, index_dir=tmp_path / "index")
+
+
+def test_the_held_out_images_of_a_folder_need_no_others(tmp_path: Path) -> None:
+    make_folder(tmp_path, "val", ["cat", "dog"])
+    splits = load_folder(tmp_path, image_size=14, index_dir=tmp_path / "index", trains=False)
+    assert (len(splits.train), len(splits.test), splits.num_classes) == (0, 4, 2) and splits.unaugmented is None
+
+
 def test_folder_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train/CLASS/\*\.jpg.*data=digits"):
         load_folder(tmp_path, index_dir=tmp_path / "index")
