@@ -86,7 +86,7 @@ class Totals(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """What they are multiplied by afterwards: 1.0 if the count is whole, and for a step without samples."""
+        """The factor on them afterwards: 1.0 if the count is whole, and in a step without samples."""
         return self.divisor / (self.num_items or 1)
 
     def write(self, tail: Tensor) -> None:
