@@ -26,10 +26,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import grp
 import json
 import os
-import pwd
 import socket
 import stat
 import uuid
@@ -40,6 +38,7 @@ from typing import IO, Any
 
 from ddp.errors import ConfigError
 from ddp.log import log
+from ddp.owners import NOTHING, user_name, why_shared
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """Errors of some network file systems when a folder is flushed, and of any if the folder cannot be read."""
@@ -83,11 +82,11 @@ def _check_ordinary(path: Path, file: os.stat_result) -> None:
     folder = path.parent.stat()
     if not stat.S_ISREG(file.st_mode):
         raise _planted(path, "is no ordinary file")
-    if not others_may_write(folder):
+    if not why_shared(path.parent, folder):
         return
     if file.st_nlink > 1:
         raise _planted(path, "has a second name elsewhere")
-    if file.st_uid not in (os.geteuid(), folder.st_uid):
+    if file.st_uid != folder.st_uid and why_shared(path, file, rights=NOTHING):
         raise _planted(path, f"belongs to {user_name(file.st_uid)}")
 
 
@@ -131,30 +130,6 @@ def new_file(path: Path) -> IO[bytes]:
     """Makes a file in place of what a killed process has left under this name, and opens it for writing."""
     path.unlink(missing_ok=True)
     return path.open("xb")
-
-
-def others_may_write(status: os.stat_result) -> bool:
-    """Returns True if a user other than this one and root may write a file or folder; a group of one is no other."""
-    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
-        return True
-    return bool(status.st_mode & stat.S_IWGRP) and not _is_alone_in(status.st_gid)
-
-
-def _is_alone_in(group: int) -> bool:
-    """Returns True for the group that many systems make for each user, with the user's name and no other member."""
-    try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-    except KeyError:
-        return False
-    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
-
-
-def user_name(uid: int) -> str:
-    """Returns a user in words."""
-    try:
-        return f"user {pwd.getpwuid(uid).pw_name}"
-    except KeyError:
-        return f"user {uid}"
 
 
 # ------------------------------------------------------------------------------------------------------- whole files
@@ -214,10 +189,10 @@ def refuse_unwritable_name(folder: Path) -> None:
 
 def refuse_others_link(folder: Path) -> None:
     """Raises ConfigError if a folder is another user's link, which could lead to a folder of this user's."""
-    if folder.is_symlink() and (uid := folder.lstat().st_uid) not in (0, os.geteuid()):
+    if folder.is_symlink() and why_shared(folder, link := folder.lstat(), rights=NOTHING):
         raise ConfigError(
-            f"{folder} is a link of {user_name(uid)}, and is not followed, because it could lead to a folder of yours: "
-            "remove it, or name the folder that it leads to"
+            f"{folder} is a link of {user_name(link.st_uid)}, and is not followed, because it could lead to a folder "
+            "of yours: remove it, or name the folder that it leads to"
         )
 
 

@@ -18,6 +18,7 @@ FLOORS = [
             "foreign_words",
             "garbage",
             "log",
+            "owners",
             "parent_death",
             "stack",
             "svg",

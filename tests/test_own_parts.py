@@ -555,7 +555,7 @@ def test_where_answers_without_the_code_of_the_run(data: dict[str, Any], folder:
 
 
 def test_code_that_a_stranger_s_file_names_is_refused_before_it_is_imported(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "dealt.py").write_text(DEALT + "Net = torch.nn.Identity\n")
     run_dir = folder / "run"
@@ -568,8 +568,12 @@ def test_code_that_a_stranger_s_file_names_is_refused_before_it_is_imported(
     def resumed(trust: bool) -> Config:
         return continued(from_plain({"resume": "auto", "trust": trust}), [], run_dir)
 
-    hands = [(run_dir, 0o777), (run_dir / "config.yaml", 0o666), (run_dir / "config.yaml", None)]
-    for path, mode in hands[: 3 if os.geteuid() == 0 else 2]:
+    code, dealt, (folder_of_run, config) = folder, folder / "dealt.py", (run_dir, run_dir / "config.yaml")
+    hands = [(path, mode) for path, mode in zip((folder_of_run, config, code, dealt), (0o777, 0o666) * 2, strict=True)]
+    hands += [(config, None), (dealt, None)] if os.geteuid() == 0 else []
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    for path, mode in hands:
         os.chown(path, 65534, -1) if mode is None else path.chmod(mode)
         for read, more in ((lambda: resumed(trust=False), transform), (lambda: ddp.load(run_dir).model(), "")):
             with pytest.raises(ConfigError) as error:
@@ -578,14 +582,36 @@ def test_code_that_a_stranger_s_file_names_is_refused_before_it_is_imported(
             assert f"code of {folder} as you: {more}model=dealt:Net" in str(error.value)
             assert "say trust=true (in Python trust=True)" in str(error.value)
         assert not caplog.records and "dealt" not in sys.modules
-        if mode is not None:
-            path.chmod(0o700)
+        os.chown(path, os.geteuid(), -1)
+        path.chmod(0o700)
+    dealt.chmod(0o666)
     assert asdict(resumed(trust=True))["data"]["transform"] == "dealt:augment", "as in the run"
     assert ddp.load(run_dir).model(trust=True) is not None
     assert [record.message for record in caplog.records] == [
         f"running code of {folder}, as {run_dir / 'config.yaml'} says: {more}model=dealt:Net"
         for more in (transform, "")
     ]
+
+
+@pytest.mark.parametrize("mine", ["pkg", "pkg/__init__.py", "pkg/sub", "pkg/sub/mod.py", "pkg/sub/__pycache__"])
+def test_what_an_import_reads_on_its_way_is_looked_at(mine: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "pkg" / "sub" / "__pycache__").mkdir(parents=True)  # `sub` has no __init__.py
+    (folder / "elsewhere").mkdir()
+    for name in ("pkg/__init__.py", "pkg/sub/mod.py"):
+        (folder / name).write_text("raise AssertionError('imported')")
+    settings = folder / "elsewhere" / "config.yaml"
+    settings.write_text("")
+
+    def check() -> None:
+        check_trust({"model": "pkg.sub.mod:Net"}, code=str(folder), settings=settings, trust=False)
+
+    (folder / mine).chmod(0o777)
+    check()  # here the user has given the command, as for a new run
+    monkeypatch.chdir(folder / "elsewhere")
+    with pytest.raises(
+        ConfigError, match=rf"^others may write {folder / mine}, and {settings} would run code of {folder} as"
+    ):
+        check()
 
 
 def test_a_run_without_parts_of_one_s_own_needs_no_trust(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddp.errors import ConfigError
+from ddp.owners import ANYTHING, why_shared
 
 VARIABLE, FOLDER = "DDP_SECRET", "DDP_PRIVATE_FOLDER"
 MIN_LENGTH = 16
@@ -58,9 +59,8 @@ def take_secret(folder: Path) -> None:
     Raises:
         ConfigError: the folder is not this user's alone.
     """
-    found = folder.lstat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{folder} can be entered by other users: did one of them put it there?")
+    if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
+        raise ConfigError(f"{why}: did one of them put it there?")
     os.environ[VARIABLE] = (folder / VARIABLE).read_text()
     os.environ[FOLDER] = str(folder / os.environ["MASTER_PORT"])
 

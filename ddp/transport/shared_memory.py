@@ -47,6 +47,7 @@ from typing import Literal
 import torch
 
 from ddp.clock import Patience
+from ddp.owners import NOTHING, why_shared
 from ddp.transport.available_memory import available_bytes
 from ddp.transport.edge import InVain, TransportError, has_hope
 
@@ -122,7 +123,7 @@ class SharedMemory:
             raise OSError(errno.EPERM, "is no memory of a neighbour", path)  # but some file of the user's
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if is_memfd else os.O_NOFOLLOW))
         try:
-            if os.fstat(descriptor).st_uid != os.geteuid():
+            if why_shared(Path(path), os.fstat(descriptor), rights=NOTHING):  # of the mode, a memfd shows nothing
                 raise OSError(errno.EPERM, "belongs to another user", path)
             return cls(descriptor, path, num_bytes)
         except ValueError as error:  # how mmap says that the file is shorter than that
