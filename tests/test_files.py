@@ -16,9 +16,7 @@ import pytest
 
 from ddp.config import Config
 from ddp.config_reader import settings_of
-from ddp.data.file_index import index_files
 from ddp.data.local_copies import _locked
-from ddp.data.tokens import TokenFiles
 from ddp.errors import CheckpointError, ConfigError
 from ddp.files import (
     flush_folder,
@@ -169,19 +167,6 @@ def write_in(path: Path) -> None:
         file.write(b"new")
 
 
-def index(path: Path) -> None:
-    """Indexes a file of tokens, whose index is `path`, and opens it as a worker does."""
-    tokens = path.with_name("a.bin")
-    tokens.write_bytes(bytes(range(200)))
-    index_files(tokens, TokenFiles(context=4), index_dir=path.parent)
-
-
-def index_of(folder: Path) -> Path:
-    from ddp.data.file_index import index_path
-
-    return index_path(folder / "a.bin", TokenFiles(context=4), index_dir=folder)
-
-
 def locked(part: Path) -> None:
     with _locked(part, until=part.with_name("copy")):
         pass
@@ -205,7 +190,6 @@ OPENS: dict[str, Callable[[Path], object]] = {
     "rank-1.log": _LogFile,
     "starts.jsonl": noted,
     ".part-copy": locked,
-    "index": index,
 }
 REPLACES: dict[str, Callable[[Path], object]] = {
     "summary.json": lambda path: write_summary(path.parent, SUMMARY),
@@ -225,7 +209,7 @@ def test_no_file_is_written_or_emptied_through_a_link(name: str, tmp_path: Path)
     mine, folder = tmp_path / "mine", tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
-    path = index_of(folder) if name == "index" else folder / name
+    path = folder / name
     for plant in (Path.symlink_to, Path.hardlink_to):
         mine.write_text("precious\n" * 9)
         plant(path, mine)

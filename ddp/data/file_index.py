@@ -15,7 +15,7 @@ nothing else, because the parent has just compared all files. `FileSet` compares
 A format (`Format`) says where samples are and what their bytes become. Samples of one length at equal distances, such
 as windows of tokens, are three numbers instead of a table (`Regular`).
 
-Read before: `listing.py`. Read next: `files.py`.
+Read before: `listing.py`, `index_place.py`. Read next: `files.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ddp.data.index_place import index_place
 from ddp.data.listing import Addresses, as_given, listed
 from ddp.data.readers import Facts, Reader
 from ddp.data.remote import is_remote
@@ -172,15 +173,18 @@ def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, 
     """
     found = listed(addresses, suffixes=format.suffixes, storage=storage)
     facts = storage.facts(found)
-    path = index_path(addresses, format, index_dir=index_dir)
+    given = index_path(addresses, format, index_dir=index_dir)
+    path, told = index_place(given), list(zip(found, facts, strict=True))
     old = _open_if_whole(path, format)
-    if old is not None and [(file.address, file.facts) for file in old.files] == list(zip(found, facts, strict=True)):
+    if old is None and path != given:
+        old = _of_the_folder_s_owner(given, format)
+    if old is not None and [(file.address, file.facts) for file in old.files] == told:
         return old
     known = {} if old is None else _layouts(old)
-    wanted = [each for each in zip(found, facts, strict=True) if each not in known]
+    wanted = [each for each in told if each not in known]
     log.info("indexing %d of %d files into %s", len(wanted), len(found), path)
     known.update(zip(wanted, _read_all(wanted, format, storage), strict=True))
-    _write(path, format, {each: known[each] for each in zip(found, facts, strict=True)})
+    _write(path, format, {each: known[each] for each in told})
     return open_index(addresses, format, index_dir=index_dir)
 
 
@@ -255,14 +259,25 @@ def open_index(addresses: Addresses, format: Format, *, index_dir: str | Path) -
     Raises:
         ConfigError: there is none, it is damaged, or of another format.
     """
-    path = index_path(addresses, format, index_dir=index_dir)
+    given = index_path(addresses, format, index_dir=index_dir)
+    path = index_place(given)
     index = _open_if_whole(path, format)
+    if index is None and path != given:
+        index = _of_the_folder_s_owner(given, format)
     if index is None:
         raise ConfigError(
             f"{path} is missing or damaged, so the samples of {as_given(addresses)[0]} are not known: call index_files "
             "in the parent, with the same addresses, format and index_dir, before workers start"
         )
     return index
+
+
+def _of_the_folder_s_owner(given: Path, format: Format) -> FileIndex | None:
+    """Returns the index in a folder of others, if it is whole, and of this user or the folder's owner; else None."""
+    try:
+        return _open_if_whole(given, format)
+    except ConfigError:  # it is a link, another member's, or of another format
+        return None
 
 
 def mapped_again(index: FileIndex) -> FileIndex:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddp.data.index_place import index_place
 from ddp.data.listing import identity_of
 from ddp.errors import ConfigError
 from ddp.files import make_folder, read_own, whole_file
@@ -33,7 +34,8 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
     Raises:
         ConfigError: there is no image, or no index.
     """
-    index = index_dir.absolute() / f"image_folder-{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]}.json"
+    digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]
+    index = index_place(index_dir.absolute() / f"image_folder-{digest}.json")
     if build:
         _write(index, path)
     try:

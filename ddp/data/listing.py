@@ -12,7 +12,7 @@ may run in another folder. A file that exists under the very name that was given
 A local file that is found under two names, by a link of either kind or by `..`, is refused like one that is listed
 twice.
 
-Read before: `storage.py`. Read next: `file_index.py`.
+Read before: `storage.py`. Read next: `index_place.py`, `file_index.py`.
 """
 
 from __future__ import annotations

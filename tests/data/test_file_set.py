@@ -9,7 +9,8 @@ import os
 import pickle
 import random
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,62 @@ def test_processes_that_index_at_once_do_no_harm(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert len(list((tmp_path / "index").iterdir())) == 1
+
+
+STRANGER, GROUP = 4242, 4243
+PLANTED: dict[str, Callable[[Path, Path], object]] = {
+    "nothing": lambda index, mine: None,
+    "a link": lambda index, mine: index.symlink_to(mine),
+    "a hard link": lambda index, mine: index.hardlink_to(mine),
+    "a pipe": lambda index, mine: os.mkfifo(index),
+    "another member's": lambda index, mine: (shutil.copy(mine, index), os.chown(index, STRANGER, -1)),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("planted", PLANTED)
+def test_each_member_of_a_team_has_an_index_that_no_other_can_forge(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    expected = write_words(tmp_path)
+    index_dir = tmp_path / "index"
+    mine = index_files(tmp_path, Words(), index_dir=index_dir).path
+    forged = mine.rename(tmp_path / "forged")
+    forged.write_bytes(forged.read_bytes()[:-16] + bytes(16))
+    before = forged.read_bytes()
+    os.chown(index_dir, STRANGER if planted == "a pipe" else -1, GROUP)
+    index_dir.chmod(0o775)
+    PLANTED[planted](mine, forged)
+    there = [each.name for each in index_dir.iterdir()]
+    for build in (True, False):
+        assert list(FileSet(tmp_path, Words(), index_dir=index_dir, build=build)) == expected  # type: ignore[call-overload]
+    assert (forged.read_bytes(), [each.name for each in index_dir.iterdir()]) == (before, there)
+    (private,) = (tmp_path / "home" / ".cache" / "ddp").iterdir()
+    assert private.stat().st_mode & 0o777 == 0o700
+    private.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=rf"^others may write {private}, so no index can be there: make it yours alone"
+    ):
+        index_files(tmp_path, Words(), index_dir=index_dir)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_the_index_of_whom_a_folder_belongs_to_serves_those_who_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    expected = write_words(tmp_path)
+    index = index_files(tmp_path, Words(), index_dir=tmp_path / "index").path
+    for path in (index, index.parent):
+        os.chown(path, STRANGER, -1)
+    for build in (True, False):
+        assert list(FileSet(tmp_path, Words(), index_dir=index.parent, build=build)) == expected  # type: ignore[call-overload]
+    assert not (tmp_path / "home").exists() or not [*(tmp_path / "home").rglob("*.index")]
+    (tmp_path / "000.words").write_text("new")
+    changed = FileSet(tmp_path, Words(), index_dir=index.parent)
+    assert changed[0] == ("new", 3)
+    assert list(FileSet(tmp_path, Words(), index_dir=index.parent, build=False)) == list(changed)  # type: ignore[call-overload]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

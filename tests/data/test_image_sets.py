@@ -221,7 +221,9 @@ def test_folder_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(splits.test[1][0].double(), (middle - mean) / deviation, rtol=1e-4, atol=1e-4)
 
 
-def test_a_folder_is_listed_once_and_all_processes_have_that_list(tmp_path: Path) -> None:
+def test_a_folder_is_listed_once_and_all_processes_have_that_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for side in ("train", "val"):
         make_folder(tmp_path, side, ["cat", "dog"])
     choices = {"image_size": 14, "index_dir": tmp_path / "index"}
@@ -238,7 +240,11 @@ def test_a_folder_is_listed_once_and_all_processes_have_that_list(tmp_path: Path
     index.write_text(index.read_text()[:40])
     with pytest.raises(ConfigError, match="is missing or damaged"):
         load_folder(tmp_path, **choices, build=False)
-        load_folder(tmp_path, **choices, build=False)
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # a team's folder: others could write another list
+    (tmp_path / "index").chmod(0o777)
+    assert len(load_folder(tmp_path, **choices).train) == len(load_folder(tmp_path, **choices, build=False).train) == 5
+    assert index.stat().st_size == 40
 
 
 @pytest.mark.parametrize("link", ["hardlink_to", "symlink_to"])
