@@ -30,7 +30,7 @@ from ddp.train.stopping import stop_signals
 
 CUBLAS_WORKSPACE = ":4096:8"  # deterministic=true needs it on a GPU, before the first matrix product
 SHUTDOWN_S = 60
-"""After a signal, workers have this long to agree and save before they are killed."""
+"""After a signal, workers have this long to agree and save before they are killed; 30 s under torch 2.10."""
 
 
 class Ended(NamedTuple):
@@ -63,6 +63,8 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
         launch = ["--parent", str(os.getpid()), "--private", str(private)]
         command = [*_environment(threads, ON_LOOPBACK), *bootstrap, *launch, *arguments]
         command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
+        can_wait = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_S} if can_wait else {}
         engine = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -72,7 +74,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
             signals_to_handle=",".join(number.name for number in signals),
-            shutdown_timeout=SHUTDOWN_S,
+            **patience,
         )
         try:
             elastic_launch(engine, "env")(*command)

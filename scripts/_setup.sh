@@ -45,18 +45,34 @@ pip_install() {
     "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
 }
 
+# From torch's own index of builds for the CPU; $1 is how long to wait for it, in seconds.
+install_for_cpu() {
+    pip_install --retries 1 --timeout "$1" --extra-index-url https://download.pytorch.org/whl/cpu "$2" 2>/dev/null
+}
+
 # torch first: a build without CUDA is a tenth of the download, and enough where there is no GPU.
 install_torch() {
-    local version
+    local version vision
     version=$(sed -n 's/^torch==//p' constraints.txt)
+    vision=$(sed -n 's/^torchvision==//p' constraints.txt)
     if [[ ! -e /dev/nvidia0 ]] && ! nvidia-smi >/dev/null 2>&1; then
         say "installing torch $version for the CPU"
-        pip_install "torch==$version+cpu" 2>/dev/null && return
-        pip_install "torch==$version+cpu" --retries 1 --timeout 20 \
-            --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
+        if pip_install "torch==$version+cpu" 2>/dev/null || install_for_cpu 20 "torch==$version+cpu"; then
+            install_for_cpu 5 "torchvision==$vision+cpu" || true # the build for CUDA will do: see below
+            return
+        fi
     fi
     say "installing torch $version"
     pip_install "torch==$version"
+}
+
+# Where torchvision is a build for CUDA beside torch for the CPU, every interpreter of .venv gets what its import needs.
+let_torchvision_be_imported() {
+    "$python" -c 'import torchvision' 2>/dev/null && return
+    local packages
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    ln -sf "$PWD/ddp/torchvision_operators.py" "$packages"
+    echo 'import torchvision_operators; torchvision_operators.install()' >"$packages/torchvision_operators.pth"
 }
 
 install() {
@@ -69,6 +85,7 @@ install() {
     say "installing the rest"
     pip_install setuptools wheel
     pip_install --no-build-isolation --editable '.[test]'
+    let_torchvision_be_imported
     wanted_stamp >"$stamp"
 }
 

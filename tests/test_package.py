@@ -59,9 +59,10 @@ def test_an_installed_package_trains_from_any_folder(tmp_path: Path) -> None:
 
 def test_the_command_works_from_any_folder_without_activating_anything(tmp_path: Path) -> None:
     clone, elsewhere = tmp_path / "the clone", tmp_path / "elsewhere"
-    (clone / "scripts").mkdir(parents=True)
     elsewhere.mkdir()
-    for name in ("scripts/ddp", "scripts/_setup.sh", "scripts/bench_step", "constraints.txt", "pyproject.toml"):
+    scripts = ("scripts/ddp", "scripts/_setup.sh", "scripts/bench_step")
+    for name in (*scripts, "constraints.txt", "pyproject.toml", "ddp/torchvision_operators.py"):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     venv.create(clone / ".venv", symlinks=True)
     (packages,) = (clone / ".venv").glob("lib/python*/site-packages")
@@ -84,6 +85,11 @@ def test_the_command_works_from_any_folder_without_activating_anything(tmp_path:
     refused = run("../the clone/scripts/ddp", "draw", "rong", "3")
     assert refused.returncode == 2 and refused.stderr.startswith("'../the clone/scripts/ddp' draw: there is no")
     assert run("../link", "bench_step", "--models", "x").stderr.startswith("bench_step: model 'x' is unknown")
+
+    mended = run("bash", "-c", "source ../the*/scripts/_setup.sh; let_torchvision_be_imported")
+    assert (mended.returncode, mended.stderr) == (0, "")
+    plain = run("../the clone/.venv/bin/python", "-W", "error", "-P", "-c", "import torchvision.models")
+    assert (plain.returncode, plain.stderr) == (0, ""), "torchvision's build for CUDA beside torch's for the CPU"
 
 
 INTERPRETER = """#!/bin/bash

@@ -93,7 +93,9 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
         bias: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # a keyword that torch's classes do not have in 2.10
+            self.register_parameter("bias", None)
         self._whose = _Whose(comm)
 
     @classmethod
