@@ -3,7 +3,7 @@
 Each function below builds one component of a run. Components know nothing of `Config`. A component of the user's own
 is imported from its address here, in the parent before any worker starts, and in every worker.
 
-Read before: `worker.py`, `config.py`. Read next: `optimization.py`.
+Read before: `worker.py`, `config.py`. Read next: `models/own.py`, `optimization.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ddp import config as settings
 from ddp.address import called, from_address, is_address, told
@@ -34,6 +33,7 @@ from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
+from ddp.models.own import own_model
 from ddp.models.resnet import resnet
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
@@ -211,7 +211,7 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     """
     match config.model:
         case settings.OwnModel(name=address, args=arguments):
-            return _own_model(address, arguments, folder=config.run.code)
+            return own_model(address, arguments, key="model", folder=config.run.code)
         case settings.Mlp(hidden=hidden):
             shape, num_classes = _facts(config, splits)
             return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
@@ -225,18 +225,6 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
             shape, num_classes = _facts(config, splits, of="[channels, height, width]")
             small = shape[1] < SMALL_IMAGE
             return resnet(config.model.name, num_classes=num_classes, small_images=small, in_channels=shape[0])
-
-
-def _own_model(address: str, arguments: dict[str, Any], *, folder: str) -> nn.Module:
-    """Returns the user's own model."""
-    found = from_address(address, key="model", folder=folder)
-    model = called(found, arguments, address=address, key="model")
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ConfigError(f"model={address}: returned an object of type {kind}; return a torch.nn.Module")
-    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise ConfigError(f"model={address}: {lazy[0]} has no size yet; give it one, because replicas begin equal")
-    return model
 
 
 def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:

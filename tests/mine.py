@@ -27,6 +27,10 @@ class Net(nn.Module):
         outputs: Tensor = self.layers(inputs)
         return outputs
 
+    def example_batch(self) -> tuple[Tensor, Tensor]:
+        """Returns one worker's inputs and targets, for `scripts/ddp bench_step --models mine:Net`."""
+        return torch.randn(32, 4), torch.randn(32, 1)
+
 
 def make(*, n: int = 240) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Returns the data, (train, test); `data.args` are its settings. Every worker calls it, and draws the same."""

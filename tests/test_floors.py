@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     [
-        *("allocator", "clock", "dense", "ending", "errors", "files", "foreign_words", "garbage", "log", "owners"),
-        *("parent_death", "stack", "svg", "terminal", "torchvision_operators", "vision", "wording"),
+        *("address", "allocator", "clock", "dense", "ending", "errors", "files", "foreign_words", "garbage", "log"),
+        *("owners", "parent_death", "stack", "svg", "terminal", "torchvision_operators", "vision", "wording"),
     ],
     ["transport", "collectives", "data", "optim", "models", "tasks"],
     ["comm"],
@@ -38,7 +38,6 @@ FLOORS = [
         "dealing",
         "where",
         "optimization",
-        "address",
         "trust",
         "config",
         "config_checks",

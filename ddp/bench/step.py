@@ -44,14 +44,13 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp.bench.place import HERE, Place
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
 from ddp.bench.units import three_digits, written
-from ddp.bench.workloads import WORKLOADS, Batch
+from ddp.bench.workloads import Batch, loss_of, workload
 from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, init, shutdown
@@ -63,6 +62,7 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.tasks.language_model import LanguageModel
+from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
 from ddp.train.state import TrainState
@@ -188,9 +188,10 @@ class TimeSteps:
 def make(model: str, *, rank: int) -> tuple[nn.Module, Batch]:
     """Returns the same model on every rank, and a batch of the rank's own."""
     torch.manual_seed(0)
-    module = WORKLOADS[model].make()
+    chosen = workload(model)
+    module = chosen.make()
     torch.manual_seed(1 + rank)
-    return module, WORKLOADS[model].batch()
+    return module, chosen.batch()
 
 
 class Training:
@@ -210,8 +211,7 @@ class Training:
         """Trains on the batch once."""
         inputs, targets = self._batch
         self._optimizer.zero_grad(set_to_none=True)
-        scores = self.replica(inputs)
-        loss = F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+        loss = loss_of(self.replica(inputs), targets)
         loss.backward()
         self._optimizer.step()
         self.loss = loss.detach()
@@ -252,7 +252,7 @@ class Updating(Training):
     def step(self) -> None:
         inputs, targets = self._batch
         self._optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(self.replica(inputs).flatten(0, -2), targets.flatten())
+        loss = loss_of(self.replica(inputs), targets)
         loss.backward()
         self._update.step(self._update.gradient_norm(), None)
         self.loss = loss.detach()
@@ -276,7 +276,7 @@ class Fitting(Training):
             self.replica,
             self._samples,
             self._optimizer,
-            loss=LanguageModel() if self._samples.targets.dim() > 1 else nn.CrossEntropyLoss(),
+            loss=_as_task(self._samples.targets),
             global_batch=len(self._batch[0]) * self._comm.world_size,
             max_steps=num_steps + 1,
             checkpoint_dir=None,
@@ -333,3 +333,10 @@ KINDS: dict[str, type[Training]] = {
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+
+
+def _as_task(targets: Tensor) -> nn.Module | Task:
+    """Returns the loss of `loss_of`, as `ddp.fit` takes it."""
+    if targets.is_floating_point():
+        return nn.MSELoss()
+    return LanguageModel() if targets.dim() > 1 else nn.CrossEntropyLoss()

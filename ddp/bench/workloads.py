@@ -11,6 +11,7 @@
 | gpt-10m             | 11 M parameters, 4 × 128 tokens                                                           |
 | gpt-10m-b1          | the same with 128 tokens: more communication for each multiplication                      |
 | tiny-1000           | 1,000 parameters of 4 or 16 numbers: what each costs in the interpreter                   |
+| MODULE:NAME         | your own: its method `example_batch()` returns one worker's (inputs, targets)             |
 
 Read before: `turns.py`. Read next: `step.py`.
 """
@@ -18,14 +19,20 @@ Read before: `turns.py`. Read next: `step.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp.address import is_address, told
+from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
+from ddp.models.own import own_model
 from ddp.models.resnet import resnet
 
 Batch = tuple[Tensor, Tensor]
@@ -90,3 +97,51 @@ WORKLOADS = {
     "gpt-10m-b1": Workload(_gpt, _tokens(1)),
     "tiny-1000": Workload(lambda: TinyLayers(500), lambda: (torch.randn(8, 4), torch.randint(0, 4, (8,)))),
 }
+
+
+def workload(model: str) -> Workload:
+    """Returns one of `WORKLOADS`; or that of a user's own model, MODULE:NAME, which is built now.
+
+    Raises:
+        ConfigError: the user's own model cannot be built.
+    """
+    if not is_address(model):
+        return WORKLOADS[model]
+    module = own_model(model, {}, key="--models", folder=Path.cwd())
+    return Workload(lambda: module, partial(_own_batch, module, model))
+
+
+def _own_batch(module: nn.Module, model: str) -> Batch:
+    """Returns what the user's own model gives as an example."""
+    give = "give it a method that returns one worker's (inputs, targets), two tensors"
+    if not callable(example := getattr(module, "example_batch", None)):
+        raise ConfigError(f"--models={model}: has no example_batch(); {give}")
+    try:
+        batch = example()
+    except Exception as error:
+        raise ConfigError(f"--models={model}: example_batch() failed: {told(error)}") from error
+    if not (isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
+        raise ConfigError(f"--models={model}: example_batch() returned {batch!r:.60}; {give}")
+    return batch
+
+
+def try_own(model: str) -> None:
+    """Raises ConfigError unless the user's own model can be built and takes its example, before any rank starts."""
+    chosen = workload(model)
+    module, (inputs, targets) = chosen.make(), chosen.batch()
+    try:
+        outputs = module(inputs)
+        if not isinstance(outputs, Tensor):
+            raise TypeError(f"the model returned an object of type {type(outputs).__name__}; return a tensor")
+        loss = loss_of(outputs, targets)
+    except Exception as error:
+        raise ConfigError(f"--models={model}: a step on its example_batch() failed: {told(error)}") from error
+    if not loss.requires_grad:
+        raise ConfigError(f"--models={model}: nothing of it is trained; give it a parameter that needs a gradient")
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean cross-entropy of scores [n, …, classes] and classes [n, …]; for numbers, the mean square."""
+    if targets.is_floating_point():
+        return F.mse_loss(outputs, targets)
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
