@@ -207,7 +207,7 @@ def checkpointing(comm: ddp.Communicator) -> None:
 def several_forwards_then_one_backward(comm: ddp.Communicator) -> None:
     torch.manual_seed(0)
     ours = ddp.DistributedDataParallel(small_cnn(), buffers="none")
-    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module), broadcast_buffers=False)
     x = torch.randn(2, 1, 8, 8) + comm.rank
     for replica in (ours, theirs):
         (replica(x).sum() + replica(2 * x).square().sum()).backward()

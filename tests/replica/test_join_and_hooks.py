@@ -208,7 +208,8 @@ def buffers_around_every_kind_of_forward(comm: ddp.Communicator) -> None:
 
 
 def two_forwards_before_a_backward_keep_their_graphs(comm: ddp.Communicator) -> None:
-    ours, theirs = ddp.DistributedDataParallel(net()), nn.parallel.DistributedDataParallel(net())
+    ours = ddp.DistributedDataParallel(net())
+    theirs = nn.parallel.DistributedDataParallel(net(), broadcast_buffers=False)  # torch 2.10 fails with its broadcast
     for replica in (ours, theirs):
         (first, _), (second, _) = batches(comm, 2)
         (replica(first).square().sum() + replica(second).sum()).backward()

@@ -1303,7 +1303,7 @@ def keywords(comm: ddp.Communicator) -> None:
     from ddp.drop_in.arguments import ACCEPTED, USE_INSTEAD
 
     theirs = set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters)
-    assert theirs - accepted == ACCEPTED | USE_INSTEAD.keys()
+    assert theirs - accepted <= ACCEPTED | USE_INSTEAD.keys()  # torch 2.10 has fewer
     for keyword in ACCEPTED:
         ddp.DistributedDataParallel(nn.Linear(1, 1), **{keyword: True})
     for keyword, instead in USE_INSTEAD.items():

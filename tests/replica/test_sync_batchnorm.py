@@ -52,7 +52,9 @@ BATCHES = [[3, 3, 3, 3], [2, 4, 1, 5], [4, 0, 3, 1], [0, 5, 0, 0]]  # samples by
 
 def layer_of(case: Case, settings: dict[str, Any]) -> _BatchNorm:
     torch.manual_seed(7)
-    layer = case.kind(CHANNELS, dtype=torch.float64, **settings)
+    layer = case.kind(CHANNELS, dtype=torch.float64, **{key: each for key, each in settings.items() if key != "bias"})
+    if "bias" in settings:  # not a keyword of torch's classes in 2.10
+        layer.register_parameter("bias", None)
     for parameter in layer.parameters():
         nn.init.uniform_(parameter, -1, 1)
     return layer
@@ -372,5 +374,6 @@ def test_a_constructed_layer_is_as_torchs() -> None:
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert ours.extra_repr() == theirs.extra_repr()
     assert SyncBatchNorm(4, device="meta", dtype=torch.float16).weight.dtype == torch.float16
+    assert list(dict(SyncBatchNorm(4, bias=False).named_parameters())) == ["weight"]
     with pytest.raises(TypeError, match="process_group"):
         SyncBatchNorm(4, process_group=None)  # type: ignore[call-arg]
