@@ -9,11 +9,14 @@ Read before: `settings.py`. Read next: `status.py`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from torch.autograd import profiler
+
+Result = TypeVar("Result")
 
 Direction = Literal["to", "from"]
 LONGEST_KIND = 160  # characters; slices for many ranks have more
@@ -81,9 +84,18 @@ class Call(NamedTuple):
     @property
     def range(self) -> str:
         """The name in a profile: the label without its "step 12, ", so that the steps add up, and its "; remedy"."""
+        return f"ddp: {self._what}"
+
+    @property
+    def wait_range(self) -> str:
+        """The name in a profile of the wait for it, on the thread that needs the result."""
+        return f"ddp: wait for {self._what}"
+
+    @property
+    def _what(self) -> str:
         label = self.label.partition("; ")[0]
         step, comma, what = label.partition(", ")
-        return f"ddp: {what if comma and step.startswith('step ') else label}"
+        return what if comma and step.startswith("step ") else label
 
     def describe(self) -> str:
         """Returns all that must agree between ranks, the label and the shape included."""
@@ -102,6 +114,12 @@ class Call(NamedTuple):
         how = (each for each in self.how if each not in ("auto", None))
         words = [self.operation, self.op, size, *map(str, (each for each in (self.dtype, *how) if each is not None))]
         return " ".join(word for word in words if word).replace("torch.", "")
+
+
+def recorded(name: str, function: Callable[..., Result], *args: Any) -> Result:
+    """Returns what the function returns; its time is a range of this name in a profile."""
+    with profiler.record_function(name):
+        return function(*args)
 
 
 def disagreement(descriptions: Sequence[bytes]) -> str:

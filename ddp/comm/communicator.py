@@ -34,6 +34,7 @@ from typing import Any, Literal, SupportsInt
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddp.collectives.catalog import SCHEDULES
@@ -41,7 +42,7 @@ from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
 from ddp.comm import checks
 from ddp.comm.arithmetic import Reduction
-from ddp.comm.call import Call
+from ddp.comm.call import Call, recorded
 from ddp.comm.carrier import Carriers
 from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, together, with_rows, write_back
 from ddp.comm.host_memory import NoSharedMemory
@@ -175,6 +176,8 @@ class Communicator:
             wide, narrow_wire = widened(flat, wire)
             way = self.auto.way(wide, algorithm, narrow_wire)
             run = partial(self._links.all_reduce, wide, way, sequence=call.sequence)
+            if profiler._is_profiler_enabled:
+                run = partial(recorded, f"ddp: {way.name}", run)  # inside of the call's own range
             self._divided_by(int(divide_by), run, wide, wide, op=op, wire=narrow_wire)
             if wide is not flat:
                 flat.copy_(wide)

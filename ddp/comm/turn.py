@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ddp.clock import Patience
-from ddp.comm.call import Call, disagreement
+from ddp.comm.call import Call, disagreement, recorded
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.watchdog import Watchdog
 from ddp.comm.work import Runner
@@ -121,7 +121,7 @@ class Turns:
         runner, run = (self._beside, self._run_now) if in_chain else (self._runner, self.run_here)
         if not async_op and runner.is_idle():
             return run(call, collective)
-        work = runner.submit(partial(run, call, collective))
+        work = runner.submit(partial(run, call, collective), call)
         return work if async_op else work.wait()
 
     def run_chain(self, call: Call, chain: Callable[[], Any], *, async_op: bool = False) -> Any:
@@ -169,8 +169,7 @@ class Turns:
             if gather is not None and (difference := disagreement(gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
             if profiler._is_profiler_enabled:  # on any thread
-                with profiler.record_function(call.range):
-                    return collective()
+                return recorded(call.range, collective)
             return collective()
         except TransportError as error:
             self.error = lost = self._lost(error)

@@ -9,7 +9,7 @@ A synchronous call that finds nothing in flight runs in the caller's own thread,
 CUDA. The thread works on a stream of its own, which first waits for what the caller's stream has produced so far;
 `Work.wait` makes the caller's stream wait for the result. Nothing synchronises the device.
 
-Read before: `clock.py`. Read next: `turn.py`, which decides in which thread a call runs.
+Read before: `clock.py`, `call.py`. Read next: `turn.py`, which decides in which thread a call runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ddp.clock import now_s
+from ddp.comm.call import Call, recorded
 
 CPU = torch.device("cpu")
 
@@ -36,8 +38,9 @@ class Work:
         done_s: when it ended.
     """
 
-    def __init__(self, collective: Callable[[], Any], device: torch.device = CPU) -> None:
+    def __init__(self, collective: Callable[[], Any], device: torch.device = CPU, call: Call | None = None) -> None:
         self._collective: Callable[[], Any] | None = collective
+        self._call = call  # names the wait in a profile
         self._future: Future[Any] = Future()
         self._inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
         self._produced = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -69,7 +72,10 @@ class Work:
 
         Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly (TimeoutError).
         """
-        result = self._future.result(timeout_s)
+        if profiler._is_profiler_enabled and self._call is not None:
+            result = recorded(self._call.wait_range, self._future.result, timeout_s)
+        else:
+            result = self._future.result(timeout_s)
         if (stream := self.hold_current_stream()) is not None:
             for each in result if isinstance(result, list) else [result]:
                 if isinstance(each, Tensor):
@@ -121,12 +127,12 @@ class Runner:
             self._last = None
         return self._last is None
 
-    def submit(self, collective: Callable[[], Any]) -> Work:
+    def submit(self, collective: Callable[[], Any], call: Call | None = None) -> Work:
         """Queues it behind everything submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._last = work = Work(collective, self._device)
+        self._last = work = Work(collective, self._device, call)
         self._queue.put(work)
         return work
 

@@ -7,8 +7,9 @@
 The slowest rank's buckets are ready late; all other ranks' buckets are ready early, and done late. So the two times
 together show who waited for whom.
 
-In a profile, every bucket's reduction is a range on the thread that runs it. With overlap that is a background thread,
-which torch's profiler records only if it is told to:
+In a profile, every bucket's reduction is a range on the thread that runs it, and inside of it the way that it takes
+("ddp: ring"). With overlap that is a background thread; on the thread of backward the wait for the bucket is a range.
+torch's profiler records the background thread only if it is told to:
 
     torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
 

@@ -224,11 +224,13 @@ def reductions_have_their_range_where_they_run(comm: Communicator) -> None:
             work.wait()
         with record_function("here"):
             comm.barrier()
+            comm.all_reduce(torch.ones(9), algorithm="ring")
     events = profiled.events()
     assert events is not None
     threads = {event.name: event.thread for event in events}
     assert [event.name for event in events].count("ddp: bucket 1 (fc)") == 2
     assert threads["ddp: bucket 1 (fc)"] != threads["here"]
+    assert threads["ddp: wait for bucket 1 (fc)"] == threads["ddp: ring"] == threads["here"]
     assert Call(1, "broadcast", name=BEFORE_FORWARD).range == "ddp: buffers before a forward"  # without its remedy
 
 
