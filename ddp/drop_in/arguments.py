@@ -1,4 +1,4 @@
-"""Every keyword of torch's DistributedDataParallel (torch 2.13), and what it means here.
+"""Every keyword of torch's DistributedDataParallel (torch 2.10 to 2.15), and what it means here.
 
 keyword                          here
 module, device_ids, output_device, dim
@@ -9,6 +9,7 @@ broadcast_buffers, forward_sync_buffers
                                  as in torch
 gradient_as_bucket_view          accepted; gradients are views of their buckets either way
 batched_grad_copy                accepted; small gradients are always copied together
+lazy_bucket_allocation           accepted; buckets keep their memory from one step to the next
 check_reduction                  accepted; reductions are always checked (torch ignores it, too)
 mixed_precision                  refused: the precision setting, or torch.autocast around forward
 delay_all_reduce_named_params    refused: `bucket_cap_mb_list`, or parameters ignored by name
@@ -36,7 +37,7 @@ from ddp.errors import ConfigError
 from ddp.log import log
 from ddp.replica.uncompiled import uncompiled
 
-ACCEPTED = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction"})
+ACCEPTED = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction", "lazy_bucket_allocation"})
 USE_INSTEAD = {
     "mixed_precision": "precision=bf16 of ddp.fit, or torch.autocast around forward",
     "delay_all_reduce_named_params": "bucket_cap_mb_list for when buckets are closed, or "
