@@ -1,11 +1,17 @@
-"""Settings that must stand before torch is imported, and signals as a terminal has them, here and in every rank."""
+"""Settings that must stand before torch is imported, and signals as a terminal has them, here and in every rank.
+
+No test leaves a process group to the next one.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["MKL_CBWR"] = "AUTO"
@@ -13,3 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `from ranks import run_ran
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:  # tests in the background, or under nohup
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Ends what a fit of this process has begun."""
+    yield
+    if (setup := sys.modules.get("ddp.comm.setup")) is not None:
+        setup.shutdown()
