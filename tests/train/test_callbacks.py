@@ -250,6 +250,29 @@ def test_a_scheduler_that_a_callback_steps_is_as_in_a_loop_by_hand(name: str, tm
     assert last == [rates[4], rates[7]]  # also what the last step has left
 
 
+def test_masters_are_compared_for_a_user_s_callback_and_not_for_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, equal = list[Tensor](), torch.equal
+
+    def noting(first: Tensor, second: Tensor) -> bool:
+        compared.extend([first] if first.dtype == torch.int16 else [])
+        return equal(first, second)
+
+    monkeypatch.setattr(torch, "equal", noting)
+    found = []
+    for others in ([], [ddp.Callback()]):
+        module, averages = net(), ddp.EMA(0.5)
+        compared.clear()
+        state = ddp.fit(
+            module, (X, CLASSES), SGD(module.parameters(), lr=0.1), loss=F.cross_entropy, test_data=(X, CLASSES),
+            global_batch=10, max_steps=8, evaluate_every_steps=4, evaluate_every_epochs=None, precision="bf16_pure",
+            checkpoint_dir=None, progress=False, comm=alone(), callbacks=[averages, ddp.EarlyStopping(9), *others],
+        )  # fmt: skip
+        found.append((state.evaluation, nn.utils.parameters_to_vector(module.parameters()), len(compared)))
+    (evaluation, weights, few), (other_evaluation, other_weights, many) = found
+    assert evaluation == other_evaluation and equal(weights, other_weights)
+    assert (few, many) == (2 * 4, 9 * 4)  # after each evaluation; before each step and at the end
+
+
 class Unfreezes(ddp.Callback):
     """Begins to train the first layer after the second step, at a rate of its own; or before the first one."""
 
