@@ -118,7 +118,6 @@ def joined(config: Config) -> Iterator[Communicator]:
 def finish(config: Config, run_dir: Path) -> None:
     """Completes the results that the workers wrote, and prints them."""
     if config.trial:
-        (run_dir / "config.yaml").unlink()  # so that a run may have this name
         return
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())

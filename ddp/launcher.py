@@ -56,7 +56,7 @@ from ddp.files import json_object
 from ddp.function_call import CALL, check_call, folder_for_call, result_file
 from ddp.garbage import leave_out, skip_at_exit
 from ddp.log import log
-from ddp.run_folder import continued, only_writer, prepare, settings_text, unwritable
+from ddp.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.settings_page import page
 from ddp.terminal import keep_writing
 from ddp.wording import counted, program, setting_for, shown, train_command
@@ -411,11 +411,13 @@ def train(config: Config, run_dir: Path) -> int:
     threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
     arguments = ["--settings", digest, str(run_dir.resolve())]
-    ended = run_workers(arguments, workers=config.cluster.workers, threads=threads)
+    try:
+        ended = run_workers(arguments, workers=config.cluster.workers, threads=threads)
+    finally:
+        if config.trial:
+            forget_trial(run_dir)
 
     if ended.failures:
-        if config.trial:
-            (run_dir / "config.yaml").unlink()  # so that the next trial may have this name
         _restore_terminal()
         print(describe_failures(ended.failures, run_dir / "logs"), file=sys.stderr, flush=True)
         return 1

@@ -40,7 +40,7 @@ from ddp.files import (
     write_whole,
 )
 from ddp.log import log
-from ddp.train.starts import note_start
+from ddp.train.starts import STARTS, note_start
 from ddp.trust import check_trust
 from ddp.wording import setting_for
 
@@ -126,6 +126,12 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
     return found
 
 
+def forget_trial(run_dir: Path) -> None:
+    """Removes what says that a run is here, so that a run, or the next trial, may have the folder's name."""
+    for name in ("config.yaml", STARTS):
+        (run_dir / name).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def only_writer(run_dir: Path) -> Iterator[None]:
     """Makes the folder, and keeps other processes from writing there for the duration of the block.
@@ -160,13 +166,21 @@ def unwritable(folder: Path | str, error: OSError) -> ConfigError:
 
 def _refuse_reuse(config: Config, run_dir: Path) -> None:
     """Raises ConfigError if the folder holds a run that this one does not continue."""
-    if not (run_dir / "config.yaml").exists() or config.resume == "auto":
+    path = run_dir / "config.yaml"
+    if not path.exists() or config.resume == "auto" or _is_of_trial(path):
         return
     if config.resume != "none" and Path(config.resume).resolve().is_relative_to(run_dir.resolve()):
         return
     raise ConfigError(
         f"{setting_for(run_dir, config.run.name)}: {run_dir} holds a run; continue it with resume=auto, or take another"
     )
+
+
+def _is_of_trial(path: Path) -> bool:
+    """Returns True for the config.yaml of a trial, which was killed and has left it."""
+    with contextlib.suppress(ConfigError):
+        return bool(read_settings(path).get("trial"))
+    return False
 
 
 def _refuse_planted(run_dir: Path) -> None:

@@ -34,7 +34,7 @@ from ddp.engine import CUBLAS_WORKSPACE
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.garbage import collect_later
 from ddp.launcher import bad_input_to, composed, exit_with_error, print_error
-from ddp.run_folder import only_writer, prepare
+from ddp.run_folder import forget_trial, only_writer, prepare
 from ddp.terminal import keep_writing, tolerant
 from ddp.worker import ORPHAN_GRACE_S, Report, follow_parent, leave
 from ddp.worker import train as train_in_this_process
@@ -102,6 +102,8 @@ def main() -> NoReturn:
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = tolerant(os.dup(2), like=sys.stderr)
     status = train_in_this_process(config, run_dir, rank=rank)
+    if config.trial and rank == 0:
+        forget_trial(run_dir)
     report = Report.read(run_dir / "logs", rank=rank) if status else None
     if report is not None and report.is_secondary:
         print(f"rank {rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)

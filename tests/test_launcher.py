@@ -29,7 +29,7 @@ from ddp.config_reader import from_plain
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.failures import Failure, describe_failures
 from ddp.launcher import _options_first, _quoted_paths, launch, translated
-from ddp.run_folder import continued, only_writer, prepare
+from ddp.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.under_torchrun import _asked_for, prepared
 from ddp.worker import Report
 
@@ -464,6 +464,17 @@ def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: l
     written = (tmp_path / "config.yaml").stat()
     prepare(second, tmp_path)
     assert (tmp_path / "config.yaml").stat().st_mtime_ns == written.st_mtime_ns, "the same is not written again"
+
+
+def test_a_trial_leaves_no_run_also_if_it_was_killed(checked: list[Config], tmp_path: Path) -> None:
+    for _ in range(2):  # the first one was killed
+        prepare(from_plain({"trial": True}), tmp_path)
+    forget_trial(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    prepare(from_plain({"trial": True}), tmp_path)
+    prepare(Config(), tmp_path)
+    with pytest.raises(ConfigError, match="holds a run; continue it with resume=auto"):
+        prepare(from_plain({"trial": True}), tmp_path)
 
 
 def test_a_folder_that_another_run_writes_is_refused_and_a_fresh_one_left_empty(

@@ -8,6 +8,7 @@ Read before: `arguments.py`. Read next: `fit.py`.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,10 +17,12 @@ from typing import Any
 
 from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
+from ddp.files import hold
 from ddp.train.arguments import ranks_of
 from ddp.train.state import TrainState
 
 NUM_STEPS = 3
+_NAME = ".trial-"  # begins the name of a trial's folder
 
 
 def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainState:
@@ -28,9 +31,10 @@ def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainStat
     Its files lie beside the run's folder, on the same disk, until it is over.
     """
     comm = given["comm"] or ranks_of(given["model"])
-    folder = None
+    folder, until_end = None, contextlib.ExitStack()
     if given["checkpoint_dir"] is not None:
-        folder = on_rank_zero(comm, lambda: _folder_beside(Path(given["checkpoint_dir"])), label="making a folder")
+        run_dir = Path(given["checkpoint_dir"])
+        folder = on_rank_zero(comm, lambda: _folder_beside(run_dir, until_end), label="making a folder")
     num_steps = min(NUM_STEPS, given["max_steps"] or NUM_STEPS)
     changed = {
         "max_steps": num_steps,
@@ -40,11 +44,8 @@ def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainStat
         "checkpoint_dir": folder,
         "trial": False,
     }
-    try:
+    with until_end:
         state = fit(**{**given, **changed, "comm": comm})
-    finally:
-        if folder is not None and comm.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
     if given["progress"] and comm.rank == 0:
         more = {"an evaluation": bool(state.evaluation), "a save": folder is not None}
         done = ", ".join([f"{state.step} steps", *(what for what, was_made in more.items() if was_made)])
@@ -52,10 +53,24 @@ def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainStat
     return state
 
 
-def _folder_beside(run_dir: Path) -> Path:
-    """Returns a new folder. On rank 0 only."""
+def _folder_beside(run_dir: Path, until_end: contextlib.ExitStack) -> Path:
+    """Returns a new folder, which is removed at the end. On rank 0 only."""
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".trial-", dir=run_dir.parent))
+        for other in run_dir.parent.glob(f"{_NAME}*"):
+            _remove_if_left(other)
+        made = Path(tempfile.mkdtemp(prefix=f".new{_NAME}", dir=run_dir.parent))
+        held = hold(made)
+        folder = made.rename(made.with_name(made.name.removeprefix(".new")))  # held once others look for it
     except OSError as error:
         raise ConfigError(f"checkpoint_dir={run_dir}: {error.strerror}; take another folder") from error
+    until_end.callback(shutil.rmtree, folder, ignore_errors=True)
+    until_end.callback(held.close)
+    return folder
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Removes the folder of a trial that was killed."""
+    with contextlib.suppress(ConfigError, OSError):  # another process holds it, or it is another user's
+        hold(folder).close()
+        shutil.rmtree(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -278,19 +279,25 @@ def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file
             calls.append("evaluation")
 
         def fit_end(self, state: ddp.TrainState) -> None:
-            folder = next(tmp_path.glob("runs/.trial-*/checkpoints"))
+            (folder,) = {*tmp_path.glob("runs/.trial-*/checkpoints")} - {lock.parent / "checkpoints"}
             calls.append(f"{len(list(folder.glob('step-*')))} saved")
 
     how: dict[str, Any] = {"comm": ddp.Communicator(SimulatedNetwork(1).transport(0)), "epochs": 50}
     module = net()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for name in (".trial-killed", ".trial-running"):
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
+    lock = tmp_path / "runs" / ".trial-running" / ".lock"
+    running = lock.open("w")
+    fcntl.flock(running, fcntl.LOCK_EX)  # as another process
     state = ddp.fit(
         module, (X, CLASSES), optimizer, loss=F.cross_entropy, test_data=(X, CLASSES), global_batch=10,
         evaluate_every_steps=1, checkpoint_every_steps=1, checkpoint_dir=tmp_path / "runs" / "mine",
         callbacks=[Notes(), ddp.EarlyStopping(1)], trial=True, **how,
     )  # fmt: skip
     assert (state.step, calls) == (3, ["step", "step", "step", "evaluation", "1 saved"])
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list((tmp_path / "runs").iterdir()) == [lock.parent], "what a killed trial has left is gone"
+    running.close()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "the trial went well: 3 steps, an evaluation, a save; no file of it is kept"
     with pytest.raises(ConfigError, match="trial=True: with resume='auto'; a trial begins anew"):
