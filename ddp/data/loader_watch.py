@@ -71,7 +71,8 @@ class LoaderWatch:
     def __init__(self, loader: DataLoader[Any], limits: Limits) -> None:
         self._loader, self._limits = loader, limits
         self.asked: deque[Sequence[int]] = deque()
-        self._iterator: Any = None
+        self._iterator: Any = None  # once the processes have started
+        self._before: set[int] = set()  # this process's descendants before they start
         self._waits, self._number = False, 0
         self._lost = ""
 
@@ -82,11 +83,11 @@ class LoaderWatch:
 
     def _watched(self) -> Iterator[Any]:
         self._iterator = self._loader._iterator  # of processes that persist
-        is_first = self._iterator is None
-        if is_first:
-            self._iterator = self._started()
         with self._watching():
-            if not is_first:
+            if self._iterator is None:
+                self._before = _descendants(os.getpid())
+                self._iterator = self._wait_for(_started, self._loader)
+            else:
                 self._wait_for(iter, self._loader)  # for each process, which is to begin anew
             while True:
                 try:
@@ -96,20 +97,6 @@ class LoaderWatch:
                 if self.asked:
                     self.asked.popleft()
                 yield batch
-
-    def _started(self) -> Iterator[Any]:
-        """Starts the processes; returns the iterator over their batches.
-
-        Raises:
-            ConfigError: they cannot be started here.
-        """
-        try:
-            return iter(self._loader)
-        except OSError as error:
-            raise ConfigError(
-                f"loader processes cannot be started: {error.strerror or error}. They need room in /dev/shm, and leave "
-                "to write there; without them, take loader_workers=0 (loader.num_workers=0)"
-            ) from error
 
     def explained(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns batches that came through `batches`, in whichever thread that is read.
@@ -197,19 +184,26 @@ class LoaderWatch:
                 has_warned = True
                 log.warning("waited %.0f s for %s, %s, to send %s", waited_s, self._name(place), state, self._samples())
 
-    def _give_up(self, place: int, state: str, how_long: str) -> None:
+    def _give_up(self, place: int | None, state: str, how_long: str) -> None:
         remedy = "look what a sample waits for; if reading takes so long, raise comm.abort_s (abort_s of ddp.init)"
-        if state == "stopped":
+        if state == "stopped" and place is not None:
             remedy = f"continue it with kill -CONT {self._iterator._workers[place].pid}, or find out who has stopped it"
         self._lost = f"{self._name(place)} is {state} and has not sent {self._samples()} {how_long}: {remedy}"
-        for process in self._iterator._workers:
-            process.kill()
+        if self._iterator is not None:
+            for process in self._iterator._workers:
+                process.kill()
+            return
+        for pid in _descendants(os.getpid()) - self._before:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     # --- words -------------------------------------------------------------------------------------------------------
 
-    def _late(self) -> tuple[int, str]:
-        """Returns the number and the state of the process that the rank waits for."""
+    def _late(self) -> tuple[int | None, str]:
+        """Returns the number and the state of the process that the rank waits for; None while they start."""
         iterator = self._iterator
+        if iterator is None:
+            return None, "starting"
         states = [_state(process.pid) for process in iterator._workers]
         awaited = (iterator._task_info.get(iterator._rcvd_idx) or (0,))[0]
         # One that is stopped may hold the lock of the queue, which all of them share.
@@ -219,7 +213,8 @@ class LoaderWatch:
     def _why(self, error: BaseException) -> str:
         """Returns which loader process was given up or has ended, and why, if that is what an error is about."""
         if self._lost:
-            _expect_no_more(self._iterator)
+            if self._iterator is not None:
+                _expect_no_more(self._iterator)
             return self._lost
         if "DataLoader worker (pid" not in str(error) or self._iterator is None:
             return ""
@@ -232,12 +227,39 @@ class LoaderWatch:
                 return f"{self._name(place)} {how} before it had sent {self._samples()}: {remedy}"
         return ""
 
-    def _name(self, place: int) -> str:
+    def _name(self, place: int | None) -> str:
+        if place is None:
+            return f"a loader process of rank {self._limits.rank}"
         pid = self._iterator._workers[place].pid
         return f"loader process {place} of rank {self._limits.rank} (pid {pid})"
 
     def _samples(self) -> str:
         return in_words(list(self.asked[0])) if self.asked else "its next batch"
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Starts the processes; returns the iterator over their batches.
+
+    Raises:
+        ConfigError: they cannot be started here.
+    """
+    try:
+        return iter(loader)
+    except OSError as error:
+        raise ConfigError(
+            f"loader processes cannot be started: {error.strerror or error}. They need room in /dev/shm, and leave to "
+            "write there; without them, take loader_workers=0 (loader.num_workers=0)"
+        ) from error
+
+
+def _descendants(pid: int) -> set[int]:
+    """Returns the processes that a process has started, and those that they have; none where there is no /proc."""
+    found = set[int]()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            for child in map(int, path.read_text().split()):
+                found |= {child, *_descendants(child)}
+    return found
 
 
 def _next(batches: Iterator[Any]) -> Any:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from ddp.data import loader_watch
 from ddp.data.iterable import IterableLoader, IterableSampler
 from ddp.data.loader import EvaluationLoader, TrainLoader
-from ddp.data.loader_watch import Limits
+from ddp.data.loader_watch import Limits, LoaderWatch
 from ddp.data.sampler import TrainSampler
 from ddp.errors import ConfigError, LoaderLost
 
@@ -102,6 +102,33 @@ def test_an_error_of_the_data_is_the_same_from_a_loader_process_and_blames_no_me
         list(batches_of(loader))
     assert not hasattr(caught.value, "__notes__")
     loader.close()
+
+
+class Stuck:
+    """A DataLoader whose process does not read what it is sent while it starts."""
+
+    num_workers, _iterator, child = 1, None, None
+
+    def __iter__(self) -> Any:
+        self.child = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
+        with self.child:
+            self.child.stdout.read()
+        raise BrokenPipeError
+
+
+def test_a_process_that_does_not_start_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr(loader_watch, "LOOK_S", 0.01)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        stuck = Stuck()
+        watch = LoaderWatch(stuck, Limits(rank=2, warn_s=0.02, abort_s=0.1))
+        with pytest.raises(
+            LoaderLost, match=r"^a loader process of rank 2 is starting and has not sent its next batch f"
+        ):
+            next(watch.explained(watch.batches()))
+        watch.close()
+        assert stuck.child.returncode == -signal.SIGKILL and other.poll() is None
+        other.kill()
+    assert "for a loader process of rank 2, starting, to send its next batch" in caplog.text
 
 
 def test_memory_is_named_where_it_has_run_out():
