@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from torch.utils.data import IterableDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, random_split
 
 import ddp
 from ddp.__main__ import main as ask
@@ -364,6 +364,14 @@ class Stream(IterableDataset[Any]):
 TENSORS = (torch.zeros(6, 2), torch.arange(6) % 2)
 
 
+def dropping() -> DataLoader[Any]:
+    return DataLoader(TensorSet(*TENSORS), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+
+
+def drawing() -> DataLoader[Any]:
+    return DataLoader(TensorSet(*TENSORS), sampler=WeightedRandomSampler([1.0] * 6, 6))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("found", "words"),
     [
@@ -372,6 +380,14 @@ TENSORS = (torch.zeros(6, 2), torch.arange(6) % 2)
         ((TENSORS, (torch.zeros(3), torch.zeros(2))), "test has inputs [3] and targets [2]"),
         ((TENSORS, Stream()), "test is Stream, an iterable"),
         ((TENSORS, []), "test has no samples"),
+        (
+            (dropping(), TENSORS),
+            "train is a DataLoader with drop_last, which ddp.fit takes: give its data set; the last",
+        ),
+        (
+            (drawing(), TENSORS),
+            "train is a DataLoader with a sampler of its own, which ddp.fit takes: give its data set",
+        ),
     ],
 )
 def test_data_of_another_form_are_refused(found: Any, words: str) -> None:

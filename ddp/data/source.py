@@ -184,6 +184,8 @@ def whole_splits(found: Any, *, name: str) -> Splits:
             "ddp.Splits(train=…, test=…)"
         )
     parts = {"train": found.train, "test": found.test, "validation": found.validation}
+    if isinstance(found.train, DataLoader) and not is_stream(found.train.dataset):
+        _refuse_choice(source_of(found.train, what="train", trains=True))
     sides = {side: source_of(data, what=side) for side, data in parts.items() if data is not None}
     train, test, validation = sides["train"], sides["test"], sides.get("validation")
     for side, source in sides.items():
@@ -207,6 +209,16 @@ def whole_splits(found: Any, *, name: str) -> Splits:
         validation=None if validation is None else validation.samples,
         unaugmented=found.unaugmented,
     )
+
+
+def _refuse_choice(train: Source) -> None:
+    """Raises ConfigError if a DataLoader chooses among the training samples, which settings do instead."""
+    for choice, is_made, instead in (
+        ("drop_last", train.drop_last, "the last step of an epoch may be smaller than the others"),
+        ("a sampler of its own", train.order is not None, "data.order says how they are drawn, such as weighted"),
+    ):
+        if is_made:
+            raise ConfigError(f"train is a DataLoader with {choice}, which ddp.fit takes: give its data set; {instead}")
 
 
 def _shape_of(data: Samples) -> tuple[int, ...] | None:
