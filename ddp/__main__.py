@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -105,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
     except WorkersFailed as error:
         print(error, file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("stopped by SIGINT before there was an answer", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

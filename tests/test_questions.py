@@ -24,6 +24,19 @@ def test_simulate_gives_the_textbook_s_time_and_bytes(capsys: pytest.CaptureFixt
     assert text.rstrip().endswith("bus bandwidth 1 GB/s")
 
 
+def test_ctrl_c_ends_a_question_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt("it has ended the workers")
+
+    monkeypatch.setattr("ddp.launcher.launch", interrupted)
+    monkeypatch.setattr("ddp.__main__.simulate", interrupted)
+    for words in (["draw", "overlap"], ["explain", "25MB"], ["simulate", "ring", "4"]):
+        assert main(words) == 130
+        assert capsys.readouterr().err == "stopped by SIGINT before there was an answer\n"
+
+
 def test_simulate_ten_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     text = answer(capsys, "simulate", "tree", "10000", "--bytes", "4KB", "--per-host", "8")
     assert "tree, 10,000 ranks on 1,250 hosts" in text
