@@ -175,8 +175,8 @@ def fit(
         validation_data: held-out samples that the run chooses by (the best checkpoint, ReduceLROnPlateau,
             `ddp.EarlyStopping`): a data set, as `data`; or a share of the training samples, such as 0.1, which the seed
             chooses. Those are set apart, and keep the transforms that they have in `data`, random ones included.
-        test_data: held-out samples for the report at the end. Without validation_data the run evaluates them meanwhile
-            and chooses by them. Without both nothing is evaluated, and no checkpoint is the best.
+        test_data: held-out samples for the report at the end, with the last weights. Without validation_data the run
+            evaluates them meanwhile and chooses by them. Without both nothing is evaluated, no checkpoint is the best.
         evaluate_every_epochs, evaluate_every_steps: when to evaluate, besides at the end.
         evaluation_batch: samples per rank in one forward of an evaluation.
         collate: makes a batch of a list of samples, in any nested form; None for the DataLoader's, or torch's default.

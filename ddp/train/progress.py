@@ -97,9 +97,8 @@ class ProgressBar(Callback):
     def fit_end(self, state: TrainState) -> None:
         self._end()
         if state.comm.rank == 0 and state.reported:
-            print(
-                f"at the end  {'  '.join(f'{name} {value:.4f}' for name, value in state.reported.items())}", flush=True
-            )
+            reported = "  ".join(f"{name} {value:.4f}" for name, value in state.reported.items())
+            print(f"with the last weights  {reported}", flush=True)
 
     def _end(self) -> None:
         if self._bar is not None:

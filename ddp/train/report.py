@@ -6,6 +6,7 @@ Read before: `traffic_hint.py`, `wording.py`. Read next: `arguments.py`.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ddp.train.callbacks import NoiseMeter, ThroughputMeter
 from ddp.train.data_checks import EpochCheck
 from ddp.train.early_stopping import EARLY
 from ddp.train.state import TrainState
-from ddp.wording import counted, shown
+from ddp.wording import counted, program, shown
 
 LINES_WRITTEN = 8  # of what a language model writes
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
@@ -155,6 +156,9 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     console.print(table)
     written = [line[: console.width - 2] for line in summary.get("writes", "").splitlines() if line.strip()]
     lines = ["it writes:", *(f"  {line}" for line in written[:LINES_WRITTEN]), ""] if written else []
+    if str(summary.get("main_metric")).startswith("validation_") and any(key.startswith("test_") for key in summary):
+        best = f"{program()} evaluate {shlex.quote(str(shown(run_dir)))}"
+        lines += [f"test figures are of the last weights; those of the best checkpoint: {best}"]
     lines += [f"results: {shown(run_dir)}/", "         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
     lines += [f"{'         ' if number else 'try next:'} {command}" for number, command in enumerate(next_commands)]
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)

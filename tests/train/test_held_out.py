@@ -104,7 +104,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_for_the_report(world_siz
     assert list(evaluation) == ["validation_loss", "test_loss"] and evaluation["test_loss"] > 1
     assert list(own) == ["validation_loss", "test_loss"] and epochs == 4
     assert (lr, num_without) == (0.05, 0)  # the validation loss fell, while the test loss rose
-    assert "at the end  test_loss " in printed and "chosen by" not in printed
+    assert "with the last weights  test_loss " in printed and "chosen by" not in printed
     summary = json.loads((tmp_path / "whole/summary.json").read_text())
     assert summary["main_metric"] == "validation_loss" and summary["test_loss"] == evaluation["test_loss"]
     lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]

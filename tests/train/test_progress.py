@@ -166,7 +166,10 @@ def test_the_table_at_the_end_says_what_was_on_and_breaks_no_path(
     out = capsys.readouterr().out
     assert "1 worker × 2 threads" in out and "with" not in out
     assert f"\nresults: {folder.relative_to(tmp_path)}/\n" in out
-    assert out.endswith("\ntry next: one\n          two\n")
+    assert out.endswith("\ntry next: one\n          two\n") and "last weights" not in out
+    print_summary(plain | {"main_metric": "validation_accuracy"}, tmp_path / "runs" / "a b", next_commands=[])
+    of_best = "test figures are of the last weights; those of the best checkpoint: "
+    assert f"{of_best}python -m ddp evaluate 'runs/a b'\n" in capsys.readouterr().out
     on = {"precision": "bf16", "clip_norm": 0.5, "verified": [344, 345], "deterministic": True}
     print_summary(plain | on, folder, next_commands=[])
     row = " ".join(re.sub("│ +│", "", capsys.readouterr().out).split())
