@@ -43,8 +43,9 @@ The words of this package, one meaning each:
     launch              start a reduction; it is in flight until it completes, and `wait` returns then
     totals              loss, count and stop votes of a step, summed over the ranks
     verdicts            what a rank found in its own gradients: unused parameters, undefined gradients
-    hook                a function that autograd calls at a certain moment, such as when a gradient is ready
-    communication hook  what averages a bucket in place of the all-reduce: one of `ddp.gradients`, or a user's function
+    observer            a function that autograd calls at a certain moment, such as when a gradient is ready
+    hook                what averages a bucket in place of the all-reduce: one of `ddp.gradients`
+    communication hook  a hook in torch's form, a user's function
     wire format         how numbers travel between hosts: in fewer bytes than they have
     parcel              a parameter's gradient on its way through a hook
     residual            what a hook has not sent yet

@@ -1,6 +1,6 @@
 """The bucketed replica: gradients are averaged in buckets, while backward is still running. This is the core of DDP.
 
-    made         parameters and buffers become rank 0's; every parameter gets a hook
+    made         parameters and buffers become rank 0's; every parameter gets an observer
     forward      `prepare` finds the layout, which says which bucket each gradient goes to; outputs are watched
     backward     `_begin` when autograd reaches an output, `on_gradient` for each parameter, `_average` at the end.
                  Each calls the current `Backward`, which does the work (`backward.py`)
@@ -97,7 +97,7 @@ class BucketedDataParallel(Replica):
         self._start()
 
     def _start(self) -> None:
-        """Plans the first layout, and registers the hooks by which autograd reports each gradient."""
+        """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
         self._watch = self._new_watch()

@@ -1,7 +1,7 @@
-"""Hooks on parameters, by which autograd tells a replica of every gradient that is ready.
+"""Observers of parameters, torch's hooks, by which autograd tells a replica of every gradient that is ready.
 
-Parameters hold their hooks, and may live longer than the replica: the model may be used by itself, or in another
-replica. So hooks hold the replica weakly, and are removed when it is gone.
+Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in another
+replica. So observers hold the replica weakly, and are removed when it is gone.
 
 Read before: `parameters.py`. Read next: `layouts.py`.
 """
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ddp.gradients.bucket import LARGE_BYTES
 from ddp.replica.uncompiled import uncompiled
 
-Hook = Callable[[Tensor], None]
+Observer = Callable[[Tensor], None]
 
 
 class Listener(Protocol):
-    """The methods of a replica that hooks call."""
+    """The methods of a replica that observers call."""
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Notes that autograd has added to the parameter's gradient."""
@@ -53,14 +53,14 @@ def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
     when_gone.atexit = False  # at exit parameters go, too
 
 
-def _register(parameter: nn.Parameter, hook: Hook) -> Any:
-    """Lets autograd call the hook after it has added to the parameter's gradient. Returns the handle.
+def _register(parameter: nn.Parameter, observer: Observer) -> Any:
+    """Lets autograd call the observer after it has added to the parameter's gradient. Returns the handle.
 
     torch refuses a parameter that is frozen at the moment, but it may be unfrozen later.
     """
     needs_gradient = parameter.requires_grad
     try:
-        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(observer)
     finally:
         parameter.requires_grad_(needs_gradient)
 

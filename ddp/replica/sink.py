@@ -1,11 +1,11 @@
 """Finds the end of backward, from the outputs of forward.
 
-A hook on a parameter says that one gradient is there. It cannot say that backward is over: a callback that it
+An observer on a parameter says that one gradient is there. It cannot say that backward is over: a callback that it
 queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation
-checkpointing that is a small backward inside the real one. Hooks on the *outputs* of forward run first and in the
+checkpointing that is a small backward inside the real one. Observers of the *outputs* of forward run first and in the
 outermost backward; a callback queued there runs when the whole of it has ended.
 
-A hook on an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
+An observer of an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
 gradient penalty); `accumulates` tells the two apart. `will_accumulate` finds out in advance which parameters the
 running backward will reach.
 
@@ -39,14 +39,14 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
     """
 
     @uncompiled
-    def hook(_gradient: Tensor) -> None:
+    def observe(_gradient: Tensor) -> None:
         if begin():
             call_at_end(end)
 
     is_any = False
     for tensor in tensors_in(outputs):
-        if tensor.grad_fn is not None:  # a hook on a leaf would stay for ever
-            tensor.register_hook(hook)
+        if tensor.grad_fn is not None:  # an observer of a leaf would stay for ever
+            tensor.register_hook(observe)
             is_any = True
     return is_any
 

@@ -12,10 +12,13 @@ Read before: `collectives/ring.py`. Read next: `mistake.py`.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from ddp.collectives.schedule import Recv, Send
 
 LIBRARY = Path(__file__).parent.parent
 FOLDER = LIBRARY.parent / "recipes" / "tutorial" / "exercises"
@@ -90,10 +93,22 @@ def exercise(number: str) -> str:
     {copy}    makes a copy of your own, in any folder
     {check.ljust(len(copy))}    finds it there, and says what is wrong with it
 
-The rest of this file is a copy of ddp/{SOURCES[number]}, which is the solution.
+The rest of this file is a copy of ddp/{SOURCES[number]}, which is the solution.{_vocabulary(source)}
 
 '''
     return head + "\n".join(lines).removeprefix('"""') + "\n"
+
+
+def _vocabulary(source: str) -> str:
+    """Returns how the two words of a schedule are written, for a file that has schedules."""
+    if "collectives.schedule import" not in source:
+        return ""
+    lines = ["\n\nA schedule yields its rounds. A round is a tuple of these; chunks are counted from 0:\n"]
+    for word in (Send, Recv):
+        arguments = str(inspect.signature(word)).replace("'", "").removesuffix(" -> None")
+        meaning, _, _ = (word.__doc__ or "").partition("\n")
+        lines += [f"    {word.__name__}{arguments}", f"        {meaning}"]
+    return "\n".join(lines)
 
 
 def main() -> None:

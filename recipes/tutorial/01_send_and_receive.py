@@ -63,7 +63,7 @@ def both_at_once(comm: ddp.Communicator, mine: torch.Tensor) -> torch.Tensor:
 
 def on_each_rank() -> tuple[list[torch.Tensor], float, float, str]:
     """Returns the gradient by both ways, the seconds of an exchange and of an addition, and what a deadlock says."""
-    comm = ddp.init(abort_s=2)  # the deadline of every wait, in seconds; 60 unless set
+    comm = ddp.init(abort_s=2)  # the deadline of every wait, in seconds; 600 unless set
     mine = gradient_of_sum(*share(comm.rank, comm.world_size))
     gradients = [way(comm, mine) / NUM_SAMPLES for way in (there_and_back, both_at_once)]
     one, many = torch.ones(1), torch.ones(100_000)

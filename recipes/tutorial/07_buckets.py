@@ -18,10 +18,10 @@ from ddp.replica.timeline_picture import timeline_text
 
 # ## By hand
 #
-# Backward computes gradients from the last layer to the first, and autograd calls a *hook* when one is ready. Gradients
+# Backward computes gradients from the last layer to the first, and autograd calls an *observer* for each one. Gradients
 # that are reduced together are a *bucket*: once all are ready, they are copied side by side, and their all-reduce is
 # *launched*, in the background. All ranks must launch all buckets, in the same order, even if a gradient is missing.
-# (Here none is.) The first hook of a backward asks autograd to call `finish` when this backward has ended.
+# (Here none is.) The first observer of a backward asks autograd to call `finish` when this backward has ended.
 
 
 def average_in_buckets(comm: ddp.Communicator, model: nn.Module) -> None:
@@ -54,8 +54,8 @@ def average_in_buckets(comm: ddp.Communicator, model: nn.Module) -> None:
 # ## The same in the library
 #
 # `ddp.BucketedDataParallel` (`ddp/replica/backward.py`) learns the order in the first backward, because layers may be
-# used in another order than they were made in. A gradient lives in its bucket, so nothing is copied back. Hooks on the
-# *outputs* of forward find the end of backward, also for a bucket without any gradient (`ddp/replica/sink.py`).
+# used in another order than they were made in. A gradient lives in its bucket, so nothing is copied back. Observers of
+# the *outputs* of forward find the end of backward, also for a bucket without any gradient (`ddp/replica/sink.py`).
 
 
 def on_each_rank(comm: ddp.Communicator) -> list[torch.Tensor]:

@@ -67,6 +67,8 @@ def by_hand(comm: ddp.Communicator, feedback: bool) -> Tensor:
 #
 # A *hook* takes the place of the all-reduce. It sees this rank's part of the mean, after the division by the count, so
 # that what is kept has the same unit in every step. `ErrorFeedback` goes around any hook. (Signs alone are refused.)
+# `PowerSGD(2)` sends two narrow matrices, [32, 2] and [64, 2], whose product is near the gradient: the two directions
+# in which it is largest, and how far it goes in each. A power iteration turns to them, one round in each step.
 
 
 class Pulled(nn.Module):
@@ -102,13 +104,11 @@ if __name__ == "__main__":
 
 # ## What to look at
 #
-# The largest numbers, the strongest directions and the signs alone end far from the answer: what they leave out near it
-# is the same in every step, and does not cancel out. With error feedback they end where everything does, nearly.
+# `TopK`, `PowerSGD` and `Sign` alone end far from the answer: what they leave out near it is the same in every step.
 #
 # ## The number that surprised
 #
-# A tenth of the numbers at random needs no correction. Others are left out in each step, and each that is sent is sent
-# ten times as large, so the mean is right. The price is noise, and a bound on the rate.
+# `RandomK` needs no correction, only a low rate: it leaves out others in each step, and sends the rest tenfold.
 #
 # ## Exercises
 #

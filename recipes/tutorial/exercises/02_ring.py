@@ -5,6 +5,13 @@
 
 The rest of this file is a copy of ddp/collectives/ring.py, which is the solution.
 
+A schedule yields its rounds. A round is a tuple of these; chunks are counted from 0:
+
+    Send(peer: int, chunks: range, buffer: int = 0)
+        Sends chunks of one of this rank's buffers to `peer`.
+    Recv(peer: int, chunks: range, add: bool, buffer: int = 0, before: bool = False)
+        Receives chunks into one of this rank's buffers, and adds them to what is there (`add`) or overwrites it.
+
 Ring: every rank talks to its two neighbours only, and every link is busy in every round.
 
 All-reduce of a buffer of N bytes by p ranks, cut into p chunks, in two halves (Patarasuk & Yuan, "Bandwidth optimal

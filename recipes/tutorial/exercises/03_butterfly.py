@@ -5,6 +5,13 @@
 
 The rest of this file is a copy of ddp/collectives/butterfly.py, which is the solution.
 
+A schedule yields its rounds. A round is a tuple of these; chunks are counted from 0:
+
+    Send(peer: int, chunks: range, buffer: int = 0)
+        Sends chunks of one of this rank's buffers to `peer`.
+    Recv(peer: int, chunks: range, add: bool, buffer: int = 0, before: bool = False)
+        Receives chunks into one of this rank's buffers, and adds them to what is there (`add`) or overwrites it.
+
 Butterfly: every rank talks to the rank whose number differs in one bit, in every round in another bit.
 
     distance   1              2              4                  rank 5 of 8 talks to 4, then to 7, then to 1

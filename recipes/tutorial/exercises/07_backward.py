@@ -217,7 +217,7 @@ class Backward:
             False if the parameter has no place in this backward.
         """
         if self.state is State.EXPECTED:
-            if parameter.requires_grad:  # frozen after its forward: autograd calls the hook, but without a gradient
+            if parameter.requires_grad:  # frozen after its forward: autograd calls the observer, without a gradient
                 self.early[id(parameter)] = parameter
         elif not self.reductions and id(parameter) in self.layout.index_of:
             self._seen.append(parameter)
