@@ -50,6 +50,12 @@ class Chapter(NamedTuple):
         """The first paragraph."""
         return self.blocks[0].prose.partition("\n\n")[0]
 
+    @property
+    def output(self) -> str:
+        """What the program has printed once, which is kept beside the chapters; nothing if it prints nothing."""
+        kept = self.path.parent / "output" / f"{self.path.stem}.txt"
+        return kept.read_text(encoding="utf-8") if kept.is_file() else ""
+
 
 def read_chapters(folder: Path) -> list[Chapter]:
     """Returns the chapters of a folder, in the order of their names, and then the modules that they share.
@@ -66,13 +72,12 @@ def read_chapters(folder: Path) -> list[Chapter]:
     return chapters
 
 
-def read_preface(folder: Path) -> Chapter:
-    """Returns README.md of a folder of chapters: a title, and one block of prose.
+def read_prose(path: Path) -> Chapter:
+    """Returns a file of Markdown beside the chapters: a title, and one block of prose.
 
     Raises:
         ConfigError: there is none, or it has no title.
     """
-    path = folder / "README.md"
     title, _, prose = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ("", "", "")
     if not title.startswith("# "):
         raise ConfigError(f"{path} must begin with a title, such as “# The read-along”: write that line first")

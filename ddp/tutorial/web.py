@@ -10,6 +10,8 @@
     │                     └──────────────────┘ │   side by side where there is room, and one after another on a phone
     │ The ring            ┌─ code ───────────┐ │   a row
     │ Every rank sends …  └──────────────────┘ │
+    │ One run printed …   ┌─ output ─────────┐ │   a row
+    │                     └──────────────────┘ │
     │ What surprised │ Exercises │ Next        │   prose without code after it: its sections side by side
     ├──────────────────────────────────────────┤
     │ ← 01 · Send and …     03 · Tree, … →     │
@@ -32,10 +34,11 @@ from markdown_it.token import Token
 
 from ddp.errors import ConfigError
 from ddp.files import make_folder, write_whole
-from ddp.tutorial.chapters import FOLDER, Block, Chapter, read_chapters, read_preface
-from ddp.tutorial.prose import Prose, code_block, is_wide, parse, parse_line, plain
+from ddp.tutorial.chapters import FOLDER, Chapter, read_chapters, read_prose
+from ddp.tutorial.prose import Prose, code_block, drawing, is_wide, parse, parse_line, plain
 from ddp.wording import counted
 
+PRINTED = "One run has printed this. Times, and what depends on the cores, differ from machine to machine."
 FRAME, STYLE = (Path(__file__).with_name(name) for name in ("page.html", "page.css"))
 
 
@@ -61,7 +64,8 @@ def pages(folder: Path) -> dict[str, str]:
     Raises:
         ConfigError: a chapter is wrong: it does not parse, or shows a picture that is not there.
     """
-    walk = [read_preface(folder), *read_chapters(folder)]
+    preface, chapters, answers = read_prose(folder / "README.md"), read_chapters(folder), folder / "answers.md"
+    walk = [preface, *chapters, *([read_prose(answers)] if answers.is_file() else [])]
     names = {each.path.name: f"{each.path.stem}.html" for each in walk} | {"README.md": "index.html"}
     return {names[each.path.name]: _page(each, walk, names) for each in walk}
 
@@ -85,15 +89,19 @@ def _page(chapter: Chapter, walk: Sequence[Chapter], names: Mapping[str, str]) -
         kind="preface" if place == 0 else "chapter",
         heading=prose.write(parse_line(chapter.title)),
         file=escape("/".join(chapter.path.parts[-3:])),
-        body="\n".join(_body(chapter.blocks, prose) if place else map(prose.write, parse(chapter.blocks[0].prose))),
+        body="\n".join(_body(chapter, prose) if place else map(prose.write, parse(chapter.blocks[0].prose))),
         neighbours="\n".join(neighbours),
     )
 
 
-def _body(blocks: Sequence[Block], prose: Prose) -> Iterator[str]:
-    for block in blocks:
+def _body(chapter: Chapter, prose: Prose) -> Iterator[str]:
+    """Yields the blocks of a chapter; after its last lines of code, what they have printed."""
+    last_code = max((number for number, block in enumerate(chapter.blocks) if block.code), default=-1)
+    for number, block in enumerate(chapter.blocks):
         parts = parse(block.prose)
         yield from _rows(parts, prose, code=block.code) if block.code else _closing(parts, prose)
+        if number == last_code and chapter.output:
+            yield _row(f"<p>{PRINTED}</p>\n", drawing(chapter.output))
 
 
 def _rows(parts: Sequence[list[Token]], prose: Prose, *, code: str = "") -> Iterator[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp.tutorial.chapters import parse
+
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = ROOT / "recipes" / "tutorial"
 CHAPTERS = sorted(TUTORIAL.glob("[0-9][0-9]_*.py"))
@@ -28,7 +30,29 @@ def test_a_chapter_runs_from_anywhere_and_proves_its_claim(chapter: Path, tmp_pa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip() and not done.stderr
+    kept = parse(chapter).output or done.stdout
+    assert words_of(done.stdout) == words_of(kept), f"the page shows another output: write {chapter.stem}.txt anew"
     assert list(tmp_path.iterdir()) == []
+
+
+def words_of(output: str) -> list[str]:
+    """Returns what a chapter prints on every machine: its lines without numbers, bars and the name of the host."""
+    lines = re.sub(r"on host \S+", "on host", output).splitlines()
+    bare = [re.sub(r"[-+]?\d[\d,.]*(e[-+]\d+)?|[\u2500-\u259f]", " ", line).split() for line in lines]
+    return sorted({" ".join(words) for words in bare})
+
+
+@each_chapter
+def test_an_exercise_that_no_program_judges_has_an_answer(chapter: Path) -> None:
+    text = chapter.read_text()
+    exercises = re.split(
+        r"^# (?=\d\. )", text.partition("# ## Exercises")[2].partition("# ## Next")[0], flags=re.MULTILINE
+    )
+    answers = (
+        (TUTORIAL / "answers.md").read_text().partition(f"## {text[3:].splitlines()[0]}\n")[2].partition("\n## ")[0]
+    )
+    open_ones = [each[:2] for each in exercises[1:] if "scripts/ddp exercise" not in each]
+    assert re.findall(r"^\d\.", answers, re.MULTILINE) == open_ones
 
 
 @each_chapter

@@ -109,6 +109,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "00_first.py").write_text(CHAPTER)
     (tmp_path / "01_next.py").write_text(NEXT)
     (tmp_path / "pictures" / "p.svg").write_text(SVG)
+    (tmp_path / "answers.md").write_text("# Answers\n\n## 00\n\n1. Yes.\n")
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "00_first.txt").write_text("x < 2\n")
     yield tmp_path
 
 
@@ -119,6 +122,14 @@ def test_prose_stands_beside_its_code_with_links_and_pictures(folder: Path) -> N
     assert page.count('href="01_next.html"') == 4  # contents, in code, as a link, next
     assert '<pre class="drawing" tabindex="0">a drawing &lt;b&gt;</pre>' in page
     assert 'fill="url(#picture-1-b)"' in page and 'aria-label="a picture"' in page
+
+
+def test_what_a_program_has_printed_stands_after_it_and_answers_have_a_page(folder: Path) -> None:
+    written = pages(folder)
+    before, _, after = written["00_first.html"].partition('<pre class="drawing" tabindex="0">x &lt; 2</pre>')
+    assert "One run has printed this." in before and "&lt;&amp;&gt;" in before and "printed" not in after
+    assert "One run has printed" not in written["01_next.html"]
+    assert "<li>Yes.</li>" in written["answers.html"] and 'href="answers.html"' in written["00_first.html"]
 
 
 def test_a_closing_section_with_a_picture_is_a_row_and_the_others_stand_side_by_side(folder: Path) -> None:
