@@ -52,7 +52,7 @@ class Chapter(NamedTuple):
 
     @property
     def output(self) -> str:
-        """What the program has printed once, which is kept beside the chapters; nothing if it prints nothing."""
+        """One run's output, which is kept beside the chapters; empty if there is none."""
         kept = self.path.parent / "output" / f"{self.path.stem}.txt"
         return kept.read_text(encoding="utf-8") if kept.is_file() else ""
 
