@@ -115,6 +115,13 @@ MUTANTS = {
         LIKE_TORCH,
         "all_forwards_then_all_backwards",
     ),
+    "a forward that is repeated before its backward has begun counts": Mutant(
+        "replica.replica.Replica._is_recomputed",
+        "self._awaits_backward",
+        '(hasattr(self, "_is_in_backward") or self._backward.began_s > 0)',
+        LIKE_TORCH,
+        "checkpoints_around_the_replica",
+    ),
     "a rank that ran out keeps the others' mean": Mutant(
         "drop_in.join.Joining.give_back_own_gradients",
         "parameter.grad = gradient",
