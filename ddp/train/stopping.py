@@ -86,7 +86,7 @@ def flag_of_a_new_fit() -> StopFlag:
     if number is None:
         return StopFlag()
     if number is signal.SIGINT:
-        raise KeyboardInterrupt("SIGINT has ended a fit of this program before, so it begins no other one")
+        raise KeyboardInterrupt("SIGINT has ended a fit of this program, or of this cell, so it begins no other one")
     raise SystemExit(128 + number)
 
 

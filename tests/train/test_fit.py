@@ -502,7 +502,7 @@ def folds(folder: str) -> list[str]:
 
     loop = "for number in range(3): fold(number, name)"
     for name in ("program", "cell", "again"):
-        with pytest.raises(KeyboardInterrupt, match="SIGINT has ended a fit of this program before"):
+        with pytest.raises(KeyboardInterrupt, match="SIGINT has ended a fit of this program"):
             if name == "program":
                 for number in range(3):
                     fold(number, name)
