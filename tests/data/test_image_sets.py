@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
+from ddp.data.cache import Transformed
 from ddp.data.image_sets import (
     load_cifar10,
     load_folder,
@@ -157,6 +158,7 @@ def test_cifar_augmentation_is_a_shift_and_a_mirror_by_the_global_generator(cifa
     root, pixels = cifar
     train = load_cifar10(root).train
     assert not hasattr(train, "batch")  # the loader must seed each sample
+    assert isinstance(train, Transformed)  # a cache finds the images before it
     original = torch.from_numpy(pixels[4]).view(3, 32, 32)
     padded = torch.nn.functional.pad(original, (4, 4, 4, 4))
     possible = {
