@@ -36,6 +36,7 @@ def test_one_rank_has_nothing_to_do(name: str) -> None:
 def test_text_names_other_buffers() -> None:
     text = draw(SCHEDULES["all_to_all_exchange"].algorithm, 2)
     assert "  rank 1   chunk 0 → rank 0               chunk 0 of buffer 1 ← rank 0" in text
+    assert draw(SCHEDULES["naive_all_to_all"].algorithm, 3).count("+= rank 0 (before)") == 2
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
