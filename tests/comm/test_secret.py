@@ -175,7 +175,7 @@ def test_a_connection_whose_other_end_does_not_know_the_secret_is_refused() -> N
 # --- another user of the host ----------------------------------------------------------------------------------------
 
 STRANGER = """
-import glob, json, os, pickle, socket, sys, time
+import glob, json, os, pickle, socket, sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -199,9 +199,8 @@ def reads():  # whatever names the launch
                 found += os.listdir(name) if os.path.isdir(name) else [Path(name).read_bytes().decode()]
     return [each for each in found if "DDP_SECRET" in each]
 
-while not (shared / "port").exists():  # which /proc/net/tcp shows to everyone
-    time.sleep(0.002)
-port, joined, refused, read = int((shared / "port").read_text()), [], [], []
+with (shared / "port").open() as pipe:  # /proc/net/tcp shows it to everyone
+    port, joined, refused, read = int(pipe.readline()), [], [], []
 os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
 os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 while len(joined) + len(refused) < 20:
@@ -229,8 +228,8 @@ def attacked(shared: Path) -> tuple[list[float], str]:
     """Sessions, one after another, until the stranger has had enough."""
     totals, is_over, end_s = [], False, time.monotonic() + 30
     if os.environ["RANK"] == "0":
-        (shared / "port.partial").write_text(os.environ["MASTER_PORT"])
-        (shared / "port.partial").rename(shared / "port")
+        pipe = os.open(shared / "port", os.O_RDWR)  # which waits for no reader
+        os.write(pipe, f"{os.environ['MASTER_PORT']}\n".encode())
     while not is_over:
         comm = ddp.init()
         totals.append(comm.all_reduce(torch.ones(1)).item() + sum(all_gather_object(comm, comm.rank)))
@@ -250,6 +249,7 @@ def shared() -> Iterator[Path]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_host_gets_nowhere_20_of_20(shared: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.mkfifo(shared / "port")
     stranger = subprocess.Popen([sys.executable, "-c", STRANGER, str(shared)], env=environment)
     try:
         (totals, drawn), (others, _) = ddp.launch(attacked, shared, workers=2)

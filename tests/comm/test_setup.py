@@ -187,12 +187,14 @@ ENDS = """
 import atexit, json, os, sys, torch, ddp
 children = {}
 for how, port in zip(("ends", "raises", "shuts down"), sys.argv[1:]):
+    rank_0_ended, runs = os.pipe()
     for rank in range(2):
         os.environ.update(MASTER_PORT=port, RANK=str(rank))
         if not (child := os.fork()):
             break
         children[child] = f"{how} {rank}"
     else:
+        os.close(rank_0_ended), os.close(runs)
         continue
     break
 else:
@@ -208,7 +210,7 @@ for stream, name in ((1, "out"), (2, "err")):
 comm = ddp.init(shared_memory=False)
 comm.barrier()
 if how == "ends" or rank == 0:
-    comm.broadcast(torch.ones(3), 1, async_op=True)  # unless all end, nobody sends
+    comm.all_reduce(torch.ones(3), label="gradients", async_op=True)  # unless all end, the other one comes too late
 if how == "raises" and rank == 0:
     atexit.register(ddp.shutdown)
     raise OSError("bad pixel")
@@ -217,9 +219,10 @@ if how == "shuts down" and rank == 0:
         raise OSError("bad pixel")
     finally:
         ddp.shutdown()
-if how != "ends":
+if how != "ends" and rank == 1:
+    os.close(runs), os.read(rank_0_ended, 1)
     try:
-        comm.broadcast(torch.ones(3), 0, label="gradients")
+        comm.all_reduce(torch.ones(3), label="gradients")
     except ddp.PeerLost as lost:
         print(lost)
 """
