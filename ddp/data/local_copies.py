@@ -8,6 +8,9 @@ the copy. The kernel releases the lock of a process that is killed; the next one
 whose download fails removes the part. A remote file that has changed has another name here. No copy is ever deleted:
 the folder needs room for all files.
 
+In a folder that others may write, such as a team's, each user has a folder of their own, because whoever may write a
+copy decides what the samples are.
+
 The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
 
 Read before: `remote.py`. Read next: `storage.py`.
@@ -26,6 +29,7 @@ from ddp.data.readers import Facts, check_unchanged
 from ddp.data.remote import BLOCK_BYTES, Retries, remote_facts, remote_range
 from ddp.errors import ConfigError
 from ddp.files import make_folder, opened, to_read
+from ddp.owners import why_shared
 
 
 def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries) -> Path:
@@ -34,6 +38,7 @@ def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries)
     Raises:
         ConfigError: the file cannot be read, or the folder cannot be written.
     """
+    cache_dir = _own_part(cache_dir)
     digest = hashlib.sha256(f"{address} {facts.size} {facts.version}".encode()).hexdigest()[:16]
     copy = cache_dir / f"{digest}-{_base_name(address)}"
     part = copy.with_name(f".part-{copy.name}")
@@ -57,6 +62,24 @@ def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries)
             f"has room for {facts.size} bytes"
         ) from error
     return copy
+
+
+def _own_part(folder: Path) -> Path:
+    """Returns a folder of copies, or, if others may write it, one in it that is this user's alone.
+
+    Raises:
+        ConfigError: it cannot be made, or another user has taken its place.
+    """
+    if not folder.is_dir() or not why_shared(folder, folder.stat()) or not os.access(folder, os.W_OK):
+        return folder
+    own = folder / f"user-{os.geteuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{own} cannot be made ({error.strerror}): take another cache_dir") from error
+    if why := why_shared(own, own.lstat()):
+        raise ConfigError(f"{why}, so no copy of yours can be there: remove it, or take another cache_dir")
+    return own
 
 
 def _base_name(address: str) -> str:

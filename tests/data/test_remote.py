@@ -312,6 +312,21 @@ def test_a_part_that_is_made_after_the_copy_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [copy]
 
 
+def test_each_member_of_a_team_has_copies_that_no_other_can_change(tmp_path: Path, memory: Any) -> None:
+    memory.pipe_file("/a.bin", b"abc")
+    storage = Storage(AT_ONCE, cache_dir=tmp_path)
+    (facts,) = storage.facts(["memory://a.bin"])
+    forged = local_copy("memory://a.bin", facts, cache_dir=tmp_path, retries=AT_ONCE)
+    forged.write_bytes(b"xyz")
+    tmp_path.chmod(0o777)
+    assert storage.reader("memory://a.bin", facts).read(0, 3) == b"abc"
+    (own,) = (path for path in tmp_path.iterdir() if path != forged)
+    assert own.stat().st_mode & 0o777 == 0o700 and forged.read_bytes() == b"xyz"
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"^others may write {own}, so no copy of yours can be there: remove it"):
+        storage.reader("memory://a.bin", facts)
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, memory: Any) -> None:
     memory.pipe_file("/a.bin", b"abc")
     (tmp_path / "file").write_text("")
