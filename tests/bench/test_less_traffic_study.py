@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
-import ddp
 from ddp.bench import less_traffic
 from ddp.bench.less_traffic import DRAWN, JOBS, PLAIN, SEEDS, WAYS, Result, Trial, read, study, trials
 from ddp.bench.less_traffic_report import draw, points, show
@@ -64,7 +64,7 @@ def short_study(folder: str, wanted: list[Trial]) -> None:
 def test_runs_are_made_once(tmp_path: Path) -> None:
     (done, *others) = wanted = [Trial("digits", way, 0) for way in (PLAIN, "wire int8", "PowerSGD, rank 4")]
     (tmp_path / "results.jsonl").write_text(json.dumps(asdict(Result(done, 0.5, [(1, 0.5)], 1.0))) + "\n{")
-    ddp.launch(short_study, str(tmp_path), wanted, workers=2, threads_per_worker=1)
+    run_ranks(short_study, 2, str(tmp_path), wanted)
     first, *new = read(tmp_path / "results.jsonl")
     assert (first.trial, first.score) == (done, 0.5)
     assert [result.trial for result in new] == others
