@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from ddp.worker import Report
 
+SOON_S = 10.0  # less than what the engine grants from SIGTERM to SIGKILL
+
 
 class Failure(NamedTuple):
     """Says how one worker ended: negative statuses are signals; seconds since 1970, as the engine rounds them down."""
@@ -54,11 +56,11 @@ def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) 
     """Returns the rank that failed first.
 
     Note "who killed whom". Once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
-    So a death by a signal other than SIGTERM is a cause only if it was seen about when the first failure was.
+    So a death by a signal other than SIGTERM is a cause only if it was seen soon after the first failure.
     """
     first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
     for rank, (status, time_s) in failures.items():
-        if status < 0 and status != -signal.SIGTERM and rank not in reports and time_s < first_s + 10:
+        if status < 0 and status != -signal.SIGTERM and rank not in reports and time_s < first_s + SOON_S:
             return rank
     own = [report for report in reports.values() if not report.is_secondary]
     if own:

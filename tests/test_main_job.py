@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
-from ddp import build
+from ddp import build, failures
 from ddp.config_reader import from_plain
 from ddp.launcher import main
 from ddp.models.cnn import CNN
@@ -456,9 +456,10 @@ def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) 
 
 def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = command.folder / "runs" / "mine"
-    # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default. Within
-    # 10 s of the first failure, a death by SIGKILL counts as a cause.
-    monkeypatch.setattr(PContext.close, "__defaults__", (None, 11))
+    # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default. A
+    # death by SIGKILL that comes sooner counts as a cause.
+    monkeypatch.setattr(PContext.close, "__defaults__", (None, 3))
+    monkeypatch.setattr(failures, "SOON_S", 1.0)
 
     def stop_one_worker() -> None:
         wait_for_step(5, run_dir, command)
