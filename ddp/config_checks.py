@@ -97,7 +97,7 @@ def _end_problems(config: Config) -> Iterator[str]:
         trial="trial=true" if config.trial else "",
         resumes="" if config.resume == "none" else f"resume={config.resume}",
         stops_early="" if stopping.patience is None else f"early_stopping.patience={stopping.patience}",
-        is_evaluated_meanwhile=not evaluate.every_epochs is evaluate.every_steps is None,
+        is_evaluated_meanwhile=(evaluate.every_epochs, evaluate.every_steps) != (None, None),
         remedy="set evaluate.every_epochs or evaluate.every_steps",
     )
     if stopping.patience is None and stopping.min_delta:

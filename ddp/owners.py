@@ -57,7 +57,9 @@ def why_in_other_hands(path: Path) -> str:
 
 def _why_others_rename_in(folder: Path) -> str:
     """Returns in words why others may put something else in the place of what this user has in a folder."""
-    status = folder.stat()
+    status, link = folder.stat(), folder.lstat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid != _NOBODY and (why := why_shared(folder, link, rights=NOTHING)):
+        return why  # its owner may let it lead elsewhere
     is_sticky = status.st_mode & stat.S_ISVTX  # as /tmp: everyone renames their own entries alone
     rights = NOTHING if is_sticky else WRITE
     return "" if status.st_uid == _NOBODY else why_shared(folder, status, rights=rights)

@@ -63,6 +63,14 @@ def test_who_decides_what_is_at_a_path(name: str, path: Path, monkeypatch: pytes
     assert why_in_other_hands(path) == ("" if level == 2 else words.format(changed)), "the user has chosen to be there"
 
 
+@NEEDS_ROOT
+def test_the_owner_of_a_link_above_a_path_decides_where_it_leads(path: Path) -> None:
+    linked_away(path.parents[1])
+    assert why_in_other_hands(path) == f"{path.parents[1]} belongs to user 4242"
+    os.chown(path.parents[1], 0, 0, follow_symlinks=False)
+    assert why_in_other_hands(path) == ""
+
+
 def test_what_others_may_do_with_one_file(path: Path) -> None:
     path.chmod(0o644)
     assert why_shared(path, path.stat()) == why_shared(path, path.stat(), rights=NOTHING) == ""

@@ -233,11 +233,12 @@ def check_callbacks(callbacks: Any, *, is_evaluated: bool) -> None:
 def check_ending(given: Mapping[str, Any]) -> None:
     """Raises ConfigError for arguments of `fit` about the end of the run that do not go together."""
     is_early = any(isinstance(each, EarlyStopping) for each in given["callbacks"])
+    intervals = given["evaluate_every_epochs"], given["evaluate_every_steps"]
     for problem in ending_problems(
         trial="trial=True" if given["trial"] else "",
         resumes="" if given["resume"] is None else f"resume={str(given['resume'])!r}",
         stops_early="EarlyStopping" if is_early else "",
-        is_evaluated_meanwhile=not given["evaluate_every_epochs"] is given["evaluate_every_steps"] is None,
+        is_evaluated_meanwhile=intervals != (None, None),
         remedy="give evaluate_every_epochs or evaluate_every_steps",
     ):
         raise ConfigError(problem)
