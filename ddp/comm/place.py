@@ -10,8 +10,8 @@
 
 The first row that is set counts. Without any, this process is a world of its own. If variables show several processes
 and yet not which of them this one is, each would train alone, so that is refused. One row may say that this process is
-alone where another one shows more: independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1. It
-counts, and one sentence tells.
+alone where another one shows more: independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1, and
+so does what is left of torchrun's ranks, and keeps its LOCAL_RANK. It counts, and one sentence tells.
 
 Slurm's variables are those of a job *step*, because a batch script, which is one process, has SLURM_NTASKS as well.
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import zlib
@@ -220,14 +221,16 @@ def _placed(names: _Names, env: Mapping[str, str]) -> Place:
         )
     local_rank = _number(env, names.local_rank) if names.local_rank in env else None
     local_world_size = _number(env, names.local_world_size) if names.local_world_size in env else None
+    most = world_size if world_size > 1 else math.inf  # whoever trains alone may have others beside it, as said above
     for name, number, size in (
-        (names.local_rank, local_rank, local_world_size or world_size),
-        (names.local_world_size, None if local_world_size is None else local_world_size - 1, world_size),
+        (names.local_rank, local_rank, local_world_size or most),
+        (names.local_world_size, None if local_world_size is None else local_world_size - 1, most),
     ):
         if number is not None and not 0 <= number < size:
             raise ConfigError(f"{name}={env[name]} contradicts {_told(names, env)}: leave it out, or mend it")
     if names is _SLURM:
         local_world_size = _tasks_on_this_node(env)
+    local_world_size = local_world_size and min(local_world_size, world_size)
     return _with_meeting(Place(names.launcher, rank, world_size, local_rank, local_world_size), names, env)
 
 

@@ -14,6 +14,7 @@ import ddp
 from ddp.comm.place import FIRST_PORT, NUM_PORTS, Place, _say_once, first_host, is_rank, place, refuse_workers
 from ddp.errors import ConfigError
 
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "2000"}
 BATCH_SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
 STEP = {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
@@ -45,7 +46,8 @@ TWO_HOSTS = open_mpi(3, 4, local_size=2)
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, None),
         (tensorflow("worker", 0, worker=["h:1"]), None),
         ({"RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun", 0, 1)),
+        (ALONE, Place("torchrun", 0, 1)),
+        ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Place("torchrun", 0, 1, 1, 1)),
         ({**SRUN, "RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
         ({**TWO_HOSTS, **MEET}, Place("Open MPI", 3, 4, 1, 2, "a", 2000)),
         ({**SRUN, **MEET, "WORLD_SIZE": "7"}, Place("srun", 3, 7, 1, 2, "a", 2000)),
@@ -81,6 +83,7 @@ def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: 
         ({"MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS=2 shows several processes"),
         ({**BATCH_SCRIPT, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "SLURM_STEP_TASKS_PER_NODE=1(x2) shows several"),
         ({**open_mpi(0, 1, local_size=1), "HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 shows several processes"),
+        ({**ALONE, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 contradicts RANK=0, WORLD_SIZE=1: leave"),
         ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=3, OMPI_"),
         ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "OMPI_COMM_WORLD_LOCAL_SIZE=5: leave it out, or mend it"),
         ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2 shows several processes"),
@@ -144,6 +147,8 @@ def test_of_any_part_of_a_launcher_s_variables_none_makes_a_rank_train_alone(var
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "SLURM_STEP_NUM_TASKS=7"),
         ({**SRUN, **open_mpi(0, 1, local_size=1)}, "SLURM_STEP_NUM_TASKS=7"),
         ({"PMIX_RANK": "1", "RANK": "0", "WORLD_SIZE": "1"}, "PMIX_RANK=1"),
+        ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2"),
+        ({**ALONE, "LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
         ({**open_mpi(0, 1, local_size=1), "PMIX_RANK": "0"}, ""),
         ({**BATCH_SCRIPT, "RANK": "0", "WORLD_SIZE": "1", "PMIX_RANK": "0"}, ""),
     ],
