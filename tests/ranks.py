@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import re
 import sys
 import time
 import traceback
@@ -98,6 +99,11 @@ def unfailed(results: list[Any]) -> list[Any]:
         if isinstance(result, RankFailed):
             raise result
     return results
+
+
+def without_gloo(printed: str) -> str:
+    """Returns what programs printed, without the lines that Gloo of torch 2.10 prints among them."""
+    return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", printed, flags=re.MULTILINE)
 
 
 def run_cases(cases: Sequence[Callable[[Any], None]], comm: Any, names: Sequence[str]) -> None:
