@@ -342,7 +342,7 @@ def fit(
         if start is not None:
             checkpoint = read_checkpoint(comm, start)
             restore(checkpoint, state, identity=identity)
-            beside.found = checkpoint.parts
+            beside.resumes(checkpoint.parts, optimizer)
         num_steps, _ = end_of_run(state, epochs=epochs, max_steps=max_steps)
         if not num_steps and skip_steps is not None:
             raise ConfigError(f"skip_steps={list(skip_steps)}: leaves out all steps of the run; name fewer")
@@ -384,7 +384,7 @@ def fit(
         if_long = SHORTEN if run_dir is None else f"{SHORTEN} {GO_ON}"
         last.append(ProgressBar(meter, num_steps=num_steps, num_epochs=epochs, if_long=if_long))
     if stop_on_signals:
-        watching.append(StopNote(run_dir))
+        last.append(StopNote(run_dir, stop))
     evaluator = Evaluator(held_out, task, batch_size=evaluation_batch, precision=precision, stop=stop)
     start_s = now_s()
     with contextlib.ExitStack() as until_end:

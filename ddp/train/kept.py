@@ -14,6 +14,7 @@ Read before: `early_stopping.py`. Read next: `checkpoint_store.py`.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
@@ -46,9 +50,6 @@ class Kept(Callback):
         callbacks: the user's own.
         saves: the run has checkpoints.
         schedule: the user's function, which is to have no state.
-
-    Attributes:
-        found: the parts of the checkpoint that the run is resumed from; None for a new run.
     """
 
     def __init__(
@@ -59,7 +60,12 @@ class Kept(Callback):
         self._first = {name: _digests(loss) for name, loss in self._losses.items()}
         self._saves, self._schedule = saves, schedule
         self._unsaved = set[str]()
-        self.found: Mapping[str, Any] | None = None
+        self._found: Mapping[str, Any] | None = None
+        self._settings: list[dict[str, Any]] = []
+
+    def resumes(self, parts: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Takes the parts of the checkpoint that the run goes on from. The optimizer has its state already."""
+        self._found, self._settings = parts, settings_of(optimizer)
 
     @property
     def name_of_averages(self) -> str | None:
@@ -69,9 +75,9 @@ class Kept(Callback):
     def fit_start(self, state: TrainState) -> None:
         if self._saves:
             self._warn_of_what_is_lost(state)
-        found, self.found = self.found, None
+        found, self._found = self._found, None
         if found is not None:
-            self._load_callbacks(found.get("callbacks", {}), state.comm)
+            self._load_callbacks(found.get("callbacks", {}), state)
             self._load_losses(found.get("loss", []), state.comm)
 
     def parts(self, comm: Communicator) -> dict[str, Any]:
@@ -110,9 +116,12 @@ class Kept(Callback):
 
     # --- what a resumed run finds ------------------------------------------------------------------------------------
 
-    def _load_callbacks(self, states: Mapping[str, Any], comm: Communicator) -> None:
+    def _load_callbacks(self, states: Mapping[str, Any], state: TrainState) -> None:
+        comm = state.comm
         for name, callback in self._callbacks.items():
             if name in states:
+                if any(isinstance(each, LRScheduler) for each in tree_leaves(vars(callback))):
+                    put_back(self._settings, state.optimizer)  # a scheduler begins by writing its first rates there
                 callback.load_state_dict(states[name])
             elif callback.state_dict():
                 self._warn_once(comm, name, f"the checkpoint has no state of {name}, which begins anew")
@@ -214,6 +223,21 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
     """Returns values with Python's numbers in place of NumPy's, which a checkpoint cannot hold."""
     found: dict[str, Any] = apply_to_collection(values, np.generic, lambda number: number.item())
     return found
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns a copy of the settings of each group, such as its rate."""
+    return [copy.deepcopy({key: group[key] for key in group if key != "params"}) for group in optimizer.param_groups]
+
+
+def put_back(settings: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """Gives the groups these settings. A rate that is a tensor stays that tensor, which others may hold."""
+    for group, before in zip(optimizer.param_groups, settings, strict=False):  # groups may have been added
+        for key, value in before.items():
+            if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
 
 
 def _digests(loss: Any) -> dict[str, str | None]:

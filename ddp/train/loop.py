@@ -28,7 +28,7 @@ from ddp.train.early_stopping import EARLY
 from ddp.train.first_look import FirstLook
 from ddp.train.state import TrainState, limits_of
 from ddp.train.step import StepRules, train_step
-from ddp.train.stopping import StopFlag
+from ddp.train.stopping import StopFlag, agreed_reason
 from ddp.train.stream_feed import StreamFeed
 
 Evaluation = Callable[[TrainState], dict[str, float] | None]
@@ -131,7 +131,7 @@ def train_loop(
                 for callback in callbacks:
                     callback.step_end(state, step)
                 if someone_stops:
-                    state.stopped_by = _agreed_reason(state, stop)
+                    state.stopped_by = agreed_reason(state.comm, stop) or "stopped"
                 elif evaluation and _is_time(state, evaluate_every_epochs, evaluate_every_steps):
                     _evaluate(state, evaluation, callbacks, stop)
                 if state.step >= num_steps or state.stopped_by:
@@ -265,11 +265,5 @@ def _measured(
             contexts.enter_context(callback.evaluating(state))
         metrics = evaluation(state)
     if metrics is None:
-        state.stopped_by = _agreed_reason(state, stop)
+        state.stopped_by = agreed_reason(state.comm, stop) or "stopped"
     return metrics
-
-
-def _agreed_reason(state: TrainState, stop: StopFlag) -> str:
-    """Returns, on every rank, the reason of the lowest rank that has one."""
-    reasons = all_gather_object(state.comm, stop.reason)
-    return next((reason for reason in reasons if reason), "stopped")

@@ -17,8 +17,9 @@ from ddp.clock import now_s
 from ddp.data.iterable import ENDLESS
 from ddp.log import log
 from ddp.train.callbacks import Callback, ThroughputMeter
+from ddp.train.early_stopping import EARLY
 from ddp.train.state import StepReport, TrainState
-from ddp.train.stopping import has_obeyed
+from ddp.train.stopping import StopFlag, agreed_reason, has_obeyed
 
 REFRESH_EVERY_S = 0.2
 SHORTEST_BAR = 10  # letters
@@ -131,12 +132,17 @@ class StopNote(Callback):
 
     Args:
         run_dir: the folder of the run; None: nothing is saved.
+        stop: what signals set; one that came too late to stop the run still asks its program to.
     """
 
-    def __init__(self, run_dir: Path | None) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path | None, stop: StopFlag) -> None:
+        self._run_dir, self._stop = run_dir, stop
 
     def fit_end(self, state: TrainState) -> None:
+        if state.stopped_by in ("", EARLY):
+            if has_obeyed(late := agreed_reason(state.comm, self._stop)) and state.comm.rank == 0:
+                log.warning("%s came after the last step: the run is complete", late)
+            return
         if not has_obeyed(state.stopped_by) or state.comm.rank != 0:
             return
         saved = f'which is saved in {self._run_dir}: the same call with resume="auto" goes on from there'

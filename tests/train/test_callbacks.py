@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,42 @@ def test_a_scheduler_that_a_callback_steps_is_as_in_a_loop_by_hand(name: str, tm
         rates.append(optimizer.param_groups[0]["lr"])
     assert found == by_hand.seen and len(set(found)) > 2
     assert last == [rates[4], rates[7]]  # also what the last step has left
+
+
+class Makes(Steps):
+    """Makes the scheduler when the fit starts, where it gets the optimizer."""
+
+    def __init__(self, make: Callable[[Optimizer], Any]) -> None:
+        self.make, self.seen, self.losses = make, [], []
+
+    def fit_start(self, state: ddp.TrainState) -> None:
+        super().__init__(self.make(state.optimizer))
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("name", ["one cycle", "cosine"])
+def test_a_scheduler_made_at_the_start_of_a_resumed_fit_leaves_the_checkpoint_s_rates(
+    name: str, rate: Any, tmp_path: Path
+) -> None:
+    def made(steps: int, folder: Path | None) -> Tensor:
+        torch.manual_seed(0)
+        module = nn.Linear(6, 3)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=copy.deepcopy(rate))
+        ddp.fit(
+            module, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=10, max_steps=steps, progress=False,
+            resume=folder and "auto", checkpoint_dir=folder, curves=False, comm=alone(), callbacks=[Made(name)],
+        )  # fmt: skip
+        return module.weight.detach()
+
+    class Made(Makes):
+        def __init__(self, name: str) -> None:
+            super().__init__(SCHEDULERS[name])
+
+        def note(self, optimizer: Optimizer) -> None:
+            pass
+
+    made(3, tmp_path)
+    assert torch.equal(made(8, tmp_path), made(8, None))
 
 
 def test_masters_are_compared_for_a_user_s_callback_and_not_for_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:

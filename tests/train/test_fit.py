@@ -478,6 +478,12 @@ class InterruptedAfterTwoSteps(ddp.Callback):
             signal.raise_signal(signal.SIGINT)
 
 
+class InterruptedAtItsEnd(ddp.Callback):
+    def evaluated(self, state: TrainState) -> None:
+        if state.comm.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
 def in_a_cell(source: str, **names: Any) -> None:
     """Runs source as a notebook runs a cell, and a prompt what is typed there."""
     namespace = vars(sys.modules["__main__"])
@@ -510,6 +516,14 @@ def folds(folder: str) -> list[str]:
                 in_a_cell(loop, fold=fold, name=name)
     assert begun == [f"{name}-{number}" for name in ("program", "cell", "again") for number in (0, 1)]
     assert not (Path(folder) / "program-1").exists()
+    def too_late(run_dir: str) -> None:
+        begun.append(run_dir)
+        state = fit(F.cross_entropy, epochs=1, callbacks=[InterruptedAtItsEnd()], test_data=(X, CLASSES))
+        assert state.stopped_by == "" and state.evaluation
+
+    with pytest.raises(KeyboardInterrupt, match="SIGINT has ended a fit of this program"):
+        in_a_cell("for number in range(3): too_late(f'late-{number}')", too_late=too_late)
+    assert begun[-2:] == ["late-0", "late-1"], "the first is complete, and the second begins no step"
     finished = list[str]()
     in_a_cell(
         "for _ in range(2): finished.append(one())",
@@ -517,14 +531,15 @@ def folds(folder: str) -> list[str]:
         one=lambda: fit(F.cross_entropy, epochs=1).stopped_by,
     )
     assert finished == ["", ""]
-    return [line for line in said if "stopped by" in line]
+    return [line for line in said if "stopped by" in line or "came after" in line]
 
 
 def test_a_signal_ends_a_loop_over_fits_and_says_what_is_saved(tmp_path: Path) -> None:
     first, second = run_ranks(folds, 2, str(tmp_path))
     again = 'which is saved in %s: the same call with resume="auto" goes on from there'
     runs = [tmp_path / f"{name}-0" for name in ("program", "cell", "again")]
-    assert first == [f"stopped by SIGINT after step 3, {again % run}" for run in runs] and second == []
+    late = ["SIGINT came after the last step: the run is complete"]
+    assert first == [*(f"stopped by SIGINT after step 3, {again % run}" for run in runs), *late] and second == []
 
 
 class Read(ddp.Callback):
