@@ -51,7 +51,15 @@ class EMA(Callback):
         self.averaged: AveragedModel | None = None
 
     def fit_start(self, state: TrainState) -> None:
-        self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
+        try:
+            self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
+        except (RuntimeError, TypeError) as error:  # of copy.deepcopy
+            reason = str(error).partition(". ")[0]
+            raise ConfigError(
+                f"EMA needs a copy of the model {type(state.model.module).__name__}, which copy.deepcopy cannot make "
+                f"({reason}): let it hold no lock, file or computed tensor, and for weight norm take "
+                "torch.nn.utils.parametrizations.weight_norm"
+            ) from error
         for average, weights in zip(self.averaged.module.parameters(), _weights(state), strict=True):
             average.data = weights.detach().clone()
 

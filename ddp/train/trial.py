@@ -22,7 +22,7 @@ from ddp.train.arguments import ranks_of
 from ddp.train.state import TrainState
 
 NUM_STEPS = 3
-_NAME = ".trial-"  # begins the name of a trial's folder
+_NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of nobody else's, because it is removed
 
 
 def tried(fit: Callable[..., TrainState], given: Mapping[str, Any]) -> TrainState:

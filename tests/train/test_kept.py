@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,16 @@ def test_callbacks_of_an_earlier_fit_begin_anew() -> None:
     assert torch.equal(vector(averages[0]), vector(averages[1]))
 
 
+def test_a_model_that_cannot_be_copied_is_refused_for_averages_in_a_sentence() -> None:
+    computed = torch.ones(1, requires_grad=True) * 2
+    for attribute, reason in (computed, "Only Tensors created"), (Lock(), "cannot pickle"):
+        module = net()
+        module.kept = attribute  # type: ignore[assignment]
+        comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+        with pytest.raises(ConfigError, match=rf"EMA needs a copy of the model Sequential, .*\({reason}.*\): let it"):
+            fit(None, [ddp.EMA()], module=module, comm=comm, resume=None, epochs=1)
+
+
 def test_what_is_constant_in_a_loss_is_the_program_s_own(tmp_path: Path) -> None:
     comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
     for scale, steps in ((1.0, 2), (3.0, 4)):
@@ -279,15 +290,16 @@ def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file
             calls.append("evaluation")
 
         def fit_end(self, state: ddp.TrainState) -> None:
-            (folder,) = {*tmp_path.glob("runs/.trial-*/checkpoints")} - {lock.parent / "checkpoints"}
+            (folder,) = {*tmp_path.glob("runs/.ddp-trial-*/checkpoints")} - {lock.parent / "checkpoints"}
             calls.append(f"{len(list(folder.glob('step-*')))} saved")
 
     how: dict[str, Any] = {"comm": ddp.Communicator(SimulatedNetwork(1).transport(0)), "epochs": 50}
     module = net()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    for name in (".trial-killed", ".trial-running"):
+    for name in (".ddp-trial-killed", ".ddp-trial-running"):
         (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
-    lock = tmp_path / "runs" / ".trial-running" / ".lock"
+    (own := tmp_path / "runs" / ".trial-notes").mkdir()
+    lock = tmp_path / "runs" / ".ddp-trial-running" / ".lock"
     running = lock.open("w")
     fcntl.flock(running, fcntl.LOCK_EX)  # as another process
     state = ddp.fit(
@@ -296,7 +308,7 @@ def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file
         callbacks=[Notes(), ddp.EarlyStopping(1)], trial=True, **how,
     )  # fmt: skip
     assert (state.step, calls) == (3, ["step", "step", "step", "evaluation", "1 saved"])
-    assert list((tmp_path / "runs").iterdir()) == [lock.parent], "what a killed trial has left is gone"
+    assert {*(tmp_path / "runs").iterdir()} == {lock.parent, own}, "what a killed trial has left is gone, no more"
     running.close()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "the trial went well: 3 steps, an evaluation, a save; no file of it is kept"
@@ -306,4 +318,4 @@ def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file
         fit(tmp_path, callbacks=[ddp.EarlyStopping(1)], test_data=(X, CLASSES), evaluate_every_epochs=None, **how)
     with pytest.raises(ConfigError, match="cannot hold"):
         fit(tmp_path / "runs" / "mine", module=nn.Sequential(Extra(6, 3)), trial=True, resume=None, **how)
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list((tmp_path / "runs").iterdir()) == [own]
