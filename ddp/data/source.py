@@ -90,7 +90,8 @@ def source_of(
             f"__getitem__ ({what}=list(dataset) is one, if it fits in memory); only what ddp.fit trains on may be a "
             "stream"
         )
-    if is_table or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    is_plain = isinstance(data, (str, bytes)) or getattr(data, "ndim", 1) == 0  # a path, or one number
+    if is_table or is_plain or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ConfigError(
             f"{what} is a {kind}: give a data set with __len__ and __getitem__, a pair of tensors (inputs, targets), "
             "or a DataLoader"

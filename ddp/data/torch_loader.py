@@ -18,6 +18,7 @@
     timeout                     not used: waits have the deadlines of the run
     pin_memory, pin_memory_device, persistent_workers, in_order       nothing to do: pinned where there is a GPU; loader
                                 processes stay from epoch to epoch; batches keep their order
+    a class with its own __iter__                                     refused
 
 An evaluation takes every sample once. So drawing with or without replacement, and drop_last, are refused there.
 
@@ -76,6 +77,11 @@ def taken_apart(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluate
     Raises:
         ConfigError: one of its choices cannot be honoured; the message has the remedy.
     """
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"{what} is a {type(loader).__name__}, a DataLoader with an __iter__ of its own, whose work on batches "
+            "would be left out: give its data set, with that work in the data set or in collate=…"
+        )
     sampler, drop_last, ignored = _batching(loader, what=what)
     chosen = {name: getattr(loader, name) for name in _OF_PROCESSES}
     defaults = {"prefetch_factor": 2 if loader.num_workers else None}  # torch fills it in

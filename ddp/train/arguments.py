@@ -389,7 +389,7 @@ def refuse_disagreement(
             raise ConfigError(
                 f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}: give all ranks the same"
             )
-    if comm.world_size > 1:
+    if comm.world_size > 1 or source.num_workers:  # loader processes draw the same, too
         if not source.is_stream:
             _warn_of_other_samples(comm, source, what="data")
         for name, each in held_out.items():

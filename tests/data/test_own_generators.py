@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from ddp.comm.communicator import Communicator
 from ddp.data.cache import Transformed
 from ddp.data.loader import TrainLoader
 from ddp.data.own_generators import OwnGenerators
 from ddp.data.sampler import TrainSampler
 from ddp.data.source import UNKEYED, fingerprint, source_of
+from ddp.train.arguments import refuse_disagreement
+from ddp.transport.simulated import SimulatedNetwork
 
 GLOBAL = np.random.default_rng(5)
 
@@ -141,8 +144,12 @@ class Hidden(Holds):
         super().__init__(iter(range(1000)).__next__)
 
 
-def test_a_generator_that_is_not_found_is_noticed() -> None:
+def test_a_generator_that_is_not_found_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert fingerprint(source_of(Hidden(), what="data")) == UNKEYED
+    alone = Communicator(SimulatedNetwork(1).transport(0))
+    for num_workers in (0, 2):  # of which two draw the same, also on one rank
+        refuse_disagreement(alone, {}, source_of(Hidden(), what="data", num_workers=num_workers), {})
+        assert ("draw from a generator that was not found" in caplog.text) == bool(num_workers)
     for draw in DRAWS.values():
         first, again = (fingerprint(source_of(Holds(draw()), what="data")) for _ in range(2))
         assert first == again != UNKEYED

@@ -114,9 +114,18 @@ def test_a_data_loader_s_random_choice_is_another_one_in_each_epoch() -> None:
         assert any(len(set(found)) < number for found in epochs) == repeats
 
 
+class Scales(DataLoader[Any]):
+    """Changes batches where only its own loop would see it."""
+
+    def __iter__(self) -> Any:
+        return (100 * batch for batch in super().__iter__())
+
+
 @pytest.mark.parametrize(
     ("loader", "sentence"),
     [
+        (Scales(SIX, batch_size=2), "^data is a Scales, a DataLoader with an __iter__ of its own"),
+        (Scales(Stream()), "with an __iter__ of its own, whose work on batches would be left out: give its data set"),
         (DataLoader(SIX, sampler=Own()), "^data is a DataLoader whose Own chooses them in a way .* order=…"),
         (DataLoader(SIX, batch_sampler=Batches(Own(), 2, False)), "with the batch_sampler Batches, .*TokenBudget"),
         (DataLoader(SIX, batch_sampler=BatchSampler(Own(), 2, False)), "whose Own chooses them"),
@@ -157,9 +166,11 @@ def test_an_evaluation_takes_every_sample_once() -> None:
         (DataLoader(TensorDataset(ROWS), batch_size=None), "^data is a DataLoader with batch_size=None"),
         ((x for x in range(3)), "^data is generator, an iterable, .* give a data set with __len__"),
         ({"x": ROWS}, "^data is a dict: give"),
+        ("path/of/data", "^data is a str: give a data set"),
+        (torch.tensor(0.1), "^data is a Tensor: give a data set"),
         ((ROWS, torch.arange(5)), r"^data has inputs \[6, 2\] and targets \[5\]: the first dimension"),
     ],
-    ids=["stream", "loader of a stream", "loader of batches", "generator", "dict", "lengths"],
+    ids=["stream", "loader of a stream", "loader of batches", "generator", "dict", "path", "number", "lengths"],
 )
 def test_refused(data: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
