@@ -26,9 +26,9 @@ from ddp.train.callbacks import Callback
 from ddp.train.data_checks import EqualBatches
 from ddp.train.early_stopping import EARLY
 from ddp.train.first_look import FirstLook
-from ddp.train.state import TrainState, limits_of
+from ddp.train.state import TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
-from ddp.train.stopping import StopFlag, agreed_reason
+from ddp.train.stopping import StopFlag
 from ddp.train.stream_feed import StreamFeed
 
 Evaluation = Callable[[TrainState], dict[str, float] | None]

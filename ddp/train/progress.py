@@ -18,8 +18,8 @@ from ddp.data.iterable import ENDLESS
 from ddp.log import log
 from ddp.train.callbacks import Callback, ThroughputMeter
 from ddp.train.early_stopping import EARLY
-from ddp.train.state import StepReport, TrainState
-from ddp.train.stopping import StopFlag, agreed_reason, has_obeyed
+from ddp.train.state import StepReport, TrainState, agreed_reason
+from ddp.train.stopping import StopFlag, has_obeyed
 
 REFRESH_EVERY_S = 0.2
 SHORTEST_BAR = 10  # letters

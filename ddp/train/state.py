@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
 from ddp.data.loader_watch import Limits
 from ddp.data.sampler import TrainSampler
 from ddp.gradients.totals import Parts
@@ -162,3 +163,8 @@ class StepReport:
 def limits_of(comm: Communicator, stop: StopFlag | None) -> Limits:
     """Returns how long this rank waits for its loader processes: as for other ranks, and less if it is to stop."""
     return Limits(comm.rank, comm.warn_s, comm.abort_s, lambda: "" if stop is None else stop.reason)
+
+
+def agreed_reason(comm: Communicator, stop: StopFlag) -> str:
+    """Returns, on every rank, the reason of the lowest rank that wants to stop; "" if none does. Collective."""
+    return next((reason for reason in all_gather_object(comm, stop.reason) if reason), "")

@@ -33,8 +33,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from ddp.clock import now_s
-from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object
 
 ECHO_S = 3.0
 
@@ -90,11 +88,6 @@ def flag_of_a_new_fit() -> StopFlag:
     if number is signal.SIGINT:
         raise KeyboardInterrupt("SIGINT has ended a fit of this program, or of this cell, so it begins no other one")
     raise SystemExit(128 + number)
-
-
-def agreed_reason(comm: Communicator, stop: StopFlag) -> str:
-    """Returns, on every rank, the reason of the lowest rank that wants to stop; "" if none does. Collective."""
-    return next((reason for reason in all_gather_object(comm, stop.reason) if reason), "")
 
 
 class StopFlag:
