@@ -75,7 +75,7 @@ def try_one_sample(module: nn.Module, one: Any, sizes: list[int]) -> None:
         module(one[0] if isinstance(one, (tuple, list)) else one)
     except ValueError as error:
         if TOO_FEW in str(error):
-            steps = f"a step of {' or '.join(map(str, sizes[:3]))} samples"
+            steps = f"a step of size {' or '.join(map(str, sizes[:3]))}"
             raise ConfigError(
                 f"in {steps} a worker has a share of one sample, which BatchNorm cannot normalise: {REMEDY}"
             ) from error

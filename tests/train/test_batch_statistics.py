@@ -39,6 +39,6 @@ def test_one_sample_is_tried_where_a_step_may_have_it():
     flat, image = nn.BatchNorm1d(3).eval(), nn.BatchNorm2d(3).eval()
     try_one_sample(flat, torch.zeros(1, 3), [])
     try_one_sample(image, (torch.zeros(1, 3, 4, 4), torch.zeros(1)), [33])  # an image has many values per channel
-    with pytest.raises(ConfigError, match="in a step of 33 or 35 samples a worker has a share of one sample"):
+    with pytest.raises(ConfigError, match="in a step of size 33 or 35 a worker has a share of one sample"):
         try_one_sample(flat, (torch.zeros(1, 3), torch.zeros(1)), [33, 35])
     assert not flat.training
