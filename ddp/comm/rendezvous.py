@@ -13,7 +13,10 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -24,9 +27,40 @@ from ddp.comm.secret import VARIABLE, private_part, secret
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.log import log
 
+Result = TypeVar("Result")
+
 LOOK_EVERY_S = 0.05
 SERVING_S = 30.0  # longest wait of rank 0 for the store that it serves itself
+LET_GO_S = 2.0  # beyond a deadline of ours, for torch's client to keep its own
 REACH_S = 5.0  # longest wait for a host that does not answer, before the next try
+
+
+def answered(work: Callable[[], Result], *, within_s: float) -> Result:
+    """Returns what `work` returns, which asks the store of the ranks.
+
+    A thread works, because torch's client waits for ever for the answer of a process that is stopped.
+
+    Raises:
+        PeerLost: there is no answer in time.
+    """
+    found: list[Result] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            failed.append(error)
+
+    working = threading.Thread(target=run, name="ddp-start-up", daemon=True)
+    working.start()
+    working.join(within_s)
+    if failed:
+        raise failed[0]
+    if found:
+        return found[0]
+    reason = f"the store that it keeps has not answered for {within_s:g} s: it was stopped, or its host is down"
+    raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
 
 
 def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
@@ -45,6 +79,11 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
     Raises:
         PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
     """
+    meet = partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s)
+    return answered(meet, within_s=abort_s + LET_GO_S)
+
+
+def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
     token, tokens = secrets.token_hex(8), [""] * world_size
     patience, has_warned, roster, pause_s = Patience(abort_s), False, "", 0.001
     everyone = range(world_size)
@@ -131,12 +170,14 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
             failed.append(error)
         over.set()
 
-    threading.Thread(target=connect, name="ddp-connect", daemon=True).start()
+    connecting = threading.Thread(target=connect, name="ddp-connect", daemon=True)
+    connecting.start()
     where = f"{place.address}:{place.port}"
     if not over.wait(min(warn_s, abort_s)):
         log.warning("start-up has waited %.0f s for rank 0, which keeps the store of the ranks at %s", warn_s, where)
         over.wait(max(0.0, abort_s - warn_s))
         over.set()
+        connecting.join(LET_GO_S)  # one that returns from torch while the interpreter exits would abort the process
     if found:
         found[0].set_timeout(timedelta(seconds=abort_s))
         return found[0]

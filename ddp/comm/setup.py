@@ -32,7 +32,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.place import Place, on_this_host, place
 from ddp.comm.private_store import for_torch, part_of, sealed
 from ddp.comm.proof import prove
-from ddp.comm.rendezvous import open_store, rendezvous
+from ddp.comm.rendezvous import LET_GO_S, answered, open_store, rendezvous
 from ddp.comm.secret import secret
 from ddp.comm.settings import Settings
 from ddp.comm.watchdog import SILENCE_S, Watchdog
@@ -43,6 +43,7 @@ from ddp.transport.edge import TransportError, has_hope
 from ddp.transport.process_group import GlooConnections, GlooTransport, process_group_transport
 
 WARN_S, ABORT_S = 10.0, 600.0
+ANSWER_S = 5.0  # longest wait for a store that has answered before
 
 
 @dataclass
@@ -191,11 +192,14 @@ def _communicator(
     """
     rank, world_size, abort_s = dist.get_rank(group), dist.get_world_size(group), settings.abort_s
     ranks = dist.get_process_group_ranks(group)
-    _refuse_unlike_devices(store, rank, world_size, settings.device)
-    watchdog = Watchdog(store, rank, world_size, generation=settings.generation, warn_s=warn_s, abort_s=abort_s)
+    watch = partial(Watchdog, store, rank, world_size, generation=settings.generation, warn_s=warn_s, abort_s=abort_s)
+    watchdog = answered(watch, within_s=abort_s + LET_GO_S)
     try:
         try:
-            transport = process_group_transport(
+            compare = partial(_refuse_unlike_devices, store, rank, world_size, settings.device)
+            answered(compare, within_s=abort_s + LET_GO_S)
+            connect = partial(
+                process_group_transport,
                 settings.device,
                 backend,
                 store=store,
@@ -206,7 +210,9 @@ def _communicator(
                 ranks=None if group is dist.group.WORLD else ranks,
                 check=partial(_prove, store=store, group=group, timeout_s=min(abort_s, SILENCE_S)),
             )
-        except PeerLost:
+            # NCCL takes the GPU that is this thread's
+            transport = connect() if backend == "nccl" else answered(connect, within_s=abort_s + LET_GO_S)
+        except (PeerLost, ConfigError):
             raise
         except RuntimeError as error:
             suspect = error.peer if isinstance(error, TransportError) else (rank + 1) % world_size
@@ -400,16 +406,31 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
             _process.stores[found] = open_store(found, warn_s=warn_s, abort_s=abort_s)
         store = _process.stores[found]
     store = rendezvous(part_of(store, "ddp"), rank, world_size, warn_s=warn_s, abort_s=abort_s)
-    dist.init_process_group("gloo", store=for_torch(store), rank=rank, world_size=world_size, timeout=timeout)
+    store.set(f"joins/{rank}", "")
+    begin = partial(dist.init_process_group, "gloo", rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        answered(lambda: begin(store=for_torch(store)), within_s=abort_s + LET_GO_S)
+    except PeerLost:
+        raise
+    except RuntimeError as error:
+        raise _not_connected(store, rank, world_size, error) from error
     _process.owned_store = store
     return part_of(store, "ddp")
 
 
+def _not_connected(store: Store, rank: int, world_size: int, error: RuntimeError) -> PeerLost:
+    """Returns the error for ranks that have come, and that torch could not connect: one has gone in between."""
+    others = [other for other in range(world_size) if other != rank]
+    gone = answered(lambda: [each for each in others if not store.check([f"joins/{each}"])], within_s=ANSWER_S)
+    reason = f"it came, but could not be connected ({first_line(error)}): killed, stopped, or its host is down"
+    return PeerLost((gone or others)[0], "unknown", 0, 0, "start-up", reason)
+
+
 def _answers(store: Store) -> bool:
-    """Returns False if the process that served the store has gone."""
+    """Returns False if the process that served the store has gone, or is stopped."""
     try:
-        store.check(["ddp"])
-    except DistError:
+        answered(lambda: store.check(["ddp"]), within_s=ANSWER_S)
+    except (DistError, PeerLost):
         return False
     return True
 

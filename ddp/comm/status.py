@@ -222,6 +222,8 @@ class Others(NamedTuple):
         for rank, status in self.statuses.items():
             if status.state == "left":
                 return rank, LEFT
+            if not status.pid:
+                return rank, "it came, but has shown no sign of life since: killed, stopped, or its host is down"
             if self.silent_s[rank] >= QUIET_S:
                 return rank, "it shows no sign of life: killed, stopped, or its host is down"
         behind = [status for status in self.statuses.values() if status.sequence < self.call.sequence]

@@ -98,7 +98,7 @@ class Watchdog:
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
         self._observed_s = self._awake_since_s = now_s()
         self._main_thread = threading.main_thread().ident
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of the status and of the store, which serves one thread at a time
         self._stopped = threading.Event()
         self._publish()
         self._thread = threading.Thread(target=self._loop, name="ddp-watchdog", daemon=True)
@@ -293,14 +293,16 @@ class Watchdog:
             self._store.set(f"rank/{status.rank}", json.dumps(asdict(status)))
 
     def _finish(self, state: str, reason: str, blames: int | None) -> None:
-        with self._lock:
-            if self._status.state in ("failed", "left"):
-                return
-            self._status.state, self._status.reason, self._status.blames = state, reason[:500], blames
+        if not self._lock.acquire(timeout=JUDGE_S):  # another thread waits for a store that does not answer
+            return
         try:
-            self._publish()
+            if self._status.state not in ("failed", "left"):
+                self._status.state, self._status.reason, self._status.blames = state, reason[:500], blames
+                self._publish()
         except Exception as error:
             log.debug("watchdog: the store is out of reach: %s", error)
+        finally:
+            self._lock.release()
 
     def _observe(self) -> Others:
         """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
@@ -333,8 +335,9 @@ class Watchdog:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         statuses = {rank: Status(rank, "unknown", 0, label="start-up") for rank in others}
         for rank in others:
-            if self._store.check([f"rank/{rank}"]):
-                statuses[rank] = Status.read(self._store.get(f"rank/{rank}"))
+            with self._lock:
+                if self._store.check([f"rank/{rank}"]):
+                    statuses[rank] = Status.read(self._store.get(f"rank/{rank}"))
         return statuses
 
     def _warn_if_late(self, others: Others) -> None:
