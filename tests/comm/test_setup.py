@@ -20,7 +20,8 @@ from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
-from ddp.comm import checks, setup
+from ddp.comm import checks, setup, watchdog
+from ddp.comm.call import Call
 from ddp.comm.place import on_this_host
 from ddp.comm.rendezvous import rendezvous
 from ddp.comm.setup import current
@@ -58,6 +59,52 @@ def test_a_rank_of_an_earlier_session_does_not_stand_in_for_one_that_never_comes
         for rank in ranks:
             with pytest.raises(PeerLost, match=r"lost rank 1.*of 3 ranks, \[1\] did not come within 0.5 s"):
                 rank.result()
+
+
+class Stopped(HashStore):
+    """A store whose process is stopped: who asks waits, and nobody else can use the same client meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._client, self.goes_on = threading.Lock(), threading.Event()
+
+    def clone(self) -> Stopped:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        with self._client:
+            super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._client:
+            return self.goes_on.wait() and super().check(keys)
+
+
+def test_a_store_that_stops_to_answer_holds_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp.comm.rendezvous.LET_GO_S", 0.0)
+    for name in ("INTERVAL_S", "JUDGE_S", "STORE_S"):
+        monkeypatch.setattr(watchdog, name, 0.05)
+    store, of_watchdog = Stopped(), Stopped()
+    with pytest.raises(PeerLost, match=r"lost rank 0 .*has not answered for 0.1 s: it was stopped"):
+        rendezvous(store, 1, 2, warn_s=9, abort_s=0.1)
+    watches = watchdog.Watchdog(of_watchdog, 1, 2, generation=0, warn_s=9, abort_s=0.1)
+    watches.begin(Call(1, "all_reduce"), 0)
+    lost = watches.find_culprit(0)
+    watches.fail("as a session that ends after an error")
+    watches.leave()
+    assert "lost rank 0 " in str(lost)
+    assert "does not answer" in lost.reason
+    for each in (store, of_watchdog):
+        each.goes_on.set()
+
+
+def test_ranks_that_torch_cannot_connect_name_the_one_that_has_gone() -> None:
+    store = HashStore()
+    for rank in (0, 2):
+        store.set(f"joins/{rank}", "")
+    lost = setup._not_connected(store, 0, 3, RuntimeError("wait timeout"))
+    assert "lost rank 1 " in str(lost)
+    assert "it came, but could not be connected (wait timeout)" in lost.reason
 
 
 def begin_again_and_again() -> list[tuple[float, float, float]]:
