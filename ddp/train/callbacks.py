@@ -100,7 +100,8 @@ class NoiseMeter(Callback):
 class MetricsFile(Callback):
     """Appends to metrics.jsonl on rank 0: one object per logged step, per evaluation, and per report of the test set.
 
-    A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again.
+    A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again. A run that
+    is complete already reports the same once more, which is not written twice.
     """
 
     def __init__(self, path: Path, meter: ThroughputMeter, noise: NoiseMeter, *, every: int) -> None:
@@ -141,8 +142,10 @@ class MetricsFile(Callback):
 
     def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
         if state.comm.rank == 0:
-            with to_append(self._path) as file:
-                file.write(json.dumps({key: value for key, value in entry.items() if value is not None}) + "\n")
+            line = json.dumps({key: value for key, value in entry.items() if value is not None})
+            if entry["kind"] != "report" or not (self._path.exists() and line in read_own(self._path).splitlines()):
+                with to_append(self._path) as file:
+                    file.write(f"{line}\n")
 
 
 def _where(state: TrainState) -> dict[str, int]:

@@ -75,7 +75,8 @@ def runs(folder: str) -> Any:
     first, _ = fit(Path(folder, "parts"), validation_data=0.25, test_data=Counted(-1.0), epochs=2)
     with pytest.raises(ConfigError, match="the run has set apart 10 of 40 samples by seed 0"):
         fit(Path(folder, "parts"), validation_data=0.25, resume="auto", seed=1)
-    resumed, _ = fit(Path(folder, "parts"), validation_data=0.25, test_data=Counted(-1.0), resume="auto")
+    for _ in range(2):  # the second one has no step left
+        resumed, _ = fit(Path(folder, "parts"), validation_data=0.25, test_data=Counted(-1.0), resume="auto")
     unscheduled, _ = fit(validation_data=0.25, test_data=Counted(-1.0))
     assert resumed.evaluation == unscheduled.evaluation and first.evaluation != resumed.evaluation
     own, _ = fit(validation_data=Counted(), test_data=test)
@@ -107,6 +108,8 @@ def test_the_validation_set_chooses_and_the_test_set_is_for_the_report(world_siz
     assert "with the last weights  test_loss " in printed and "chosen by" not in printed
     summary = json.loads((tmp_path / "whole/summary.json").read_text())
     assert summary["main_metric"] == "validation_loss" and summary["test_loss"] == evaluation["test_loss"]
+    reports = [line for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines() if '"report"' in line]
+    assert len(reports) == 2, "one for each end, and no more for a call that has nothing left to train"
     lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if line["kind"] != "step"]
     assert [line["kind"] for line in evaluations] == ["evaluation"] * 4 + ["report"]
