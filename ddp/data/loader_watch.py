@@ -3,7 +3,7 @@
     after warn_s                a warning names the process, its state and its samples
     after abort_s               it is given up
     once the run shall stop     it is given up at once if it is stopped (SIGSTOP), else after `STOP_S`
-    it dies                     torch's DataLoader notices within seconds
+    it dies                     torch's DataLoader notices within seconds; or its socket closes, a little before
 
 A rank waits in many places: in a queue, in a pipe that holds half a batch, at the socket of a process that shares
 memory. None of them can be left from outside, but all of them end with the processes. So a thread keeps the time, and
@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ from ddp.parent_death import ask_for_signal
 
 LOOK_S = 0.5
 STOP_S = 10.0  # a run that shall stop waits so long for a batch
+END_S = 2.0  # a process whose socket has closed ends meanwhile
 MEMORY = "the memory may have run out; take fewer loader processes"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGBUS)  # the kernel's, where memory or /dev/shm has run out
 
@@ -216,8 +218,11 @@ class LoaderWatch:
             if self._iterator is not None:
                 _expect_no_more(self._iterator)
             return self._lost
-        if "DataLoader worker (pid" not in str(error) or self._iterator is None:
+        if self._iterator is None or not (_is_of_a_connection(error) or "DataLoader worker (pid" in str(error)):
             return ""
+        patience = Patience(END_S)
+        while not any(process.exitcode for process in self._iterator._workers) and patience.left_s():
+            time.sleep(0.005)
         for place, process in enumerate(self._iterator._workers):
             if process.exitcode:
                 how, remedy = f"ended with status {process.exitcode}", "loader_workers=0 shows where"
@@ -250,6 +255,11 @@ def _started(loader: DataLoader[Any]) -> Iterator[Any]:
             f"loader processes cannot be started: {error.strerror or error}. They need room in /dev/shm, and leave to "
             "write there; without them, take loader_workers=0 (loader.num_workers=0)"
         ) from error
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Returns True if an error may be of the socket of a loader process, and not of what it has read."""
+    return isinstance(error, (EOFError, OSError)) and "in DataLoader worker process" not in str(error)
 
 
 def _descendants(pid: int) -> set[int]:

@@ -204,6 +204,30 @@ def test_a_process_that_is_stopped_does_not_outlive_its_loader():
         os.kill(pid, 0)
 
 
+def break_off(pid: int, error: Exception) -> None:
+    """Fails as the socket of a process that is ending does, while the process is still there."""
+    threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
+    raise error
+
+
+class BreaksOff:
+    """Is received by a rank while the loader process that sends it ends."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return break_off, (os.getpid(), self.error)
+
+
+@pytest.mark.parametrize("error", [EOFError(), FileNotFoundError(2, "No such file or directory")])
+def test_a_process_that_ends_while_its_tensor_is_received_is_named(error):
+    loader = train_loader(Odd(lambda: BreaksOff(error)), collate=list)
+    with pytest.raises(LoaderLost, match=r"^loader process 0 of rank 0 \(pid \d+\) was killed by SIGKILL before it"):
+        list(batches_of(loader))
+    loader.close()
+
+
 IN_A_DEEP_FOLDER = """
 import multiprocessing, os, sys, torch
 from ddp.data.loader import TrainLoader
