@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ddp.clock import Patience
+from ddp.clock import Patience, within
 from ddp.comm.place import Place, launcher_serves
 from ddp.comm.private_store import Folder, part_of, sealed
 from ddp.comm.secret import VARIABLE, private_part, secret
@@ -38,29 +38,17 @@ REACH_S = 5.0  # longest wait for a host that does not answer, before the next t
 def answered(work: Callable[[], Result], *, within_s: float) -> Result:
     """Returns what `work` returns, which asks the store of the ranks.
 
-    A thread works, because torch's client waits for ever for the answer of a process that is stopped.
+    torch's client alone would wait for ever for a process that is stopped.
 
     Raises:
         PeerLost: there is no answer in time.
     """
-    found: list[Result] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except Exception as error:
-            failed.append(error)
-
-    working = threading.Thread(target=run, name="ddp-start-up", daemon=True)
-    working.start()
-    working.join(within_s)
-    if failed:
-        raise failed[0]
-    if found:
-        return found[0]
+    try:
+        return within(within_s, work)
+    except TimeoutError as error:
+        late = error
     reason = f"the store that it keeps has not answered for {within_s:g} s: it was stopped, or its host is down"
-    raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
+    raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from late
 
 
 def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:

@@ -35,11 +35,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import NamedTuple
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp.clock import PAUSED_S, now_s
+from ddp.clock import PAUSED_S, now_s, within
 from ddp.comm.call import Call, Envelope
 from ddp.comm.private_store import part_of
 from ddp.comm.status import STALE_S, Others, Status, Verdict
@@ -178,19 +179,26 @@ class Watchdog:
             PeerLost: the rank failed or left, or its tick has stood still for too long.
         """
         self.begin(call, rank)
+        look, limit_s = partial(self._has_said, key, rank), max(self._silence_s, STALE_S)
         try:
-            while not self._store.check([key]):
-                others = self._observe()
-                is_gone = rank in others.ended or others.statuses[rank].state in ("failed", "left")
-                is_silent = others.silent_s[rank] >= max(self._silence_s, STALE_S)
-                if (is_gone or is_silent) and not self._store.check([key]):  # the word may have come just before
-                    raise self.find_culprit(rank)
+            while not within(limit_s, look):
                 self._stopped.wait(POLL_S)
-            word: bytes = self._store.get(key)
-        except DistError as error:
+            word: bytes = within(limit_s, partial(self._store.get, key))
+        except (DistError, TimeoutError) as error:
             raise self.find_culprit(rank) from error
         self.end()
         return word
+
+    def _has_said(self, key: str, rank: int) -> bool:
+        """Returns True if the word is there; raises PeerLost once it cannot come any more."""
+        if self._store.check([key]):
+            return True
+        others = self._observe()
+        is_gone = rank in others.ended or others.statuses[rank].state in ("failed", "left")
+        is_silent = others.silent_s[rank] >= max(self._silence_s, STALE_S)
+        if (is_gone or is_silent) and not self._store.check([key]):  # the word may have come just before
+            raise self.find_culprit(rank)
+        return False
 
     # --- after a wait has failed -------------------------------------------------------------------------------------
 

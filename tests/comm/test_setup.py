@@ -90,6 +90,9 @@ def test_a_store_that_stops_to_answer_holds_nobody_beyond_the_deadline(monkeypat
     watches = watchdog.Watchdog(of_watchdog, 1, 2, generation=0, warn_s=9, abort_s=0.1)
     watches.begin(Call(1, "all_reduce"), 0)
     lost = watches.find_culprit(0)
+    monkeypatch.setattr(watchdog, "STALE_S", 0.1)
+    with pytest.raises(PeerLost, match=r"lost rank 0 .* does not answer"):
+        watches.wait_for_word("passed", 0, Call(2, "wait_for_rank_zero"))
     watches.fail("as a session that ends after an error")
     watches.leave()
     assert "lost rank 0 " in str(lost)
