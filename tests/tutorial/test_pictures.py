@@ -80,5 +80,5 @@ def test_measurements_can_be_made_again() -> None:
     ]
     assert all(step["overlap"] == 0 for step in foreground)
     text = timeline_text(background, foreground)
-    assert text.count("backward  █") == 4 and text.count("bucket 4") == 5
+    assert text.count("backward  ") == 4 and text.count("bucket 4") == 5
     assert "hidden1.bias … hidden1.weight" in text
