@@ -247,9 +247,21 @@ def _predict(config: Config, checkpoint: Path, out: Path) -> list[int]:
         outputs = predict(model, splits.test, task=components.make_task(config), comm=comm, **_reading(config, splits))
         if comm.rank == 0:
             plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
-            with whole_file(out) as file:
-                write_rows(file, plain.cpu().numpy(), is_csv=out.suffix == ".csv")
+            write_out(out, plain.cpu().numpy())
         return list(outputs.shape)
+
+
+def write_out(out: Path, rows: NDArray[Any]) -> None:
+    """Writes rows to a file, whole or not at all.
+
+    Raises:
+        ConfigError: the disk refuses, as a full one does.
+    """
+    try:
+        with whole_file(out) as file:
+            write_rows(file, rows, is_csv=out.suffix == ".csv")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror or error}; make room there, or take another folder") from error
 
 
 def write_rows(file: IO[bytes], rows: NDArray[Any], *, is_csv: bool) -> None:

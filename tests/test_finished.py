@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import re
 from dataclasses import asdict
@@ -174,15 +175,19 @@ def test_a_model_that_cannot_take_the_samples_is_one_line(
         assert err.count("\n") == 1
 
 
-def test_a_file_that_could_not_be_written_whole_is_what_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_could_not_be_written_whole_is_what_it_was(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     here(monkeypatch)
     Path("scores.csv").write_text("before")
 
     def fail(*_: Any, **__: Any) -> None:
-        raise OSError("scripted")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(finished, "write_rows", fail)
-    with pytest.raises(OSError, match="scripted"):
+    with pytest.raises(SystemExit):
         main(["predict", str(run), "--out", "scores.csv"])
+    said = f"--out {Path('scores.csv').absolute()}: No space left on device; make room there, or take another folder\n"
+    assert capsys.readouterr().err.endswith(said)
     assert [path.name for path in Path().iterdir()] == ["scores.csv"] and Path("scores.csv").read_text() == "before"
     assert asdict(settings_for(run, ["trust=true"]))["trust"] is True
