@@ -150,7 +150,7 @@ class Kept(Callback):
         saved = {id(each) for each in (*state.model.modules(), state.optimizer, *self._losses.values())}
         saved |= {id(each) for loss in self._losses.values() for each in getattr(loss, "modules", list)()}
         for name, callback in self._callbacks.items():
-            if type(callback).state_dict is Callback.state_dict:
+            if getattr(callback.state_dict, "__func__", None) is Callback.state_dict:  # not one of the object's own
                 for attribute, each in vars(callback).items():
                     if has_state(each) and id(each) not in saved:
                         self._warn_once(

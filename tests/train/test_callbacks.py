@@ -264,7 +264,7 @@ class Makes(Steps):
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize("name", ["one cycle", "cosine"])
 def test_a_scheduler_made_at_the_start_of_a_resumed_fit_leaves_the_checkpoint_s_rates(
-    name: str, rate: Any, tmp_path: Path
+    name: str, rate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def made(steps: int, folder: Path | None) -> Tensor:
         torch.manual_seed(0)
@@ -285,6 +285,7 @@ def test_a_scheduler_made_at_the_start_of_a_resumed_fit_leaves_the_checkpoint_s_
 
     made(3, tmp_path)
     assert torch.equal(made(8, tmp_path), made(8, None))
+    assert "in no checkpoint" not in caplog.text, "the object has state_dict, and not its class"
 
 
 def test_masters_are_compared_for_a_user_s_callback_and_not_for_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
