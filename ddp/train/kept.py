@@ -65,7 +65,7 @@ class Kept(Callback):
 
     def resumes(self, parts: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Takes the parts of the checkpoint that the run goes on from. The optimizer has its state already."""
-        self._found, self._settings = parts, settings_of(optimizer)
+        self._found, self._settings = parts, group_settings(optimizer)
 
     @property
     def name_of_averages(self) -> str | None:
@@ -225,7 +225,7 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns a copy of the settings of each group, such as its rate."""
     return [copy.deepcopy({key: group[key] for key in group if key != "params"}) for group in optimizer.param_groups]
 
