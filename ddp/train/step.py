@@ -237,8 +237,10 @@ def _backward(
                 model.ride_along(totals)
                 model.reduce_without_backward()
             continue
-        for look in rules.looks:
-            look(model.module, batch, len(micro.indices))
+        # bfloat16 weights take the user's inputs under autocast alone; other weights are looked at in their own type
+        with forward_precision("bf16_pure" if rules.precision == "bf16_pure" else "fp32", device):
+            for look in rules.looks:
+                look(model.module, batch, len(micro.indices))
         with nullcontext() if is_last else model.no_sync():
             dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
             try:

@@ -356,6 +356,11 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"module": normalised(), "data": (X[:11], CLASSES[:11])},
         "in a step of size 1 a worker has a share of one sample, which BatchNorm cannot normalise: leave some",
     ),
+    "one sample of bfloat16": (
+        F.cross_entropy,
+        {"module": normalised(), "data": (X[:11], CLASSES[:11]), "precision": "bf16_pure"},
+        "in a step of size 1 a worker has a share of one sample, which BatchNorm cannot normalise: leave some",
+    ),
     "no end": (F.cross_entropy, {"epochs": None}, "neither epochs nor max_steps is given"),
     "too small a batch": (F.cross_entropy, {"global_batch": 0}, "global_batch=0: must be a whole number from 1 up"),
     "another's scheduler": (
