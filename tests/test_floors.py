@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     [
         *("address", "allocator", "clock", "dense", "ending", "errors", "files", "foreign_words", "garbage", "log"),
-        *("owners", "parent_death", "stack", "svg", "terminal", "torchvision_operators", "vision", "wording"),
+        *("owners", "parent_death", "scratch", "stack", "svg", "terminal"),
+        *("torchvision_operators", "vision", "wording"),
     ],
     ["transport", "collectives", "data", "optim", "models", "tasks"],
     ["comm"],

@@ -27,9 +27,11 @@ from pathlib import Path
 
 from ddp.errors import ConfigError
 from ddp.owners import ANYTHING, why_shared
+from ddp.scratch import scratch_folder
 
 VARIABLE, FOLDER = "DDP_SECRET", "DDP_PRIVATE_FOLDER"
 MIN_LENGTH = 16
+_NAME = "ddp-private-"
 
 
 @contextlib.contextmanager
@@ -42,15 +44,15 @@ def private_folder() -> Iterator[Path]:
         try:
             folder = until_end.enter_context(_with_secret("/dev/shm"))
         except OSError:  # none here, or none that can be written
-            folder = until_end.enter_context(_with_secret(None))
+            folder = until_end.enter_context(_with_secret(tempfile.gettempdir()))
         yield folder
 
 
 @contextlib.contextmanager
-def _with_secret(place: str | None) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ddp-private-", dir=place, ignore_cleanup_errors=True) as name:
-        (Path(name) / VARIABLE).write_text(secrets.token_hex(32))
-        yield Path(name)
+def _with_secret(place: str) -> Iterator[Path]:
+    with scratch_folder(Path(place), _NAME) as folder:
+        (folder / VARIABLE).write_text(secrets.token_hex(32))
+        yield folder
 
 
 def take_secret(folder: Path) -> None:

@@ -261,7 +261,7 @@ def fit(
         micro_size=micro_size,
         checkpoint_every_steps=checkpoint_every_steps,
     )
-    check_callbacks(callbacks, is_evaluated=not (validation_data is test_data is None))
+    check_callbacks(callbacks, is_evaluated=validation_data is not None or test_data is not None)
     for name, value in (("sharded", sharded), ("cache", cache), ("debug_data", debug_data), ("trial", trial)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be True or False")

@@ -9,15 +9,13 @@ Read before: `arguments.py`. Read next: `fit.py`.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
-from ddp.files import hold
+from ddp.scratch import scratch_folder
 from ddp.train.arguments import ranks_of
 from ddp.train.state import TrainState
 
@@ -57,20 +55,6 @@ def _folder_beside(run_dir: Path, until_end: contextlib.ExitStack) -> Path:
     """Returns a new folder, which is removed at the end. On rank 0 only."""
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        for other in run_dir.parent.glob(f"{_NAME}*"):
-            _remove_if_left(other)
-        made = Path(tempfile.mkdtemp(prefix=f".new{_NAME}", dir=run_dir.parent))
-        held = hold(made)
-        folder = made.rename(made.with_name(made.name.removeprefix(".new")))  # held once others look for it
+        return until_end.enter_context(scratch_folder(run_dir.parent, _NAME))
     except OSError as error:
         raise ConfigError(f"checkpoint_dir={run_dir}: {error.strerror}; take another folder") from error
-    until_end.callback(shutil.rmtree, folder, ignore_errors=True)
-    until_end.callback(held.close)
-    return folder
-
-
-def _remove_if_left(folder: Path) -> None:
-    """Removes the folder of a trial that was killed."""
-    with contextlib.suppress(ConfigError, OSError):  # another process holds it, or it is another user's
-        hold(folder).close()
-        shutil.rmtree(folder)
