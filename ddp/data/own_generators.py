@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from inspect import ismemberdescriptor
 from itertools import islice
 from pathlib import PurePath
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -144,8 +145,8 @@ def _parts(each: Any) -> Iterator[Any]:
     else:
         yield from _of_class(type(each))
         yield from getattr(each, "__dict__", {}).values()
-        for kind in type(each).__mro__:
-            yield from (getattr(each, name, None) for name in vars(kind).get("__slots__", ()) if name[:2] != "__")
+        slots = (slot for kind in type(each).__mro__ for slot in vars(kind).values() if ismemberdescriptor(slot))
+        yield from (getattr(each, slot.__name__, None) for slot in slots)
 
 
 def _some(values: Iterable[Any], length: int) -> Iterable[Any]:
@@ -161,7 +162,9 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 def _used_by(function: FunctionType) -> Iterator[Any]:
     """Yields what a function has bound; and of the globals that it names, generators and functions of its module."""
-    yield from (cell.cell_contents for cell in function.__closure__ or () if cell is not None)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty one: what it names is not bound yet, or not any more
+            yield cell.cell_contents
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)

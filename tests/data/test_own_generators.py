@@ -50,6 +50,27 @@ class Compose:
         return self.rng.random()
 
 
+class Private:
+    """Has a generator in a slot of a mangled name."""
+
+    __slots__ = "__rng"
+
+    def __init__(self) -> None:
+        self.__rng = np.random.RandomState(5)
+
+    def __call__(self) -> float:
+        return self.__rng.rand()
+
+
+def beside_an_unbound_variable() -> Any:
+    def draw(rng: Any = np.random.RandomState(5)) -> float:  # noqa: B008 (where a search has to look)
+        return rng.rand() if rng else later
+
+    if not draw:
+        later = 0.0
+    return draw
+
+
 class Inside:
     """Has a generator further in, and one in its class."""
 
@@ -87,6 +108,8 @@ DRAWS = {
     "torch's": by_torch,
     "albumentations'": Compose,
     "further in": Inside,
+    "in a private slot": Private,
+    "beside an unbound variable": beside_an_unbound_variable,
     "of a module": lambda: by_global,
     "in a partial": lambda: partial(lambda rng: rng.random(), np.random.default_rng(0)),
 }
