@@ -31,7 +31,7 @@ from ddp.scratch import scratch_folder
 
 VARIABLE, FOLDER = "DDP_SECRET", "DDP_PRIVATE_FOLDER"
 MIN_LENGTH = 16
-_NAME = "ddp-launch-"  # older versions, which do not hold their folders, have "ddp-private-"
+_NAME = "ddp-secret-"  # older versions, which do not hold their folders, have "ddp-private-"
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from ddp.comm.objects import all_gather_object
 from ddp.comm.private_store import Folder, Sealed, part_of, sealed
 from ddp.comm.rendezvous import rendezvous
 from ddp.errors import ConfigError, PeerLost
+from ddp.function_call import folder_for_call
 
 ROOT = Path(__file__).parents[2]
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -264,3 +265,10 @@ def test_another_user_of_the_host_gets_nowhere_20_of_20(shared: Path) -> None:
     assert len(totals) > 1
     assert "ddp.worker" in commands
     assert drawn not in commands
+
+
+def test_a_folder_of_secrets_beside_calls_removes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /dev/shm cannot be written: both are in the temporary folder, and nobody holds a call's."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with folder_for_call(1, int, (), {}) as call, secret._with_secret(str(tmp_path)):
+        assert call.exists()
