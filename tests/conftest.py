@@ -1,6 +1,6 @@
 """Settings that must stand before torch is imported, and signals as a terminal has them, here and in every rank.
 
-No test leaves a process group to the next one.
+No test leaves a process group, or a thread that watches one, to the next one.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,14 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.fixture(autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """Ends what a fit of this process has begun."""
+    """Ends what a test has begun in this process: a fit's group, and the watchdogs of communicators of its own.
+
+    A watchdog tells every half second what all threads do. Those of a whole run would take a third of a core.
+    """
+    earlier = set(threading.enumerate())
     yield
     if (setup := sys.modules.get("ddp.comm.setup")) is not None:
         setup.shutdown()
+    for thread in set(threading.enumerate()) - earlier:
+        if thread.name == "ddp-watchdog" and (loop := getattr(thread, "_target", None)) is not None:
+            loop.__self__._stopped.set()
