@@ -9,8 +9,7 @@
     ddp.launch(function, workers=2)                    # runs a function on two ranks, from a script or a notebook
 
 Names here are imported when they are first used (PEP 562), so that `import ddp` stays light and `ddp.collectives` needs
-no torch. Every file says what to read before and next, from the bottom up: collectives, transport, comm, gradients,
-replica, data, models, tasks, train, and then the way from a command line to workers.
+no torch. docs/reading.md is the walk through the files, from the bottom up.
 
 The words of this package, one meaning each:
 
@@ -60,8 +59,6 @@ The words of this package, one meaning each:
     learning-rate schedule    a factor on the learning rate, by samples
     noise scale         the batch up to which more samples a step pay, measured from the noise of gradients
     trust ratio         a factor on the learning rate of one tensor, by the norms of its weights and its update
-
-Read next: `errors.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 `mpirun` and `srun` (`comm/place.py`).
 
 Each question is one function below: it adds its subcommand, and defines how to answer it.
-
-Read before: `under_torchrun.py`. Read next: `bench/__init__.py`, `tutorial/__init__.py`.
 """
 
 from __future__ import annotations

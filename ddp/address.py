@@ -7,8 +7,6 @@ a run without an address imports nothing from there. `RUN_DIR/config.yaml` keeps
 workers and for whoever continues the run from elsewhere.
 
 Everything that can go wrong is one sentence: it names the setting, the folder, and the line of the user's file.
-
-Read before: `train/fit.py`. Read next: `trust.py`.
 """
 
 from __future__ import annotations

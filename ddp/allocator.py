@@ -11,8 +11,6 @@ keeps what it has once taken.
     GLIBC_TUNABLES            yes: copies past the caches           no: the C library reads it when the program begins
 
 A variable that the user has set stays as it is.
-
-Read before: `clock.py`. Read next: `log.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 file `random.py` a module of Python. `-P` keeps that folder, and this file's own, off the path; so this file loads the
 package by its location. A process that multiprocessing starts from a worker imports this file too, and so finds the
 same package.
-
-Read before: `failures.py`. Read next: `terminal.py`.
 """
 
 import importlib

@@ -4,8 +4,6 @@
                              the checkpoint to be resumed; so one process says once what is wrong
     run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
     finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
-
-Read before: `components.py`, `dealing.py`, `trained.py`. Read next: `finished.py`, `under_torchrun.py`.
 """
 
 from __future__ import annotations

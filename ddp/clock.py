@@ -1,7 +1,4 @@
-"""Time, in one place: every duration of this package is monotonic and in seconds.
-
-Read before: `dense.py`. Read next: `allocator.py`.
-"""
+"""Time, in one place: every duration of this package is monotonic and in seconds."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Each function below builds one component of a run. Components know nothing of `Config`. A component of the user's own
 is imported from its address here, in the parent before any worker starts, and in every worker.
-
-Read before: `worker.py`, `config.py`. Read next: `models/own.py`, `optimization.py`.
 """
 
 from __future__ import annotations

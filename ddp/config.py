@@ -13,8 +13,6 @@ choice that has fields of its own is a subclass. The `name` of a choice is the w
 the table of all of them. Data and models of the user's own have an address as their name: see `address.py`.
 
 Components never see these classes: `components.py` and `optimization.py` take them apart into plain arguments.
-
-Read before: `trust.py`. Read next: `config_checks.py`, `settings_page.py`.
 """
 
 # ruff: noqa: RUF009 (`setting` returns a dataclass field)

@@ -1,8 +1,6 @@
 """Settings that cannot work, each with the reason and the remedy; and settings that follow from others.
 
 A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts.
-
-Read before: `config.py`, `ending.py`. Read next: `config_reader.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Hydra composes plain values, and RUN_DIR/config.yaml holds plain values. `from_plain` makes a `Config` of them. It
 refuses an unknown key, with the nearest valid one, and a value of the wrong type.
-
-Read before: `config_checks.py`. Read next: `launcher.py`, which composes a Config.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
     data.order, data.sharding, batch.…, seed  ──▶  arguments of `ddp.fit`, or of a sampler of any rank
 
 Where data or sharding are the user's own, `noted` keeps what a sampler asks of them, and `Noted` stands for them later.
-
-Read before: `optimization.py`, `data/sampler.py`. Read next: `where.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tells whether a tensor's elements lie densely in memory, so that they can be taken as one row of numbers.
-
-Read before: `errors.py`. Read next: `clock.py`.
-"""
+"""Tells whether a tensor's elements lie densely in memory, so that they can be taken as one row of numbers."""
 
 from __future__ import annotations
 

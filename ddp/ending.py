@@ -1,7 +1,4 @@
-"""Says how a run may not end, for settings and for the arguments of `ddp.fit` alike.
-
-Read before: `wording.py`. Read next: `config_checks.py`.
-"""
+"""Says how a run may not end, for settings and for the arguments of `ddp.fit` alike."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ it starts a *command*. The engine passes on no environment of ours. So the comma
 changes nothing in this process. Every user of the host can read a command, so the secret of the launch goes through a
 private folder (`comm/secret.py`). Nothing that it or its workers open listens beyond this host: see `rendezvous.py`.
 `bootstrap.py` lets a worker import this very package, and nothing of the current folder.
-
-Read before: `run_folder.py`. Read next: `rendezvous.py`.
 """
 
 from __future__ import annotations

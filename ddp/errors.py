@@ -12,8 +12,6 @@
     * also a RuntimeError, because torch's DistributedDataParallel raises that where ours raises these
 
 Every message has the offending value and a remedy. `assert` is for invariants of this package alone.
-
-Read before: `__init__.py`. Read next: `dense.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 
 Once one worker has failed, torchrun's engine ends its neighbours. So nearly every rank of a failed run has failed, and
 the first traceback on the screen is seldom the one that matters.
-
-Read before: `engine.py`. Read next: `bootstrap.py`.
 """
 
 from __future__ import annotations

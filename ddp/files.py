@@ -17,8 +17,6 @@ Note "which lock". flock(2) belongs to the open file, and the kernel releases it
 A lock of fcntl(2) would be lost as soon as anyone in this process closes the file, such as a callback that copies the
 folder. A forked child, such as a loader's worker, shares the open file and would keep the lock of a parent that was
 killed; so children close it.
-
-Read before: `log.py`. Read next: `scratch.py`, `train/stored_checkpoint.py`.
 """
 
 from __future__ import annotations

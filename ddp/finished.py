@@ -9,8 +9,6 @@
     every rank    its share of the samples: ddp.evaluate, ddp.predict; rank 0 writes the file, whole or not at all
 
 Of the run's settings only those matter that say what the data are, how the model is built, and what it has learnt.
-
-Read before: `build.py`. Read next: `under_torchrun.py`.
 """
 
 from __future__ import annotations

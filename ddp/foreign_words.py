@@ -2,8 +2,6 @@
 
 A reader who types `ddp.fit(…, batch_size=64)`, `scripts/ddp train batch_size=64` or `ddp.launch(train, nprocs=2)` is
 told the word that belongs there. A misspelt word needs no row, because the nearest word is told anyway.
-
-Read before: `wording.py`. Read next: `config_reader.py`.
 """
 
 from __future__ import annotations

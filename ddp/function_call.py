@@ -4,8 +4,6 @@
     result-rank-R.pkl      what the function returned on rank R
 
 What cannot be sent, or does not fit on the disk, is one sentence: on the way there before a worker starts.
-
-Read before: `sweep.py`. Read next: `run_folder.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The collector would walk them again and again while they come, at every full collection of training, and once more when
 the interpreter ends: together more than a second of each process. So it waits until they are there, and then leaves
 them out (`gc.freeze`).
-
-Read before: `terminal.py`. Read next: `worker.py`.
 """
 
 import atexit

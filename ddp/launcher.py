@@ -23,8 +23,6 @@ cause last.
 
 This module alone imports Hydra and OmegaConf, and inside functions, so that importing it stays light and workers stay
 free of them.
-
-Read before: `config_reader.py`. Read next: `sweep.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 `log` is an ordinary `logging.Logger` named "ddp", so applications can redirect it. `follow_rank` sets the prefix, and
 tells lightning-utilities' `rank_zero_*` helpers the rank; call it at every change of membership.
-
-Read before: `allocator.py`. Read next: `parent_death.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """From settings to what changes the weights: the optimizer, its rate, the global batch, and their schedules.
 
 What one setting makes of another, as a batch does of the rate, is said here once.
-
-Read before: `components.py`, `optim/schedules.py`, `data/steps.py`. Read next: `dealing.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 
     why_shared           one file or folder: its owner and its mode
     why_in_other_hands   a path: also its links, and the folders above, in which another could rename what is below
-
-Read before: `wording.py`. Read next: `files.py`.
 """
 
 from __future__ import annotations

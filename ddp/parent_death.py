@@ -4,8 +4,6 @@ Workers ask for SIGTERM, on which they can still agree to stop (`worker.py`). Lo
 be waiting in a read that never returns, and have nothing to save (`data/loader.py`).
 
 Linux only. The parent is the *thread* that has forked this process.
-
-Read before: `log.py`. Read next: `stack.py`.
 """
 
 from __future__ import annotations

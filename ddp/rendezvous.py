@@ -2,8 +2,6 @@
 
 torchrun's own c10d rendezvous keeps its state as a pickle in a store that listens on every interface. A stranger who
 reaches that port can overwrite the state, and the launcher would execute it. Here there is no state to overwrite.
-
-Read before: `engine.py`. Read next: `failures.py`.
 """
 
 from __future__ import annotations

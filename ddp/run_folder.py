@@ -8,8 +8,6 @@
 
 `prepare` refuses what cannot work: a folder that another run holds, a full disk, settings that contradict, missing
 data, a checkpoint of another model. So a run that starts has passed every check that one process can make.
-
-Read before: `function_call.py`. Read next: `engine.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Whoever makes such a folder holds it (`files.hold`). The kernel lets go of it when the process ends, however it ends,
 and the next process that makes one in the same place removes those that nobody holds.
-
-Read before: `files.py`. Read next: `comm/secret.py`, `train/trial.py`.
 """
 
 from __future__ import annotations

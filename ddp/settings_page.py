@@ -4,8 +4,6 @@
     .venv/bin/python -m ddp.settings_page > docs/settings.md    writes it for the web
 
 All of it is taken from ddp/config.py, without Hydra, so that it is there at once.
-
-Read before: `config.py`. Read next: `launcher.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ that may start the garbage collector. A finalizer then lets the other thread run
 in question, and memory is written to that has become something else: a crash, much later, somewhere else. Frame objects
 also keep alive what their frames refer to. So `faulthandler` writes down the stack here: it makes no objects, and no
 Python code runs meanwhile.
-
-Read before: `parent_death.py`. Read next: `svg.py`.
 """
 
 from __future__ import annotations

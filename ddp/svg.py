@@ -2,8 +2,6 @@
 
 Every function returns one element. Numbers are written with one digit after the point, so a picture that is drawn again
 has the same bytes.
-
-Read before: `stack.py`. Read next: `collectives/schedule.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
                     sweep.csv, sweep.json               all jobs so far, written anew after each of them
 
 The main metric and its direction come from the jobs' summary.json. Where there is none, speed decides.
-
-Read before: `launcher.py`. Read next: `function_call.py`.
 """
 
 from __future__ import annotations

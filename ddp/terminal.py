@@ -2,8 +2,6 @@
 
 From the first write that fails on, such a stream goes to /dev/null. A letter that its encoding lacks becomes "?". Only
 processes that belong to this package use these streams: the launcher's command and its workers.
-
-Read before: `bootstrap.py`. Read next: `garbage.py`.
 """
 
 from __future__ import annotations

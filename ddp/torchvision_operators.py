@@ -10,8 +10,6 @@ module's turn, and declares what is still missing.
 
 `scripts/_setup.sh` puts this file into its environment, where every interpreter calls `install` as it starts: a plain
 `import torchvision` works there, in any program. So nothing is imported here before it is needed.
-
-Read before: `data/digits.py`. Read next: `vision.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 
 A run from Python has the weights alone, because only its program knows how to build the model:
 `model.load_state_dict(ddp.load("runs/mine").weights)`.
-
-Read before: `optimization.py`. Read next: `build.py`.
 """
 
 from __future__ import annotations

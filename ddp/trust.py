@@ -8,8 +8,6 @@
 Whoever may write config.yaml decides what is imported, and whoever may write the code decides what it does. So both
 must be this user's or root's, with their folders. The folder in which the user gives the command is their own choice,
 as for a new run, and so is whatever else Python searches.
-
-Read before: `address.py`, `owners.py`. Read next: `config.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 
 The words travel through the store that torchrun keeps, so that an error at one rank ends all ranks at once and one
 message is seen. After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
-
-Read before: `launcher.py`, `run_folder.py`. Read next: `__main__.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Imports torchvision, beside any build of torch.
-
-Read before: `torchvision_operators.py`. Read next: `data/image_sets.py`.
-"""
+"""Imports torchvision, beside any build of torch."""
 
 from __future__ import annotations
 

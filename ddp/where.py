@@ -9,8 +9,6 @@ Nothing that is read is logged for that: orders are pure functions, which know t
 several starts, perhaps with other settings; a step belongs to the last start before it. No code of the run is imported,
 because a question about somebody's folder must not run what is in it; of data of the user's own, each start has noted
 what a sampler asks of them.
-
-Read before: `dealing.py`, `run_folder.py`. Read next: `trained.py`.
 """
 
 from __future__ import annotations

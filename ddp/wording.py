@@ -5,8 +5,6 @@ A command that this package prints begins as the user's own did:
     scripts/ddp train …             the script says under which name it was called, in DDP_COMMAND
     python recipes/train.py …       the interpreter remembers what was typed; `python -m ddp train …` as well
     torchrun …                      python -m ddp train …, because torchrun's own arguments do not reach its processes
-
-Read before: `train/progress.py`. Read next: `train/report.py`, `foreign_words.py`, `owners.py`, `ending.py`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ A worker reads plain YAML and never imports Hydra. It imports nothing from the c
 of a run that are named by address (`address.py`), and a function, whose worker takes over its parent's `sys.path`. Its
 rank is an argument, not from the environment. The launcher has set the variables for threads and MKL's mode before this
 interpreter, and so torch, started.
-
-Read before: `bootstrap.py`, `garbage.py`. Read next: `components.py`.
 """
 
 from __future__ import annotations

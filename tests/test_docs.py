@@ -38,35 +38,6 @@ def test_docstrings_open_with_a_sentence(module: str) -> None:
     assert fragments == []
 
 
-def named(module: str, words: str) -> list[str]:
-    """Returns the files and folders that a module's docstring names after `words`, relative to the package."""
-    text = ast.get_docstring(ast.parse(MODULES[module].read_text())) or ""
-    _, _, after = " ".join(text.split()).partition(words)
-    paths = re.findall(r"`([\w/]+(?:\.py|/))`", after.partition("Read next:")[0])
-    beside = [(MODULES[module].parent / path, PACKAGE / path) for path in paths]
-    found = [near if near.exists() else far for near, far in beside]
-    assert [path for path in found if not path.exists()] == [], f"{module} names a file that does not exist"
-    return [path.relative_to(PACKAGE).as_posix() + ("/" if path.is_dir() else "") for path in found]
-
-
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith("__init__.py")])
-def test_every_module_says_what_to_read_before_and_next(module: str) -> None:
-    assert named(module, "Read before:")
-    assert named(module, "Read next:")
-
-
-def test_one_walk_leads_through_every_module() -> None:
-    reached, ahead = set[str](), ["__init__.py"]
-    while ahead:
-        module = ahead.pop()
-        if module in reached:
-            continue
-        reached.add(module)
-        ahead += named(module, "Read next:")
-    wanted = {name for name in MODULES if not name.endswith("/__init__.py")}
-    assert wanted - reached == set()
-
-
 def defined_in(path: Path) -> set[str]:
     """Returns the names that a file defines at its top: functions, classes and tables."""
     found = set[str]()

@@ -1,4 +1,1 @@
-"""Measures collectives and training steps beside torch's own, in the same run, for `scripts/ddp bench_…`.
-
-Read next: `units.py`.
-"""
+"""Measures collectives and training steps beside torch's own, in the same run, for `scripts/ddp bench_…`."""

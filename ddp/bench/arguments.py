@@ -6,8 +6,6 @@
     --workers 1000000   →   bench: argument --workers: 1000000: give a whole number from 2 to 16: one worker alone …
 
 Every number of every command has one of these types, so that no command checks one by itself.
-
-Read before: `units.py`. Read next: `place.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ counts its calls in a cache line of its own and waits until the other counters h
     ranks on several machines    A barrier of torch.distributed, because there is nothing else.
 
 A rank that died is waited for until the launcher, which sees every death, ends the others.
-
-Read before: `turns.py`. Read next: `collectives.py`.
 """
 
 from __future__ import annotations

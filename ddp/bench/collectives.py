@@ -24,8 +24,6 @@ same bits on every rank.
 `LEGEND` in ddp/bench/report.py says what the figures mean.
 
 `scripts/ddp bench_collectives` is the command.
-
-Read before: `turns.py`, `barrier.py`, `comm/communicator.py`. Read next: `workloads.py`.
 """
 
 from __future__ import annotations

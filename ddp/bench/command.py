@@ -6,8 +6,6 @@
 
 A job is a function that every rank runs; it returns cells. The script passes `ddp.launch` in, because that stands on a
 higher floor than this package.
-
-Read before: `report.py`, `strangers.py`. Read next: `tutorial/measure.py`, `launcher.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@
 | cache                      | proportional memory of all processes of a host, over one copy of the samples           |
 
 `scripts/ddp bench_data` is the command.
-
-Read before: `turns.py`, `data/loader.py`, `data/files.py`. Read next: `memory.py`.
 """
 
 from __future__ import annotations

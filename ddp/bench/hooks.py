@@ -17,8 +17,6 @@ All methods train a copy of one model on the same batch, and take turns. Besides
     foretold        bytes that this package says leave a host, and what it says of a step (`gradients/traffic.py`),
                     given what forward, backward and update take without the waiting
     encoding        processor time of a rank for encoding and decoding, without what collectives take
-
-Read before: `offers.py`, `step.py`. Read next: `optimizers.py`.
 """
 
 from __future__ import annotations

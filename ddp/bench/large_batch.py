@@ -9,8 +9,6 @@ smallest batch, scaled by the optimizer's usual rule.
 
 The model predicts a byte of Python's standard library from the eight bytes before it. Each run that has ended is a line
 of results.jsonl, so a study that was stopped goes on with the next run.
-
-Read before: `memory.py`, `train/fit.py`. Read next: `large_batch_report.py`.
 """
 
 from __future__ import annotations

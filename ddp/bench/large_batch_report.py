@@ -1,7 +1,4 @@
-"""Tells what a study of large batches has found, in a table and in a picture.
-
-Read before: `large_batch.py`. Read next: `less_traffic.py`.
-"""
+"""Tells what a study of large batches has found, in a table and in a picture."""
 
 from __future__ import annotations
 

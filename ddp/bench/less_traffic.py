@@ -6,8 +6,6 @@
 Every run takes the same samples in the same number of steps, with the settings that plain float32 was given. Only the
 hook differs. Two workers stand for two hosts: they send messages, though they could share memory. Each run that has
 ended is a line of results.jsonl, so a study that was stopped goes on with the next run.
-
-Read before: `hooks.py`, `large_batch_report.py`. Read next: `less_traffic_report.py`.
 """
 
 from __future__ import annotations

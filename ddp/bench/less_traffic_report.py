@@ -1,7 +1,4 @@
-"""Tells what the study of less traffic has found, in a table and in a picture.
-
-Read before: `less_traffic.py`. Read next: `report.py`.
-"""
+"""Tells what the study of less traffic has found, in a table and in a picture."""
 
 from __future__ import annotations
 

@@ -10,8 +10,6 @@ not everyone's. For scale, "alone" is the same training without communication: p
 activations.
 
 `scripts/ddp bench_step --memory` is the command.
-
-Read before: `step.py`. Read next: `pss.py`, which samples; `large_batch.py`.
 """
 
 from __future__ import annotations

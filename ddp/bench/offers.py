@@ -1,7 +1,4 @@
-"""Compares what every wire format and hook would make of a step on this network, as `explain --hooks` shows it.
-
-Read before: `gradients/traffic.py`. Read next: `hooks.py`.
-"""
+"""Compares what every wire format and hook would make of a step on this network, as `explain --hooks` shows it."""
 
 from __future__ import annotations
 

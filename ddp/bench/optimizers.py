@@ -9,8 +9,6 @@
 | LARS   | ours                                                                                |
 
 `scripts/ddp bench_optimizers` is the command.
-
-Read before: `turns.py`, `optim/lamb.py`. Read next: `data.py`.
 """
 
 from __future__ import annotations

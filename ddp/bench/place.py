@@ -2,8 +2,6 @@
 
     --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
     --beside 1                 one process that only computes runs on the same cores as the ranks
-
-Read before: `arguments.py`. Read next: `turns.py`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ milliseconds for half a gigabyte. A shorter peak can hide between two samples.
 
 This file is also the sampler's program, and is run as a file: it imports the standard library alone, and starts in
 hundredths of a second.
-
-Read before: `memory.py`. Read next: `report.py`.
 """
 
 from __future__ import annotations

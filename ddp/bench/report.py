@@ -2,8 +2,6 @@
 
 There is a table for each place, and below it in which cells ours was slower than its rival. The report ends with what
 its columns mean.
-
-Read before: `collectives.py`, `step.py`, `memory.py`. Read next: `strangers.py`.
 """
 
 from __future__ import annotations

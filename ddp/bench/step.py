@@ -27,8 +27,6 @@ for the lock, to free a tensor of the last broadcast. Then the rank hangs (torch
 So replicas end before the group does.
 
 `scripts/ddp bench_step` is the command.
-
-Read before: `turns.py`, `workloads.py`, `replica/naive.py`. Read next: `offers.py`.
 """
 
 from __future__ import annotations

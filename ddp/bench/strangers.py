@@ -2,8 +2,6 @@
 
 Beside a stranger both rivals show how they wait on a shared machine: a rank that spins until its neighbours are there
 takes the core from the very rank that it waits for.
-
-Read before: `place.py`. Read next: `command.py`.
 """
 
 from __future__ import annotations

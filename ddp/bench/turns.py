@@ -8,8 +8,6 @@
     a ratio   the median, over turns, of turn ÷ turn
 
 A machine whose speed drifts is the same machine for all rivals, because they run within the same second.
-
-Read before: `place.py`. Read next: `barrier.py`.
 """
 
 from __future__ import annotations

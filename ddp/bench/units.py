@@ -1,8 +1,6 @@
 """Reads and writes sizes, rates and times as people do: "25MB" (1 KB is 1024 bytes), "1gbit" (per second), "5ms".
 
 `format_size` writes what `parse_size` reads. Measured times and bandwidths are shown with three digits.
-
-Read before: `errors.py`. Read next: `arguments.py`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@
 | gpt-10m-b1          | the same with 128 tokens: more communication for each multiplication                      |
 | tiny-1000           | 1,000 parameters of 4 or 16 numbers: what each costs in the interpreter                   |
 | MODULE:NAME         | your own: its method `example_batch()` returns one worker's (inputs, targets)             |
-
-Read before: `turns.py`. Read next: `step.py`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ ranks the network has p² flows at once, and switches begin to drop packets: the
 
 Every rank begins with its right neighbour, because otherwise all would send to rank 0 first. Chunk r is added up on
 rank r, from there to the right: the same bits everywhere, but not canonical beyond two ranks.
-
-Read before: `round_robin.py`. Read next: `ring.py`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@
 (+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
 
 `register` adds an all-reduce of the user's own. It is offered wherever it is proven: by name, and to "auto".
-
-Read before: `grid.py`. Read next: `draw.py`.
 """
 
 from __future__ import annotations

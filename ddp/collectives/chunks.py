@@ -1,8 +1,6 @@
 """The boundaries of chunks: `numel` elements cut into `num_chunks` runs that differ by at most one element.
 
 offsets(10, 4) = [0, 2, 5, 7, 10]        offsets(2, 4) = [0, 0, 1, 1, 2]: fewer elements than ranks is fine
-
-Read before: `schedule.py`. Read next: `naive_all_to_all.py`, the simplest algorithm.
 """
 
 from __future__ import annotations

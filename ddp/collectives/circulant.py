@@ -20,8 +20,6 @@ message-passing systems", 1997 (the concatenation operation; its final rotation 
 sent from where they belong); Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024,
 arXiv 2410.14234 (which halves p, rounding up, where we double 1). With chunks of one element the all-gather is the
 dissemination barrier.
-
-Read before: `butterfly.py`. Read next: `hierarchical.py`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,6 @@ for an all-reduce; it compares to the speed of the link, at any number of ranks.
 
 Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3
 (the model) and 4 (tree, butterfly, recursive doubling, ring); the others in the docstrings of the algorithms.
-
-Read before: `simulate.py`. Read next: `transport/edge.py`.
 """
 
 from __future__ import annotations

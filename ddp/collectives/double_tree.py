@@ -21,8 +21,6 @@ bit is 2^h has height h. For an odd number of ranks there is no position 0: the 
 So it has the α term of a tree and, for long messages, a β term near the ring's. Source: Sanders, Speck & Träff,
 "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; in NCCL since 2.4. The order of
 additions is not canonical, because an inner node stands between its children.
-
-Read before: `tree.py`. Read next: `placed.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ round 1
   rank 0   chunk 2 → rank 1      chunk 1 += rank 2
   rank 1   chunk 0 → rank 2      chunk 2 += rank 0
   rank 2   chunk 1 → rank 0      chunk 0 += rank 1
-
-Read before: `catalog.py`. Read next: `picture.py`.
 """
 
 from __future__ import annotations

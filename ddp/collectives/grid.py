@@ -13,8 +13,6 @@ That is the ring's bytes with the square root of its rounds. And when the rows a
 its own 1/C of the buffer to the other hosts, all at once. So all network cards of a host are busy, not only that of the
 leader, and between hosts there are R−1 rounds each way. Source: Ying et al., "Image classification at supercomputer
 scale", 2018 (2-D torus); Cho, Finkler & Kung, "BlueConnect", 2019.
-
-Read before: `hierarchical.py`. Read next: `catalog.py`.
 """
 
 from __future__ import annotations

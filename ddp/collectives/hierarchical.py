@@ -19,8 +19,6 @@ the leader is the bottleneck; `grid.py` lets every rank of a host carry its own 
 
 Hosts may differ in size: a short host waits, in empty rounds, for the longest. Source: Jia et al., "Highly scalable
 deep learning training system with mixed-precision: training ImageNet in four minutes", 2018.
-
-Read before: `circulant.py`. Read next: `grid.py`.
 """
 
 from __future__ import annotations

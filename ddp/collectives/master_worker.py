@@ -12,8 +12,6 @@
 The parameter server's pattern. Its two rounds suit few ranks and small messages.
 Beyond that the master's link is the bottleneck while all others idle; `round_robin.py` and `all_to_all.py` give every
 rank a turn, or a share, of the master's work. The sum runs from rank 0 up, one by one: canonical to 3 ranks.
-
-Read before: `naive_all_to_all.py`. Read next: `round_robin.py`.
 """
 
 from __future__ import annotations

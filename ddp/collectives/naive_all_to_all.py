@@ -16,8 +16,6 @@ rank add up one chunk for all, which takes a second round, and sends p/2 times l
 Each rank has a contribution of its own already. If it simply added the others to it, rank 0 would compute (0 + 1) + 2
 and rank 2 (2 + 0) + 1, which are not the same bits. So what comes from lower ranks is added up `before` the rank's own.
 The order is then that of the ranks everywhere: canonical to 3 ranks.
-
-Read before: `chunks.py`. Read next: `master_worker.py`.
 """
 
 from __future__ import annotations

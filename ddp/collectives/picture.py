@@ -4,8 +4,6 @@ python -m ddp draw ring 3 --svg ring.svg
 
 The picture runs from top to bottom: a row of buffers, the transfers of a round, the buffers after it, and so on. A
 chunk keeps its colour; its cell is as full as it has contributions; a ribbon is as wide as what it carries.
-
-Read before: `draw.py`. Read next: `simulate.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ A schedule knows its ranks and chunks by number only. So "a ring among the leade
     played by          ranks 1, 4, 7   rank 1 → 4 → 7      chunks 6-7     chunks 8-9     chunks 10-11
 
 Ranks that do not play yield as many empty rounds, so that round k stays the same moment on every rank.
-
-Read before: `double_tree.py`. Read next: `butterfly.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@
 Over the whole collective every rank sends as much as in a ring, and no rank is a bottleneck for ever. That is better
 than one master for all chunks, whose link carries (p−1)N each way. But only one master works at a time. If all masters
 work at once, the same messages take two rounds: that is `all_to_all.py`.
-
-Read before: `master_worker.py`. Read next: `all_to_all.py`.
 """
 
 from __future__ import annotations

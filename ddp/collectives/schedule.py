@@ -29,8 +29,6 @@ a + b and b + a have the same bits.) The checker proves:
 Note "canonical". A schedule is canonical when every chunk is added up as the binary tree over the ranks that
 `canonical` returns: nearest neighbours first, split at the largest power of two. The bits then depend neither on
 where chunk borders lie nor on which canonical schedule ran: binomial tree, butterfly, or a host's shared memory.
-
-Read before: `__init__.py`. Read next: `chunks.py`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ computes the same sum once instead of once per host. So a ring of 10,000 ranks, 
 
 Source: R. Hockney, "The communication challenge for MPP", 1994 (alpha and beta); A. Alexandrov et al., "LogGP", 1995
 (the gap; a sender is free before its message has arrived).
-
-Read before: `schedule.py`, `catalog.py`. Read next: `cost.py`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,6 @@ The tree has p−1 edges, each used once: every schedule but the all-reduce is p
 Source: Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice, and experience",
 2007, minimum spanning tree (MST) algorithms. A tree suits small messages, and transfers that happen only once. Where
 the root's ⌈log₂ p⌉·N is too much, `double_tree.py` sends less; `butterfly.py` and `ring.py` send least.
-
-Read before: `ring.py`. Read next: `double_tree.py`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,4 @@
     from one rank to one other      messages.py
     the user's verbs                checks.py, flat.py, communicator.py, objects.py
     how a session begins and ends   rendezvous.py, setup.py
-
-Read before: `transport/`. Read next: `wire_format.py`.
 """

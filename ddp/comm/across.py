@@ -5,8 +5,6 @@
 
 Ranks in the same place on every host are *counterparts*; each group of counterparts carries its own slice across, by
 any algorithm of the catalog. Where hosts differ in size, the smallest one sets how many ranks of each host carry one.
-
-Read before: `wire.py`, `host_reduce.py`. Read next: `carrier.py`.
 """
 
 from __future__ import annotations

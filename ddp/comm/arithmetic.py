@@ -1,6 +1,4 @@
 """Combines two tensors into one, as `op=` says. (The mean is a sum that is divided once, at the end.)
-
-Read before: `wire_format.py`. Read next: `execute.py`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ median counts, because a minimum would promise what is rarely reached, and one i
 ranks exchange all their times and compute the figures from them, so all have the same figures.
 
 `select.py` finds out how far off the predictions from these figures are: it times some all-reduces, and says so.
-
-Read before: `collectives/simulate.py` (the model), `links.py`. Read next: `select.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The words are put together only when someone reads them. On the path of a collective that takes microseconds, a
 formatted string would be a tenth of the time.
-
-Read before: `settings.py`. Read next: `status.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 The ranks of a host add up in memory first (`Communicator.sum_in_host`). Then each encodes what it carries, and no other
 rank of its host does. So the ranks share the work of encoding and the memory for what it leaves behind, and a host
 sends as much as if it were one rank.
-
-Read before: `across.py`. Read next: `links.py`.
 """
 
 from __future__ import annotations

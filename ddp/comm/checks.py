@@ -1,7 +1,4 @@
-"""Refuses what no collective can do. Each function raises ConfigError, on every rank alike, before anything is sent.
-
-Read before: `arithmetic.py`. Read next: `flat.py`.
-"""
+"""Refuses what no collective can do. Each function raises ConfigError, on every rank alike, before anything is sent."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@
 Each verb checks its tensors, flattens them, and runs either in the memory that all ranks share or as a schedule over
 the wire. `Turns` numbers the calls and gives them their turn. Only an all-reduce has more ways than these two; `auto`
 chooses. A message always goes over the wire.
-
-Read before: `checks.py`, `flat.py`, `links.py`, `messages.py`, `select.py`, `turn.py`. Read next: `objects.py`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,6 @@ Note "complete sums". A mean divides every sum once. The rank that adds the last
 then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, the
 sum is complete on this rank, which divides it; if that receive overwrites it, it has been divided elsewhere. So most
 ranks divide only their own share, while other lanes are on the wire.
-
-Read before: `collectives/schedule.py`, `transport/edge.py`, `arithmetic.py`. Read next: `way.py`.
 """
 
 from __future__ import annotations

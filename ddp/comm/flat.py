@@ -1,7 +1,4 @@
-"""Turns a user's tensors into the flat buffers that collectives run on, and back.
-
-Read before: `checks.py`. Read next: `messages.py`.
-"""
+"""Turns a user's tensors into the flat buffers that collectives run on, and back."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ of this kind needs a barrier at its end. Entries take turns for the same reason.
 Note "mismatch". Everybody writes an entry before the first barrier of a collective and compares it with the others'
 after it. That costs a copy of 40 bytes, and a comparison for each neighbour. All ranks read the same entries, so all of
 them raise, at the same place, and none is left waiting. Only then do they tell each other in words what they called.
-
-Read before: `transport/shared_memory.py`, `transport/topology.py`. Read next: `host_reduce.py`.
 """
 
 from __future__ import annotations

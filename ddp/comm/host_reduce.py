@@ -26,7 +26,7 @@ thread computes in Python it takes up to the switch interval (5 ms) to get it ba
 tensors 14 and 300 ms. Fewer and larger blocks made no difference.
 
 Source of the idea: Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory collectives"
-(EuroPVM/MPI 2008). Read before: `host_memory.py`. Read next: `across.py`.
+(EuroPVM/MPI 2008).
 """
 
 from __future__ import annotations

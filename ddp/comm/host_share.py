@@ -2,8 +2,6 @@
 
 It has no name, so it ends with the last process that has mapped it, however that ends. Unlike the memory of
 `Communicator.allocate`, it is one region for all. No collective looks after it: its users agree who writes what.
-
-Read before: `objects.py`, `transport/shared_memory.py`. Read next: `place.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
     join        finds out which ranks share a host, and connects this rank with those on its host, through memory
     connect     does the same, and adds edges to the other hosts: everything that a communicator uses
-
-Read before: `wire.py`, `host_reduce.py`, `across.py`, `carrier.py`, `way.py`. Read next: `calibrate.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ first and receive later would wait for each other for ever; the watchdog tells t
 
 A transport without tags (NCCL) matches messages by their order alone, and deadlocks if they are posted one by one.
 There messages are kept until the first of them is waited for, and then posted together.
-
-Read before: `flat.py`, `turn.py`. Read next: `communicator.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ This is for rare and small things: names in an error, random states of a checkpo
     bytes          of all tensors and byte strings, one after another
 
 A receiver makes nothing but what the tables of this module name. Pickle would run code of whoever has sent it.
-
-Read before: `communicator.py`. Read next: `host_share.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ Slurm's variables are those of a job *step*, because a batch script, which is on
 
 Note "meeting". MASTER_ADDR and MASTER_PORT count before all else, if they are set. MPI itself tells its ranks no
 address before MPI_Init. On one host its ranks meet at a port that follows from the process which has started them all.
-
-Read before: `host_share.py`. Read next: `secret.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 
 Both are stores for torch as well. But torch's `PrefixStore` does not keep a store of Python alive; so `part_of` makes
 their parts.
-
-Read before: `secret.py`. Read next: `proof.py`.
 """
 
 from __future__ import annotations

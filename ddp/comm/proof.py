@@ -9,8 +9,6 @@ there. So, before anything that arrives is believed, each rank
 
 The numbers are new for each set of connections. So no code that was seen elsewhere, or that a peer has sent itself, is
 right here. A connection carries one code of 32 bytes each way.
-
-Read before: `private_store.py`. Read next: `rendezvous.py`.
 """
 
 from __future__ import annotations

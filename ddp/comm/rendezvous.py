@@ -1,8 +1,6 @@
 """The rendezvous: how ranks find each other, in a part of a store that belongs to one session of theirs alone.
 
 Used by `setup.py` before every session, and by `launcher.py` before every attempt under torchrun.
-
-Read before: `proof.py`. Read next: `setup.py`.
 """
 
 from __future__ import annotations

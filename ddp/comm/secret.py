@@ -11,8 +11,6 @@ What a secret is for:
 
 It never stands on a command line, which every user of a host can read. It is in a worker's environment, which only the
 same user can read, so a rank's own child processes have it, too.
-
-Read before: `place.py`. Read next: `private_store.py`.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ have. It uses additions, multiplications and comparisons alone, because their re
 Sizes up to the same power of two share a trial, so there are few trials, however many sizes a job has. Every choice is
 remembered by its size. Because it comes from measurements, another run may choose otherwise, and in another way the
 sums have other bits. A run that must repeat another one bit by bit takes over its `choices`.
-
-Read before: `links.py`, `calibrate.py`. Read next: `work.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The choices of a communicator, made when it begins. Its subgroups inherit them.
-
-Read before: `way.py`. Read next: `call.py`.
-"""
+"""The choices of a communicator, made when it begins. Its subgroups inherit them."""
 
 from __future__ import annotations
 

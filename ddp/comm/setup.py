@@ -6,8 +6,6 @@ or nothing: then it is a world of one.
     device            what was asked for; or where a replica's parameters are; or a GPU if the program has begun to use
                       one; or the CPU. One communicator for each kind of device, over the same ranks
     backend "auto"    NCCL where every local rank has a GPU of its own, else Gloo (CUDA tensors staged through the host)
-
-Read before: `communicator.py`, `rendezvous.py`. Read next: `gradients/totals.py`.
 """
 
 from __future__ import annotations

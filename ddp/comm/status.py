@@ -5,8 +5,6 @@
 
 A collective waits for all ranks. A message waits for its peer, who may wait in a message for another rank, and so on:
 this is the *chain*. It leads to the rank that holds up all the others, or back to where it began, which is a deadlock.
-
-Read before: `call.py`. Read next: `watchdog.py`.
 """
 
 from __future__ import annotations

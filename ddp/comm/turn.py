@@ -11,8 +11,6 @@ last. With `debug=True` the ranks compare what they call before every collective
 dtype is reported, where otherwise the result would be undefined.
 
 A wait for a message takes its turn, too, but has no number among the collectives, because only two ranks know of it.
-
-Read before: `call.py`, `watchdog.py`, `work.py`. Read next: `checks.py`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ until the deadline, `abort_s`. If the statuses show before that nobody can come 
 or has shown no sign of life for `SILENCE_S`, or because a call is stuck, the watchdog gives up: `in_vain` says so to
 whoever waits. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a collective down,
 because a note is one assignment.
-
-Read before: `status.py`. Read next: `wire.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@
 
 The third kind sends over a host's link only what must cross it: each byte leaves a host as often as if the host were
 one rank. A long buffer crosses piece by piece, so that additions in memory overlap with the transfers.
-
-Read before: `collectives/catalog.py`, `execute.py`. Read next: `settings.py`.
 """
 
 from __future__ import annotations

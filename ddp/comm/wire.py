@@ -3,8 +3,6 @@
 All tensors here are flat, contiguous, and of the same length on all ranks. Ranks whose tensors are not never meet: the
 transport keeps apart what differs in anything that the length of a message depends on. A failed transfer is a
 `TransportError` that names the peer by its rank in the communicator.
-
-Read before: `execute.py`, `watchdog.py`. Read next: `host_memory.py`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ to the bit, and so the same whole numbers. Blocks must be the same, too: chunks 
 
 fp16 has a small range. Where sums are divided in the end, a buffer is divided by a power of two before anything of it
 travels (`shrink`), and sums by the rest. So terms, sums and the result are all about as large as a mean.
-
-Read before: `transport/topology.py`. Read next: `arithmetic.py`.
 """
 
 from __future__ import annotations

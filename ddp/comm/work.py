@@ -8,8 +8,6 @@ A synchronous call that finds nothing in flight runs in the caller's own thread,
 
 CUDA. The thread works on a stream of its own, which first waits for what the caller's stream has produced so far;
 `Work.wait` makes the caller's stream wait for the result. Nothing synchronises the device.
-
-Read before: `clock.py`, `call.py`. Read next: `turn.py`, which decides in which thread a call runs.
 """
 
 from __future__ import annotations

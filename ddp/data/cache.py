@@ -16,8 +16,6 @@ ranks of a host (`comm/host_share.py`). Only what is used takes real memory. A s
 
 A sample must be the same each time that it is read. Random transforms go behind the cache: `Transformed`. Samples that
 cannot be pickled, or not be made again of their bytes, are read each time.
-
-Read before: `distributed_sampler.py`. Read next: `validation.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@
     other              bytes
 
 The last part of an extension counts: `seg.png` is an image.
-
-Read before: `tar_shards.py`. Read next: `lines.py`.
 """
 
 from __future__ import annotations

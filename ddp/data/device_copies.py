@@ -15,8 +15,6 @@ The host's memory must be page-locked; a copy from other memory keeps the proces
 
 Tensors are copied, at any depth of tuples, lists and dicts. All other objects are left as they are: what has a method
 `to` moves itself when the step asks for it.
-
-Read before: `validation.py`. Read next: `sending.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 
 A fifth of *each class* is held out, chosen once and for all: the choice depends on no run's seed, so accuracies of
 different runs are about the same 359 images. Source: UCI, "Optical Recognition of Handwritten Digits" (test part).
-
-Read before: `iterable.py`. Read next: `torchvision_operators.py`.
 """
 
 from __future__ import annotations

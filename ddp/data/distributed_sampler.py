@@ -18,8 +18,6 @@ because StatefulDataLoader saves no state of a sampler inside torch's BatchSampl
 
 Cost: each pass makes one permutation (4 bytes a sample), copies this rank's part of it (4 / W bytes a sample) and frees
 the rest. The part becomes Python integers in blocks, so the first index does not wait for a list of all.
-
-Read before: `epoch_picture.py`. Read next: `cache.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
     one panel for each number of workers: rows are the shards of the batch, columns the steps, colours the files
 
 The panels have the same samples at the same places. What changes is who computes a row, and so who opens which files.
-
-Read before: `sampler.py`. Read next: `distributed_sampler.py`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ nothing else, because the parent has just compared all files. `FileSet` compares
 
 A format (`Format`) says where samples are and what their bytes become. Samples of one length at equal distances, such
 as windows of tokens, are three numbers instead of a table (`Regular`).
-
-Read before: `listing.py`, `index_place.py`. Read next: `files.py`.
 """
 
 from __future__ import annotations

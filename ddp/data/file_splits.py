@@ -5,8 +5,6 @@
     load_tokens   flat files of tokens                            windows of `context` tokens
 
 Addresses are what `listing.py` takes: a file, a pattern such as train-{000..099}.tar, or a folder; local, or s3://…
-
-Read before: `tokens.py`. Read next: `synthetic.py`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ A sample that cannot be decoded, or whose bytes a disk or a network does not han
 that is missing, or has changed since it was indexed, ends the run.
 
 Cost: opening maps one index, however many samples it has; a sample costs one read, 3 us besides decoding it.
-
-Read before: `file_index.py`. Read next: `tar_shards.py`.
 """
 
 from __future__ import annotations

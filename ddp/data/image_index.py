@@ -4,8 +4,6 @@
 
 Processes that looked by themselves would each read the whole tree, and might find other files than their neighbours if
 one is added meanwhile; sample 17 would be another image on each rank then.
-
-Read before: `image_sets.py`. Read next: `standard_library.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ An augmentation of the user's own takes the place of "shifted and mirrored", "cu
 Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
 from torch's global generator, as torchvision's transforms do; `loader.py` seeds it for each sample. Images that are not
 augmented lie in memory as bytes and are read in whole batches.
-
-Read before: `vision.py`. Read next: `image_index.py`.
 """
 
 from __future__ import annotations

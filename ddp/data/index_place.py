@@ -5,8 +5,6 @@
 
 Whoever can forge an index decides which bytes are a sample. So each member of a team makes their own index, once, and
 no member's run ends because another one was first.
-
-Read before: `listing.py`. Read next: `file_index.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ the step tell all ranks how many have none. Then:
     join        ranks without samples take part with none, until all streams are at their end
     stop_all    the pass ends as soon as one rank has no batch for the next step; what the others have left is dropped
     raise       it is an error if some ranks end before others
-
-Read before: `source.py`. Read next: `digits.py`.
 """
 
 from __future__ import annotations

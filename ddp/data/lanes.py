@@ -10,8 +10,6 @@ the other, and is an order itself: a sampler does not know that there are lanes,
 ranks. Shard v begins at position v·B // V of a whole step. The last step takes what is left of all lanes.
 
 Since each step takes as many samples from a lane, the batch must not change inside an epoch.
-
-Read before: `token_budget.py`. Read next: `sharding.py`.
 """
 
 from __future__ import annotations

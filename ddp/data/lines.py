@@ -16,8 +16,6 @@ count, and most often ends in a row with a wrong number of fields: write such a 
 NumPy looks for line ends in blocks of 4 MiB, at 300 MB/s to 3 GB/s. Each file's first line is decoded at once, so that
 a file of another format is noticed before training. Whenever the files are opened, the names of the chosen columns are
 compared with theirs: with every header of CSV, and with the first line of the first file of JSON.
-
-Read before: `decoders.py`. Read next: `tokens.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ Files of a pattern or a folder are in the order of their addresses. Local addres
 may run in another folder. A file that exists under the very name that was given is that file, whatever signs it has.
 A local file that is found under two names, by a link of either kind or by `..`, is refused like one that is listed
 twice.
-
-Read before: `storage.py`. Read next: `index_place.py`, `file_index.py`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ samples are to be collated in another way.
 A sample that cannot be read ends the run, unless some may be left out: each of these is counted and warned of once.
 
 torch's DataLoader does the work of processes, prefetching and pinning. Its workers compute with one thread each.
-
-Read before: `prefetch.py`. Read next: `splits.py`, `torch_loader.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ memory. None of them can be left from outside, but all of them end with the proc
 to give up it kills the loader processes; the error that this raises in the rank becomes a `LoaderLost`.
 
 The rank notes the beginning and the end of a wait by two assignments, and the thread looks twice a second.
-
-Read before: `sending.py`. Read next: `prefetch.py`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ In a folder that others may write, such as a team's, each user has a folder of t
 copy decides what the samples are.
 
 The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
-
-Read before: `remote.py`. Read next: `storage.py`.
 """
 
 from __future__ import annotations

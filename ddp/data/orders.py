@@ -13,8 +13,6 @@ epoch, and the same samples are in a step at any number of workers. The key is (
 
 Cost: Permutation, Fixed: no memory. Blocks: 8 bytes a file. Weighted, Stratified: 8 and 16 bytes a sample. About 0.1 to
 1 µs a position, in blocks of thousands.
-
-Read before: `per_sample.py`. Read next: `steps.py`.
 """
 
 from __future__ import annotations

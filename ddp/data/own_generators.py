@@ -11,8 +11,6 @@ sample draws the same wherever it is read.
 Data sets are searched once in each process, before its first batch, and only in what user code can have made. Those
 without such generators pay nothing for a sample. What is hidden in an extension's own memory is not found;
 `source.py::fingerprint` notices it.
-
-Read before: `streams.py`. Read next: `permutation.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 They come as lists, arrays, tensors or columns of a table, and one wrong number would put samples in the wrong place
 without an error. So each is checked when an order is made, and named with its place.
-
-Read before: `permutation.py`. Read next: `orders.py`.
 """
 
 from __future__ import annotations

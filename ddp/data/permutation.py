@@ -18,8 +18,6 @@ thousands. A call for a few numbers takes 0.2 ms.
 
 Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle" (CRYPTO 2012, arXiv 1208.1176), Fig. 1.
 Its rounds draw from a cipher; the mixer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) serves where nobody attacks.
-
-Read before: `own_generators.py`. Read next: `per_sample.py`.
 """
 
 from __future__ import annotations

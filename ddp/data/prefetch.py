@@ -17,8 +17,6 @@ as files have whose format draws nothing, and without a `collate` of the user's 
 a process of their own.
 
 Batches, their order and their random numbers are the same with and without the thread.
-
-Read before: `loader_watch.py`. Read next: `loader.py`.
 """
 
 from __future__ import annotations

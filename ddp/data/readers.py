@@ -12,8 +12,6 @@ mixture of two versions. One fstat(2) takes 1 us of the two. A copy may keep siz
 So local files also have the time of their last change of any kind (ctime), and their number on the disk (inode). An
 index is made again if one of these is another. A run that goes on ends only if both are, because a new name or new
 permissions change the first, and some network file systems change the second.
-
-Read before: `standard_library.py`. Read next: `remote.py`.
 """
 
 from __future__ import annotations

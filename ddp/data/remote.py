@@ -18,8 +18,6 @@ A try opens its own handle (`cat_file`), so nothing is left of the one that fail
 may not be read, is not tried again.
 
 Credentials and end points are those of fsspec: its configuration files, or the environment variables of the service.
-
-Read before: `readers.py`. Read next: `local_copies.py`.
 """
 
 from __future__ import annotations

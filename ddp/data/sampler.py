@@ -23,8 +23,6 @@ Shards depend on V alone, and micro-batches on their shard alone. So a step's pa
 them, are the same at every world size.
 
 Cost: a rank looks up its own samples only, some thousand at a time; no list of all samples exists.
-
-Read before: `steps.py`, `sharding.py`. Read next: `epoch_picture.py`.
 """
 
 from __future__ import annotations

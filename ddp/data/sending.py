@@ -7,8 +7,6 @@ where the error can name the sample, and the queue carries the bytes.
 The bytes of a tensor stay in shared memory. The rank asks the loader process for that memory through a Unix socket in
 the folder for temporary files. The path of such a socket has at most 107 bytes. So where TMPDIR is too long, as Slurm
 and Nextflow make it, the sockets get a folder elsewhere.
-
-Read before: `device_copies.py`. Read next: `loader_watch.py`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@
 
 Lanes (`lanes.py`) depend on V = `batch.num_shards` alone. So the samples of a step are the same at any number of
 workers, and a run can go on with more or fewer.
-
-Read before: `lanes.py`. Read next: `sampler.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
     Dataset, list, …        anything with a length and samples by index                        as it is
     (inputs, targets)       a tuple of tensors or arrays of one length                         TensorSet
     DataLoader              its parts: `torch_loader.py` says what becomes of each
-
-Read before: `splits.py`, `torch_loader.py`. Read next: `iterable.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ same samples in every run.
 
 A sample is a pair (input, target). A data set may also derive from `WholeBatches` and return collated tensors at once:
 for data in memory this is one `index_select` instead of a Python loop over samples.
-
-Read before: `loader.py`. Read next: `source.py`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ Whole files are held out, by a hash of the path: the same file is on the same si
 corpus has no tests, no generated tables (`encodings`, `pydoc_data`: hundreds of near copies, of which one side would
 give away the other), no files of this one build (`_sysconfigdata…`, `config-…`), and nothing that was installed later.
 The bytes depend on Python's version; `Splits.name` has it, with a digest.
-
-Read before: `image_index.py`. Read next: `readers.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ The position is the number of samples that all ranks together have trained on si
 smaller step if the batch does not divide it. A *batch warm-up* begins with smaller batches: early gradients differ so
 little from their mean that large batches would be wasted on them (arXiv 1812.06162). Since nothing but the
 position counts, a loader may plan ahead, and a resumed run goes on exactly.
-
-Read before: `orders.py`. Read next: `token_budget.py`.
 """
 
 from __future__ import annotations

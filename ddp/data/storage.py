@@ -3,8 +3,6 @@
     address                          without cache_dir         with cache_dir
     /data/a.tar, file:///data/a.tar  LocalReader               LocalReader
     s3://bucket/a.tar                RemoteReader: streamed    LocalReader of a copy, downloaded once per host
-
-Read before: `local_copies.py`. Read next: `listing.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ size, draws what the uninterrupted run would have drawn.
 A key becomes a seed through BLAKE2b (RFC 7693) of its unambiguous text, cut to 63 bits. The number is the same in every
 process and version, and unrelated for neighbouring keys (seed + epoch + index would collide). That takes about 3 us,
 seeding the generators another 8 us. `torch.manual_seed` would take 160 us, because it also visits every other backend.
-
-Read before: `drop_in/data_parallel.py`. Read next: `own_generators.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 
 Sample k is a function of (side, k) alone. Nothing is stored, so a million images of 224×224 take no memory. The
 classes are easy to tell apart by their patterns: a linear model gets nearly all test images right.
-
-Read before: `file_splits.py`. Read next: `models/mlp.py`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ Python's `tarfile` reads the headers, so long names (GNU's and pax) are no speci
 about 20 us a member, whatever its size. A tar file ends with blocks of zeros. If they are missing, the file was cut
 off. If anything but zeros comes after the last member, `tarfile` has stopped at a damaged header. Both are refused.
 So are sparse members, whose size is not the number of their bytes in the file.
-
-Read before: `files.py`. Read next: `decoders.py`.
 """
 
 from __future__ import annotations

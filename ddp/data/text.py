@@ -4,8 +4,6 @@
     {"text": "or …"}         12 7 0 31 … │ …               a Hugging Face tokenizer's, with its token of an end
 
 All tokens lie in memory, 1 byte each as bytes and 4 otherwise; for more text than that, write token files.
-
-Read before: `tokens.py`, `standard_library.py`. Read next: `file_splits.py`.
 """
 
 from __future__ import annotations

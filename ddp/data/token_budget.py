@@ -16,8 +16,6 @@ tokens at any number of shards. The batches of all buckets are shuffled, and who
 Where a step begins depends on the position alone, not on the seed, so all epochs have the same number of steps.
 
 Cost: 16 bytes a sample, and 32 a step.
-
-Read before: `steps.py`. Read next: `lanes.py`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ The index has three numbers per file (`Regular`), so it costs nothing to make. A
 kernel keeps the file in memory as it would a map. A batch is filled row by row, without a tensor for each window: some
 300 million tokens a second for c = 1024, where a memory map would give six times as many and a SIGBUS for a file that
 is cut off.
-
-Read before: `lines.py`. Read next: `text.py`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@
     a class with its own __iter__                                     refused
 
 An evaluation takes every sample once. So drawing with or without replacement, and drop_last, are refused there.
-
-Read before: `loader.py`. Read next: `source.py`.
 """
 
 from __future__ import annotations

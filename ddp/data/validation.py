@@ -11,8 +11,6 @@ Both parts are the same data set. So a validation sample has the transforms that
 included, unless the splits say how a training sample is tested (`Splits.unaugmented`).
 
 Cost: 8 bytes a sample, and a look-up for each.
-
-Read before: `cache.py`. Read next: `device_copies.py`.
 """
 
 from __future__ import annotations

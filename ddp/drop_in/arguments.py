@@ -15,8 +15,6 @@ mixed_precision                  refused: the precision setting, or torch.autoca
 delay_all_reduce_named_params    refused: `bucket_cap_mb_list`, or parameters ignored by name
 param_to_hook_all_reduce         refused: belongs to `delay_all_reduce_named_params`
 skip_all_reduce_unused_params    refused: `static_graph=True` learns which parameters stay unused
-
-Read before: `higher_order.py`. Read next: `torch_names.py`.
 """
 
 from __future__ import annotations

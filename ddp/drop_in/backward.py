@@ -13,8 +13,6 @@
 Note "static graph". Under re-entrant checkpointing a parameter that is used twice gets two gradients, in two backwards
 inside the real one, and nothing in the graph announces that. If the graph is the same in every step, the first step
 shows how many there are: it launches all buckets at its end, and later steps know how many gradients to wait for.
-
-Read before: `replica/sync_batchnorm.py`. Read next: `sparse.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
     hook(state, {name: buffer})      may return futures; they are awaited before forward, or, if the hook runs after
                                      forward, when backward has ended
-
-Read before: `comm_hook.py`. Read next: `in_backward.py`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ Order. The hook is called for a bucket once its future for the bucket before is 
 futures (PowerSGD) starts its second collective whenever its first one ends. With two buckets in flight, that order
 could differ from rank to rank, and the ranks would hang. A hook that starts all its collectives when it is called may
 be registered with `overlap=True`; then its futures are awaited only when backward has ended.
-
-Read before: `sparse.py`. Read next: `buffer_hook.py`.
 """
 
 from __future__ import annotations

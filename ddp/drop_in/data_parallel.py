@@ -13,8 +13,6 @@ It has the same keywords (`arguments.py` has the table), the same `state_dict` a
     _make_layout             parameters that are ignored by name; sparse gradients
     _new_backward            unused parameters, static graphs, hooks, … (`backward.py` has the moments inside one)
     _on_other_gradient, …    parameters unfrozen inside a forward; `create_graph`
-
-Read before: `join.py`. Read next: `data/streams.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ has saved. Its value becomes the mean over ranks; its derivative stays this rank
     ∂f/∂θ = ¹⁄w Σ f′(ḡ) ∂gᵣ/∂θ              rank r computes f′(ḡ) ∂gᵣ/∂θ; the next backward's reduction averages them
 
 so a second backward, through the gradients, is watched like one through the outputs, and its result is right.
-
-Read before: `in_backward.py`. Read next: `arguments.py`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ The cost: a step is no longer a transaction. Once the first bucket has been step
 nothing can look at all gradients first. So it is refused with `ddp.fit` (which clips by the global norm, and takes back
 a step whose values are not finite), with create_graph, and where gradients may be missing. If one is missing all the
 same, its parameter is stepped with zeros before the error is raised.
-
-Read before: `buffer_hook.py`. Read next: `higher_order.py`.
 """
 
 from __future__ import annotations

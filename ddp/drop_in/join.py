@@ -17,8 +17,6 @@ Gradients are divided by the number of all ranks, or (divide_by_initial_world_si
 inputs. With throw_on_early_termination every rank raises as soon as one has run out.
 
 torch's own `Join` context works as well (several joinables: a ZeroRedundancyOptimizer, say): `TorchJoinHook`.
-
-Read before: `torch_names.py`, `parameter_watch.py`. Read next: `data_parallel.py`.
 """
 
 from __future__ import annotations

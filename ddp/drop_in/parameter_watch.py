@@ -1,7 +1,4 @@
-"""The parameters of a drop-in replica: programs may ignore, borrow and unfreeze some, also inside a forward.
-
-Read before: `replica/parameters.py`. Read next: `join.py`.
-"""
+"""The parameters of a drop-in replica: programs may ignore, borrow and unfreeze some, also inside a forward."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 They live outside buckets. Each rank sends its indices and values to all; everyone puts them side by side in the order
 of the ranks and adds up equal indices, so that all get the same bits. Cost: every rank receives the rows of all ranks.
-
-Read before: `backward.py`. Read next: `comm_hook.py`.
 """
 
 from __future__ import annotations

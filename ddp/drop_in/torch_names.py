@@ -6,8 +6,6 @@ here does what its callers expect; any other name is an AttributeError.
 They also ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the model, to remove
 "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: our class is a virtual subclass of
 torch's (as `abc` calls it), which inherits nothing.
-
-Read before: `arguments.py`. Read next: `parameter_watch.py`.
 """
 
 from __future__ import annotations

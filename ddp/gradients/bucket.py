@@ -15,8 +15,6 @@ is zero and stays zero. The *tails* carry what a step must agree on (`totals.py`
 A gradient gets into its bucket by one copy: after `zero_grad(set_to_none=True)` autograd installs a new tensor as
 `p.grad`, and copying it once is cheaper than zeroing the bucket and adding to it. A large gradient is copied as soon as
 it is ready, so that its memory is free again. Small ones are copied together once their bucket is full.
-
-Read before: `totals.py`. Read next: `memory.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 
 Where all ranks share one host's memory, nothing has to travel: buckets are added up there, and the hook does nothing,
 unless it changes gradients (momentum).
-
-Read before: `powersgd.py`, `bucket.py`, `comm/carrier.py`. Read next: `traffic.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Dense start: the first steps send every gradient as it is.
 
 While weights change fast, what is kept back is out of date when it is sent. So the first steps send all of it.
-
-Read before: `error_feedback.py`. Read next: `sign.py`.
 """
 
 from __future__ import annotations

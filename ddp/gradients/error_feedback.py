@@ -11,7 +11,7 @@ in a small one.
 It takes two tensors of this rank's part of the gradients (`memory.py`).
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv 1901.09847, algorithm 2; the idea is from Seide et
-al., "1-Bit Stochastic Gradient Descent", Interspeech 2014. Read before: `hook.py`. Read next: `dense_start.py`.
+al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
 """
 
 from __future__ import annotations

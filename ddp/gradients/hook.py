@@ -11,8 +11,6 @@ Each rank sends what it carries of it. For every bucket, in this order, on every
 
 All of it runs as one collective of the communicator (`Communicator.chain`), so that the collectives of two buckets
 cannot get into each other's way.
-
-Read before: `memory.py`, `comm/communicator.py`. Read next: `error_feedback.py`.
 """
 
 from __future__ import annotations

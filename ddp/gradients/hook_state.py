@@ -7,8 +7,6 @@
                sum over hosts, so nothing is lost
 
 A model's worth of numbers for each host goes to rank 0 alone, one tensor at a time.
-
-Read before: `compression.py`, `comm/objects.py`. Read next: `layout.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ successor.
 A layout is a function of the parameters, their order and the limits alone, never of the world size. Its memory is
 allocated when the first bucket is about to be filled, and not before. So a replica can be made, copied and loaded
 without the other ranks, and the first layout, which is replaced before it is used, takes no memory.
-
-Read before: `hook_state.py`. Read next: `replica/sink.py`.
 """
 
 from __future__ import annotations

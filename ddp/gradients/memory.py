@@ -3,8 +3,6 @@
 A step may be taken back, because a gradient was not finite, say. So a hook reads from the memory of the last committed
 step, and writes into another one, until the step is committed or taken back. That doubles the memory: two tensors for
 each that is kept.
-
-Read before: `bucket.py`. Read next: `hook.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ directions in which gradients are largest. All that travels is (rows + columns) 
 at any number of hosts.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2; here each host keeps what it lacks
-of its own M, and not of the mean: the sum over hosts is the same. Read before: `random_k.py`. Read next:
-`compression.py`.
+of its own M, and not of the mean: the sum over hosts is the same.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ all-reduce: the bytes are `ratio` times those of the gradient, at any number of 
 Without error feedback, what is sent is multiplied by the length of its run, so that the mean over many steps is right.
 
 Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", arXiv 1809.07599, definition 2.2; here one number is
-drawn from each run of neighbours, which costs k draws. Read before: `top_k.py`. Read next: `powersgd.py`.
+drawn from each run of neighbours, which costs k draws.
 """
 
 from __future__ import annotations

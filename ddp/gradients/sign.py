@@ -12,7 +12,7 @@ Every rank sends its bits to all others, who add up what they mean. So the bytes
 (h − 1) ÷ 32 of a gradient's arrive on each host, where a ring moves 2 (h − 1) ÷ h of them.
 
 Source: Zheng, Huang, Kwok, "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", arXiv
-1905.10936, definition 1. Read before: `dense_start.py`. Read next: `top_k.py`.
+1905.10936, definition 1.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ Where a number was sent, its velocity starts anew, so that it does not push in a
 Note "ratio warm-up". At first weights change fast, so the ratio falls from 1/4 to the final one, by the same factor in
 each of `warmup_steps` steps.
 
-Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887, sections 3.2 and 3.3 and algorithm 4. Read before:
-`sign.py`. Read next: `random_k.py`.
+Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887, sections 3.2 and 3.3 and algorithm 4.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ On request each rank finds the squared norm of its own gradient before it is ave
 
 Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
 totals and verdicts travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
-
-Read before: `comm/communicator.py`. Read next: `bucket.py`.
 """
 
 from __future__ import annotations

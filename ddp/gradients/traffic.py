@@ -7,8 +7,6 @@
 
 So a hook of anyone's can be foretold, without a formula of its own. Bytes are those of the algorithms that send the
 least: with h hosts, 2 (h − 1) ÷ h of what is reduced leave each host, and (h − 1) ÷ h of what is gathered.
-
-Read before: `compression.py`, `comm/select.py`. Read next: `hook_state.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@
 
 No BatchNorm: its statistics would depend on how a batch is split among workers, so that training on several workers
 would not equal training on one. At width 32 and 8×8 images it has 151 k parameters.
-
-Read before: `mlp.py`. Read next: `resnet.py`.
 """
 
 from __future__ import annotations

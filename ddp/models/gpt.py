@@ -17,8 +17,6 @@ parameter and token, and 6 · depth · width · time more for attention.
 
 Source: Radford et al. 2019 (GPT-2), whose blocks and whose smaller projections into the stream these are; Press & Wolf
 2016 for the tied embedding; Su et al. 2021 for the rotation; no biases, as in PaLM (Chowdhery et al. 2022).
-
-Read before: `resnet.py`. Read next: `tasks/task.py`.
 """
 
 from __future__ import annotations

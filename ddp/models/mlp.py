@@ -3,8 +3,6 @@
     [n, …] → flatten → [linear → ReLU] for each hidden width → linear → [n, num_classes]
 
 It has Σ (fan_in + 1) · fan_out parameters: 51 k for 8×8 images, 235 k for 28×28.
-
-Read before: `data/splits.py`. Read next: `cnn.py`.
 """
 
 from __future__ import annotations

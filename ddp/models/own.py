@@ -1,7 +1,4 @@
-"""Builds a model of the user's own, for the command line and for the benchmark of training steps.
-
-Read before: `components.py`. Read next: `optimization.py`.
-"""
+"""Builds a model of the user's own, for the command line and for the benchmark of training steps."""
 
 from __future__ import annotations
 

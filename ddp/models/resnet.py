@@ -8,8 +8,6 @@ The first would leave one pixel of a 32-pixel image after the last stage; the se
 
 These networks have BatchNorm. Under data parallelism each replica normalises by its own share of the batch, so results
 depend (slightly) on the number of workers; statistics are synchronised before evaluation and checkpoints.
-
-Read before: `cnn.py`. Read next: `gpt.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ an endless one, and twice as many samples as with a tiny one: larger batches, an
 One measurement of ‖G‖² is mostly noise, so means of both are taken over the last measurements, and then divided. Both
 fall by orders of magnitude in a run, while their quotient changes slowly. So each measurement is divided by the noise
 that the ones before it have shown; otherwise the first ones would outweigh all others.
-
-Read before: `throughput.py`. Read next: `train/callbacks.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
     rest)
 
 Samples are global: those of all ranks together.
-
-Read before: `train/state.py`. Read next: `noise_scale.py`.
 """
 
 from __future__ import annotations

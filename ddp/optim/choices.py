@@ -1,7 +1,4 @@
-"""The choices of an optimizer: a preset's, some of them replaced, each checked.
-
-Read before: `norms.py`. Read next: `layerwise.py`.
-"""
+"""The choices of an optimizer: a preset's, some of them replaced, each checked."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ smoother; and their norms say little about the step that they can take, so that 
 dimension. What else is to be left out, such as position embeddings, is given by name.
 
 Only names and shapes are read, so it works for a model on the meta device.
-
-Read before: `trust_ratio.py`. Read next: `norms.py`.
 """
 
 from __future__ import annotations

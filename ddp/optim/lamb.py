@@ -8,8 +8,6 @@ The first four versions of the paper differ from the fifth, and implementations 
 dispute is an argument (`LambChoices`), and `PRESETS` has the known variants.
 
 A step reads w, g, m, v and writes m, v and u, and then reads w and u and writes w: ten streams, where Adam has seven.
-
-Read before: `lars.py`. Read next: `update.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@
 The two differ while the rate changes: inside, an old gradient keeps the rate of its own step.
 
 A step reads w and g and writes u, and then reads w, u and m and writes m and w: eight streams, where SGD has five.
-
-Read before: `layerwise.py`. Read next: `lamb.py`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ together, as many as fit a stretch, by torch's multi-tensor ("foreach") function
 large tensor, or such a batch of small ones. On a GPU all tensors are one unit.
 
 Gradients are never written to: they are views of buckets.
-
-Read before: `choices.py`, `norms.py`. Read next: `lars.py`.
 """
 
 from __future__ import annotations

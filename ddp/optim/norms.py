@@ -3,8 +3,6 @@
 A large tensor is cut into blocks of `BLOCK_NUMEL` elements, in the order in which they lie in memory; a smaller one is
 one block. The norm of several blocks is the root of the sum of their squares, added in this order. Nothing else, such
 as how blocks are shared among ranks, changes a bit of it.
-
-Read before: `groups.py`. Read next: `choices.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ schedule holds no state, so a resumed run needs to know its position only. Warm-
 count from the beginning of the run, as in arXiv 1706.02677, and the rate does not jump where warm-up ends.
 
 The rate's dependence on the batch is not a schedule but a property of the run, which `scaled_rate` computes once.
-
-Read before: `tasks/ngram.py`. Read next: `torch_schedule.py`.
 """
 
 from __future__ import annotations

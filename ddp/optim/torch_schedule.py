@@ -3,8 +3,6 @@
 torch's schedulers count how often `step()` was called, and hold state. Whether a call means a step or an epoch is known
 to the user alone: StepLR(30) is meant in epochs, OneCycleLR in steps. So it must be said. ReduceLROnPlateau reads a
 metric, so it is stepped after evaluations.
-
-Read before: `schedules.py`. Read next: `trust_ratio.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ rate of each tensor by its own ratio:
     LAMB    φ(‖w‖) ÷ ‖u‖                    arXiv 1904.00962v5, algorithm 2
 
 Where a norm is zero, the ratio is 1. With 0 there, weights that begin at zero would stay zero for ever.
-
-Read before: `torch_schedule.py`. Read next: `groups.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The update of a step: the norm of the gradient, then clipping and the optimizer's step.
 
 A replica whose ranks each update a part of the parameters has an update of its own (`replica/sharded.py`).
-
-Read before: `lamb.py`. Read next: `precision/autocast.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 With bf16 and fp16, parameters, gradients, their sum over ranks and the optimizer stay float32. bfloat16 has float32's
 range, so the loss needs no scaling (Kalamkar et al., arXiv 1905.12322). float16 has more digits and a small range, so
 it does (`loss_scale.py`). With bf16_pure, parameters and gradients are bfloat16, too (`master.py`).
-
-Read before: `optim/lamb.py`. Read next: `loss_scale.py`.
 """
 
 from __future__ import annotations

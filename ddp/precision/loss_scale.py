@@ -9,8 +9,7 @@ and gradients are divided by it together with the global count, in one division 
 The scale is a power of two, so multiplying and dividing by it changes no digit. All ranks see the norm of the same mean
 gradient, so they change their scales alike, without a message.
 
-Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4.1. Read before:
-`autocast.py`. Read next: `master.py`.
+Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4.1.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ any precision. At the end of training the model has float32 parameters again, wh
 
 BatchNorm keeps its parameters in float32, beside its statistics.
 
-Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.1. Read before: `loss_scale.py`,
-`optim/update.py`. Read next: `train/state.py`.
+Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.1.
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ bucket or by themselves. The ranks compare parameter by parameter only if a verd
 Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
 samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
 part of its all-reduce, because by then the count is known. If bucket 0 carried the count, it is divided at the end.
-
-Read before: `unused.py`, `gradients/layout.py`. Read next: `timeline.py`.
 """
 
 from __future__ import annotations

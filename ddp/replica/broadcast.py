@@ -5,8 +5,6 @@ wrong model, and so are buckets in which ranks lay out the same gradient differe
 tensor that differs, and the ranks.
 
 Tensors travel packed by dtype, one message per `PACK_BYTES` or so rather than one per tensor.
-
-Read before: `sink.py`. Read next: `buffers.py`.
 """
 
 from __future__ import annotations

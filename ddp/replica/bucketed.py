@@ -17,8 +17,6 @@ Where it may fail. If a rank is lost, the collective in progress raises `PeerLos
 does `raise_pending`, which can be called before the optimizer's step. After a backward that broke off, `prepare` raises
 RuntimeError. If parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or
 `ReplicaMismatch`.
-
-Read before: `backward.py`, `timeline.py`. Read next: `shards.py`.
 """
 
 from __future__ import annotations

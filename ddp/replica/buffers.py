@@ -10,8 +10,6 @@ only if it is that next one (`require_forward_param_sync` of the replica). So th
 rank 0's statistics on every rank. A rank that evaluates alone would wait for the others there; let it call
 `replica.module`, or choose buffers="none". Under `join`, only forwards that synchronise gradients synchronise buffers,
 because a rank without inputs takes part in no others.
-
-Read before: `broadcast.py`. Read next: `verify.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in another
 replica. So observers hold the replica weakly, and are removed when it is gone.
-
-Read before: `parameters.py`. Read next: `layouts.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Most programs have one. A program that freezes or unfreezes parameters gets another layout at the next forward, and must
 freeze the same ones on every rank. The last two layouts are kept, because a GAN alternates between two.
-
-Read before: `gradient_hooks.py`. Read next: `unused.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 
 Nothing overlaps, and every parameter costs the latency of a message, so it is slow. But it is simple enough to check by
 eye. It is the first lesson, and both the reference and the baseline for the bucketed replica.
-
-Read before: `replica.py`. Read next: `parameters.py`.
 """
 
 from __future__ import annotations

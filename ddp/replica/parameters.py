@@ -2,8 +2,6 @@
 
 A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
 So every forward checks that modules and parameters are still those of the beginning, by comparing two lists.
-
-Read before: `naive.py`. Read next: `gradient_hooks.py`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ buckets, while backward runs.
 `ride_along` sends the step's loss and sample count along with the gradients, which are then divided by the global count
 instead of the world size. `ddp.fit` uses it. As in torch's class, the keys of `state_dict` begin with "module.";
 loading accepts keys with and without that prefix.
-
-Read before: `uncompiled.py`. Read next: `naive.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ ranks does 1 ÷ p of the optimizer's work, and holds 1 ÷ p of its state: ZeRO s
 1910.02054, section 5.1). Where hosts have different numbers of ranks, the two go over the network's edges alone.
 
 A checkpoint holds the whole state, in torch's form: it can be resumed at any world size, sharded or not.
-
-Read before: `shards.py`, `optim/update.py`. Read next: `sync_batchnorm.py`.
 """
 
 from __future__ import annotations

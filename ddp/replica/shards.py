@@ -3,8 +3,6 @@
 Parameters live side by side in memory that is laid out like the buckets of their gradients, so that a slice of a bucket
 is a slice of both. Slices begin at tensors, or at blocks of large ones (`optim/norms.py`). So every norm has the same
 bits as without sharding, and every rank the same parameters.
-
-Read before: `bucketed.py`, `optim/norms.py`. Read next: `sharded.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ outermost backward; a callback queued there runs when the whole of it has ended.
 An observer of an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
 gradient penalty); `accumulates` tells the two apart. `will_accumulate` finds out in advance which parameters the
 running backward will reach.
-
-Read before: `gradients/layout.py`. Read next: `broadcast.py`.
 """
 
 from __future__ import annotations

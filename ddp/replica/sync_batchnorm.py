@@ -40,8 +40,6 @@ of layers and that of gradient buckets have nothing to do with each other.
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
 for computing the sample variance: analysis and recommendations" (1983).
-
-Read before: `sharded.py`. Read next: `drop_in/backward.py`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ In a profile, every bucket's reduction is a range on the thread that runs it, an
 torch's profiler records the background thread only if it is told to:
 
     torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
-
-Read before: `backward.py`. Read next: `timeline_picture.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ the other with the same length for a millisecond, so that they can be compared.
 
 Zero is the moment at which a rank's own backward began. No clock is common to ranks of several hosts, and none is
 needed: what the ranks wait for shows in the times between ready and done.
-
-Read before: `timeline.py`. Read next: `bucketed.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Hooks and collectives act on this process, not on tensors alone, so no graph can
 as it is, and so is all that it calls; the graph of the code around it ends there. The marks are those that
 `torch.compiler.disable` sets. Calling that function would import the compiler, which takes seconds, even where nobody
 compiles.
-
-Read before: `verify.py`. Read next: `replica.py`.
 """
 
 from __future__ import annotations

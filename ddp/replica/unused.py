@@ -7,8 +7,6 @@
     not allowed              every rank raises UnusedParameters before the next forward, with names by rank
 
 The ranks compare parameter by parameter only in steps in which at least one rank has such parameters.
-
-Read before: `layouts.py`. Read next: `backward.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks that replicas are still equal, by a hash of every tensor on every rank; names the first that differs.
-
-Read before: `buffers.py`. Read next: `uncompiled.py`.
-"""
+"""Checks that replicas are still equal, by a hash of every tensor on every rank; names the first that differs."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@
 
 Label smoothing ε makes p(class) = 1 − ε + ε/num_classes, and ε/num_classes elsewhere, the target. It belongs to
 training, so the reported loss is without it. Source: Szegedy et al. 2015, section 7.
-
-Read before: `loss_function.py`. Read next: `language_model.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@
 
 A target of −100 (`IGNORE`, torch's own convention) is no target: neither in the sum nor in the count. So padded texts
 of uneven length weigh by what they hold, on every rank.
-
-Read before: `classification.py`. Read next: `ngram.py`.
 """
 
 from __future__ import annotations

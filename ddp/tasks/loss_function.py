@@ -5,8 +5,6 @@
 
 Either way `fit` adds sums over micro-batches and ranks and divides by the global number of samples. A mean in which
 samples weigh unequally (class weights, `ignore_index`) cannot be taken apart like this; it needs a `Task`.
-
-Read before: `task.py`. Read next: `classification.py`.
 """
 
 from __future__ import annotations

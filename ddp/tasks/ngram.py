@@ -17,8 +17,6 @@ The cost of an order is a sort of the training text; `xz` compresses that text t
 copies whole passages from anywhere in the text, which no window of a few bytes can.
 
 Source: Witten & Bell 1991; Chen & Goodman 1998, section 2.6.
-
-Read before: `language_model.py`. Read next: `optim/schedules.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ once, by the global count:
 
 The mean of the ranks' means would be another number as soon as the shares differ. A rank without samples returns
 (0, 0), which adds nothing. A task holds no state and is the same object on every rank.
-
-Read before: `models/gpt.py`. Read next: `loss_function.py`.
 """
 
 from __future__ import annotations

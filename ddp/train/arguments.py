@@ -2,8 +2,6 @@
 
 A mistake is one sentence, before the first step. What differs between ranks is refused, too: every rank would go on
 with its own, and the replicas would drift apart.
-
-Read before: `loop.py`, `held_out.py`, `report.py`. Read next: `trial.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 
 Shares of one sample come at the end of an epoch, and only at some world sizes. Whether they are too few depends on the
 model: an image has many values per channel. So the first batch is tried with one sample of it, before the first step.
-
-Read before: `probabilities.py`. Read next: `first_look.py`.
 """
 
 from __future__ import annotations

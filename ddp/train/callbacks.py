@@ -4,8 +4,6 @@
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
 it returns from `state_dict` is saved with the run (`kept.py`).
-
-Read before: `state.py`, `monitor/noise_scale.py`. Read next: `starts.py`, `ema.py`.
 """
 
 from __future__ import annotations

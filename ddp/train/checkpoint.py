@@ -17,8 +17,6 @@ The generators' states are dropped when the world size changes. Training itself 
 (`data/streams.py`), so only code of the user's own needs them.
 
 Saving is collective. Rank 0 writes; the ranks agree on whether that went well, so that all of them raise or none.
-
-Read before: `checkpoint_store.py`, `callbacks.py`. Read next: `initial_weights.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ A checkpoint of the same step that exists already steps aside as .old-... before
 
 One process writes a folder: see `hold`. Cost: one pass of SHA-256 over the bytes (about 1 s per 2 GB) on top of
 writing.
-
-Read before: `stored_checkpoint.py`, with the layout of the folder. Read next: `checkpoint.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@
 
 The first costs 15 µs a step and one message an epoch, and memory for three numbers. An order of this package cannot
 fail it; one of the user's own, or a sharding function, can.
-
-Read before: `start_note.py`, `data/sampler.py`. Read next: `step.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`ddp.EarlyStopping`: ends a run whose main metric no longer becomes better.
-
-Read before: `ema.py`. Read next: `kept.py`.
-"""
+"""`ddp.EarlyStopping`: ends a run whose main metric no longer becomes better."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ Averaged weights often do better than the last ones, because the noise of single
 precision="bf16_pure" the master weights are averaged.
 
 Cost: a float32 copy of the parameters on every rank, which is read and written in each step.
-
-Read before: `callbacks.py`. Read next: `early_stopping.py`.
 """
 
 from __future__ import annotations

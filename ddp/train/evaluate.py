@@ -2,8 +2,6 @@
 
 Each rank reads its own contiguous share of the data set (shares differ by at most one sample and may be empty). Ranks
 add up each metric as (sum, count) and divide once: no padding, no mean of means.
-
-Read before: `loop.py`. Read next: `held_out.py`, `files.py`.
 """
 
 from __future__ import annotations

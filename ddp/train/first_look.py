@@ -8,8 +8,6 @@ A task that returns a mean with the batch's length as its count would train with
 size of a micro-batch, and nothing else would show it. So the first batch of each rank is computed three times, once,
 by a copy of the model in evaluation mode, because there dropout and BatchNorm treat each sample alike. A model that
 cannot run like this, or a batch that cannot be cut, is not looked at.
-
-Read before: `step.py`, `batch_statistics.py`. Read next: `loop.py`.
 """
 
 from __future__ import annotations

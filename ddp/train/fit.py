@@ -6,8 +6,6 @@
     4  the results        RUN_DIR/summary.json and curves.png, written by rank 0
 
 The command line ends here, too: `ddp/build.py` makes the arguments from the settings.
-
-Read before: `trial.py`. Read next: `address.py`.
 """
 
 from __future__ import annotations

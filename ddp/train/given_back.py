@@ -7,8 +7,6 @@ All else that a fit changes for a while has a block of its own, which gives it b
 (`stopping.py`), the factor of a schedule in learning rates (`optim/schedules.py`), the modes during an evaluation
 (`evaluate.py`), warnings and compilation during the first look (`first_look.py`). An evaluation draws nothing itself.
 What a user's model or task draws there, it draws as in a loop by hand.
-
-Read before: `stopping.py`. Read next: `progress.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@
 
 This is the one place that decides it. Whatever chooses (the best checkpoint, ReduceLROnPlateau, `ddp.EarlyStopping`, a
 callback of the user's own) reads `state.evaluation[state.main_metric]`.
-
-Read before: `evaluate.py`, `data/validation.py`. Read next: `arguments.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A file's keys may be renamed by their prefixes, and parts of the model may keep their fresh values. So a model can take
 over a trained body and learn a new head.
-
-Read before: `checkpoint.py`. Read next: `stopping.py`.
 """
 
 from __future__ import annotations

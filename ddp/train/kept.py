@@ -8,8 +8,6 @@ rank's loss sees this rank's samples alone, so its values differ between ranks. 
 changes, all ranks go on from those of rank 0.
 
 Whatever has a state that a checkpoint cannot hold is warned of before the first step.
-
-Read before: `early_stopping.py`. Read next: `checkpoint_store.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The training loop: its docstring is its pseudocode, and one step is in `step.py`.
-
-Read before: `step.py`, `data_checks.py`, `first_look.py`. Read next: `evaluate.py`.
-"""
+"""The training loop: its docstring is its pseudocode, and one step is in `step.py`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ Such a model learns, but less well, and nothing else would show it. Rows that ar
 Numbers from 0 to 1 may be scores, too, so a sigmoid must be seen in the graph of autograd.
 
 Log-probabilities are no mistake: the softmax of them is what they are the logarithms of.
-
-Read before: `stream_feed.py`. Read next: `batch_statistics.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The progress bar, and the last word of a run that a signal has stopped, on rank 0 only.
-
-Read before: `given_back.py`. Read next: `traffic_hint.py`.
-"""
+"""The progress bar, and the last word of a run that a signal has stopped, on rank 0 only."""
 
 from __future__ import annotations
 

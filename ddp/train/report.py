@@ -1,7 +1,4 @@
-"""The results of a run: summary.json, curves.png, and the table on the terminal.
-
-Read before: `traffic_hint.py`, `wording.py`. Read next: `arguments.py`.
-"""
+"""The results of a run: summary.json, curves.png, and the table on the terminal."""
 
 from __future__ import annotations
 

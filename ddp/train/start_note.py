@@ -2,8 +2,6 @@
 
 An order or a sharding that is an object of the program cannot be written. Then the noted identity of the order is
 another one than `where` finds, which says so.
-
-Read before: `starts.py`. Read next: `data_checks.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
         order                identity of the order that these must give; null: they give it by themselves
 
 The command line writes it, which has not imported torch then, and so does `ddp.fit`.
-
-Read before: `callbacks.py`. Read next: `start_note.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The state of a run: everything that a step changes, in one place, so that the loop itself holds nothing.
-
-Read before: `precision/master.py`. Read next: `monitor/throughput.py`.
-"""
+"""The state of a run: everything that a step changes, in one place, so that the loop itself holds nothing."""
 
 from __future__ import annotations
 

@@ -12,8 +12,6 @@
 
 The gradients are sums over this rank's items, added over ranks and divided once by the global number of items. So
 shares may differ, a rank may have no samples at all, and accumulation is exact.
-
-Read before: `state.py`, `gradients/totals.py`. Read next: `stream_feed.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ notebook, is a program of its own: a loop there ends, and whatever the user begi
 | SIGTERM, SIGINT  | process managers, Ctrl-C                 | unless it is ignored (`sh -c 'job &'`)  |
 | SIGHUP           | a terminal that closes                   | unless it is ignored (`nohup`) or the   |
 | SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has a handler of its own |
-
-Read before: `initial_weights.py`. Read next: `given_back.py`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ run may go back to an earlier checkpoint. If a checkpoint has been moved aside a
 the .old-… is taken. Readers write nothing, so they may run beside the writer.
 
 Cost: one pass of SHA-256 over the bytes (about 1 s per 2 GB) on top of reading.
-
-Read before: `files.py`. Read next: `checkpoint_store.py`, which writes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
     a pass begins      one message: has everyone a batch, and have all (or no two) ranks begun with the same samples?
     each step          nothing: the totals count the ranks whose stream ends with it
     a pass ends        one message: how many samples it had
-
-Read before: `data/iterable.py`, `step.py`. Read next: `probabilities.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 After its first steps a run knows how long it waits for gradients. If that is long, it asks the cost model what PowerSGD
 would make of a step (`gradients/traffic.py`). With a hook or a wire format, it asks what a step would take without.
-
-Read before: `progress.py`, `gradients/traffic.py`. Read next: `wording.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 It finds out in a minute what would else show after hours: a batch that does not fit into memory, an evaluation that
 fails, a disk that is full, a state that cannot be saved.
-
-Read before: `arguments.py`. Read next: `fit.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Says how much memory the host could still give this process, the limits of its container included.
-
-Read before: `edge.py`. Read next: `shared_memory.py`, which refuses to create more than that.
-"""
+"""Says how much memory the host could still give this process, the limits of its container included."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ A *round* is everything that a rank has in flight together. `post` starts all of
 `Pending.wait` returns when every transfer of the round is done, or raises `TransportError`. Tensors are contiguous
 and flat, and the caller leaves them alone in between. Messages between two ranks arrive in the order in which they were
 posted.
-
-Read before: `collectives/schedule.py`, for what a round is made of. Read next: `simulated.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ while the process is stopped. So Gloo waits without a deadline, and a thread of 
 asks whether the wait is in vain. It ends a wait by a second one, for a message that nobody sends, with a timeout of a
 millisecond. When that has passed, Gloo closes all connections of the process, and with them every wait ends. No
 collective could go on without them.
-
-Read before: `simulated.py`. Read next: `available_memory.py`.
 """
 
 from __future__ import annotations

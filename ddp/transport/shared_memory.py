@@ -26,8 +26,6 @@ gives the processor away (`sched_yield`), because the rank that it waits for may
 more ranks than processors, or another program may keep one busy. Switching from one process to the next costs 2 µs, and
 no processor falls asleep in between. A barrier after 30 µs of work, measured on two cores, with and without giving the
 processor away: of 2 ranks 1 and 1 µs; of 2 ranks beside another program 35 and 52 µs; of 4 ranks 40 and 156 µs.
-
-Read before: `available_memory.py`. Read next: `topology.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 A send waits on its edge for a receive, or a receive waits there for a send; both come in order. Whichever comes last
 copies the tensor. So a send completes only when it has met its receive, as on the strictest real transport: a schedule
 that would deadlock there deadlocks here (until its deadline), and a tensor that is changed in flight arrives changed.
-
-Read before: `edge.py`. Read next: `process_group.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ number settles both cases. If some pair with equal boot ids misses each other th
 with files in /dev/shm, which containers may share where processes hide from each other.
 
 Cost: two gathers (four in the second case) of some hundred bytes, one open and one read per neighbour.
-
-Read before: `shared_memory.py`. Read next: `comm/wire_format.py`.
 """
 
 from __future__ import annotations

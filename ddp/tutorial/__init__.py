@@ -1,4 +1,1 @@
-"""The commands of the read-along in recipes/tutorial/: its pages for a browser, and the checks of its exercises.
-
-Read next: `holes.py`, `measure.py`, `chapters.py`.
-"""
+"""The commands of the read-along in recipes/tutorial/: its pages for a browser, and the checks of its exercises."""

@@ -12,8 +12,6 @@
     # Every rank sends to …
 
     def ring(): …                    code of the second pair
-
-Read before: `errors.py`. Read next: `prose.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Draws curves (SVG): one panel with two axes, each linear or logarithmic.
-
-Read before: `svg.py`, `measure.py`. Read next: `pictures.py`.
-"""
+"""Draws curves (SVG): one panel with two axes, each linear or logarithmic."""
 
 from __future__ import annotations
 

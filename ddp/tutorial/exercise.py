@@ -6,8 +6,6 @@
 
 Every step that the solution has passed is a line; the first mistake is the last one. What the reader's file raises is
 shown with the lines of that file alone. A file that runs on and on is ended after `DEADLINE_S`.
-
-Read before: `own_schedule.py`. Read next: `launcher.py`.
 """
 
 from __future__ import annotations

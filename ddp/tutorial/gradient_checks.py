@@ -6,8 +6,6 @@ wait that was forgotten, shows every time.
 
 A wrong gradient is compared with what the usual mistakes give: the sum, the rank's own gradient, the mean divided
 twice.
-
-Read before: `schedule_checks.py`, `replica/naive.py`, `replica/backward.py`. Read next: `sampler_checks.py`.
 """
 
 from __future__ import annotations

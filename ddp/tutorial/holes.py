@@ -5,8 +5,6 @@
 A hole is a comment in the library, such as `# exercise 02: …`, and all that follows it in the same block: every line
 up to the first that is indented less. The comment stays in the exercise, where it says what to write. So an exercise
 never goes stale: it is the library as it is today, and a test cuts it again.
-
-Read before: `collectives/ring.py`. Read next: `mistake.py`.
 """
 
 from __future__ import annotations

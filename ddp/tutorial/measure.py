@@ -5,8 +5,6 @@
     scaling    samples per second of a training with a global batch of 240 images
 
 `python -m torch.distributed.run --standalone --nproc-per-node 2 -m ddp.tutorial.measure costs` prints one of them.
-
-Read before: `replica/timeline_picture.py`, `bench/workloads.py`. Read next: `chart.py`.
 """
 
 from __future__ import annotations

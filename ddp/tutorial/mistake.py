@@ -2,8 +2,6 @@
 
 A check is a generator: it yields a line for each step that the solution has passed, and raises `Mistake` at the first
 one that it has not.
-
-Read before: `holes.py`. Read next: `schedule_checks.py`.
 """
 
 from __future__ import annotations

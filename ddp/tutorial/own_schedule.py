@@ -5,8 +5,6 @@
 Prices are of one network, and stand beside those of ring and tree. They are simulated; where ten thousand ranks would
 take too long, the simulated prices of 32, 64 and 128 ranks are continued: what a doubling adds grows by the same factor
 at each doubling. For a ring or a chain that factor is 2, for a tree it is 1.
-
-Read before: `sampler_checks.py`, `collectives/cost.py`. Read next: `exercise.py`.
 """
 
 from __future__ import annotations

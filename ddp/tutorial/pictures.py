@@ -6,8 +6,6 @@
 A JSON file says on what it was measured. Drawing is exact: the same files give the same bytes. A machine whose speed
 drifts spoils a comparison, so the numbers of workers take turns. Other programs can only slow a round down, so the
 fastest round counts; `scaling.svg` shows the median, too.
-
-Read before: `collectives/picture.py`, `measure.py`, `chart.py`. Read next: `launcher.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@
 | a heading                               | a heading with an address of its own                            |
 
 Pictures share the page with each other, so what they name (ids, styles) is made theirs alone.
-
-Read before: `chapters.py`. Read next: `web.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Checks a reader's sampler: every sample of a step on one rank, shares alike, parts that no world size changes.
 
 All of it is counted, on steps of a data set whose length fits nothing: the last step is smaller than the others.
-
-Read before: `gradient_checks.py`, `data/sampler.py`. Read next: `own_schedule.py`.
 """
 
 from __future__ import annotations

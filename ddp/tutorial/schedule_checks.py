@@ -2,8 +2,6 @@
 
 `Schedule.check` says what is wrong: rank, round and chunk. The first transfer that differs from the library's says why:
 a wrong neighbour, a chunk beside the right one, an addition in place of a copy.
-
-Read before: `mistake.py`. Read next: `gradient_checks.py`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@
     └──────────────────────────────────────────┘
 
 The frame is page.html, and what it looks like is page.css.
-
-Read before: `prose.py`. Read next: `__main__.py`.
 """
 
 from __future__ import annotations

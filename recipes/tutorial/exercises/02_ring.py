@@ -30,8 +30,6 @@ waking a process up takes longer than moving the bytes, a message of 64 KB becom
 The β term is the lower bound for point-to-point algorithms; the α term grows with p, so a tree is faster for small
 messages. Every chunk is summed in another rotation of the ranks: replicas agree bitwise, but the bits depend on where
 the chunk borders lie. `python -m ddp draw ring 4` shows the rounds.
-
-Read before: `all_to_all.py`. Read next: `tree.py`.
 """
 
 from __future__ import annotations

@@ -41,8 +41,6 @@ of each pair sends all it has to the even one, waits, and gets the result, as in
 "Optimization of collective communication operations in MPICH", 2005). That takes two more rounds, and the busiest rank
 sends N more. Since pairs of neighbours come first, the sum stays canonical wherever it can (3, 6, 7, 12, 14, …).
 `circulant.py` does without the extra bytes.
-
-Read before: `placed.py`. Read next: `circulant.py`.
 """
 
 from __future__ import annotations
