@@ -71,22 +71,19 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
     from ddp.comm.setup import init as init
     from ddp.comm.setup import shutdown as shutdown
-    from ddp.data.distributed_sampler import DistributedSampler as DistributedSampler
-    from ddp.data.sampler import EvaluationSampler as EvaluationSampler
-    from ddp.data.sampler import TrainSampler as TrainSampler
-    from ddp.data.splits import Splits as Splits
-    from ddp.data.steps import BatchWarmup as BatchWarmup
-    from ddp.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
+    from ddp.data.orders.distributed_sampler import DistributedSampler as DistributedSampler
+    from ddp.data.orders.sampler import EvaluationSampler as EvaluationSampler
+    from ddp.data.orders.sampler import TrainSampler as TrainSampler
+    from ddp.data.orders.steps import BatchWarmup as BatchWarmup
+    from ddp.data.samples import Splits as Splits
     from ddp.errors import PeerLost as PeerLost
     from ddp.gradients.totals import Totals as Totals
-    from ddp.launcher import launch as launch
     from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
+    from ddp.replica.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from ddp.tasks.classification import Classification as Classification
-    from ddp.tasks.language_model import ByteModel as ByteModel
-    from ddp.tasks.language_model import LanguageModel as LanguageModel
-    from ddp.tasks.task import Task as Task
+    from ddp.run.build.load import load as load
+    from ddp.run.launch.command_line import launch as launch
     from ddp.train.callbacks import Callback as Callback
     from ddp.train.early_stopping import EarlyStopping as EarlyStopping
     from ddp.train.ema import EMA as EMA
@@ -95,35 +92,38 @@ if TYPE_CHECKING:
     from ddp.train.fit import fit as fit
     from ddp.train.state import StepReport as StepReport
     from ddp.train.state import TrainState as TrainState
-    from ddp.trained import load as load
+    from ddp.train.tasks.classification import Classification as Classification
+    from ddp.train.tasks.language_model import ByteModel as ByteModel
+    from ddp.train.tasks.language_model import LanguageModel as LanguageModel
+    from ddp.train.tasks.task import Task as Task
 
 _HOMES = {
-    "BatchWarmup": "ddp.data.steps",
+    "BatchWarmup": "ddp.data.orders.steps",
     "BucketedDataParallel": "ddp.replica.bucketed",
     "Callback": "ddp.train.callbacks",
-    "Classification": "ddp.tasks.classification",
+    "Classification": "ddp.train.tasks.classification",
     "Communicator": "ddp.comm.communicator",
-    "DistributedDataParallel": "ddp.drop_in.data_parallel",
-    "DistributedSampler": "ddp.data.distributed_sampler",
+    "DistributedDataParallel": "ddp.replica.drop_in.data_parallel",
+    "DistributedSampler": "ddp.data.orders.distributed_sampler",
     "EMA": "ddp.train.ema",
     "EarlyStopping": "ddp.train.early_stopping",
-    "EvaluationSampler": "ddp.data.sampler",
-    "ByteModel": "ddp.tasks.language_model",
-    "LanguageModel": "ddp.tasks.language_model",
+    "EvaluationSampler": "ddp.data.orders.sampler",
+    "ByteModel": "ddp.train.tasks.language_model",
+    "LanguageModel": "ddp.train.tasks.language_model",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
-    "Splits": "ddp.data.splits",
+    "Splits": "ddp.data.samples",
     "StepReport": "ddp.train.state",
     "SyncBatchNorm": "ddp.replica.sync_batchnorm",
-    "Task": "ddp.tasks.task",
+    "Task": "ddp.train.tasks.task",
     "Totals": "ddp.gradients.totals",
-    "TrainSampler": "ddp.data.sampler",
+    "TrainSampler": "ddp.data.orders.sampler",
     "TrainState": "ddp.train.state",
     "evaluate": "ddp.train.evaluate",
     "fit": "ddp.train.fit",
     "init": "ddp.comm.setup",
-    "launch": "ddp.launcher",
-    "load": "ddp.trained",
+    "launch": "ddp.run.launch.command_line",
+    "load": "ddp.run.build.load",
     "predict": "ddp.train.evaluate",
     "shutdown": "ddp.comm.setup",
 }

@@ -1,7 +1,7 @@
 """Training, and questions, from the command line.
 
 `EXAMPLES` has one of each. `torchrun … -m ddp train` trains as well, in the processes that torchrun has started; so do
-`mpirun` and `srun` (`comm/place.py`).
+`mpirun` and `srun` (`comm/meeting/place.py`).
 
 Each question is one function below: it adds its subcommand, and defines how to answer it.
 """
@@ -18,9 +18,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ddp.address import from_address, is_address
-from ddp.bench.arguments import Parser, checked, positive, whole
-from ddp.bench.units import format_bandwidth, format_size, format_time, parse_delay, parse_rate, parse_size
 from ddp.collectives.catalog import (
     BETWEEN_HOSTS,
     SCHEDULES,
@@ -32,13 +29,16 @@ from ddp.collectives.catalog import (
 )
 from ddp.collectives.cost import about_messages, bus_bandwidth
 from ddp.collectives.draw import draw
-from ddp.collectives.picture import svg
 from ddp.collectives.schedule import ScheduleError
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
-from ddp.config_checks import most_workers
-from ddp.errors import WorkersFailed
+from ddp.errors import WorkersFailed, did_you_mean
+from ddp.pictures.schedule import svg
+from ddp.process.arguments import Parser, checked, positive, whole
+from ddp.process.invocation import program
+from ddp.run.settings.address import from_address, is_address
+from ddp.run.settings.checks import most_workers
 from ddp.tutorial.holes import SOURCES
-from ddp.wording import did_you_mean, program
+from ddp.units import format_bandwidth, format_size, format_time, parse_delay, parse_rate, parse_size
 
 if TYPE_CHECKING:
     Questions = argparse._SubParsersAction["Parser"]
@@ -114,8 +114,9 @@ def main(argv: Sequence[str]) -> int:
 
 def train(settings: Sequence[str]) -> NoReturn:
     """Trains with these settings, which Hydra reads; ends the process."""
-    from ddp import launcher, under_torchrun
-    from ddp.comm.place import is_rank
+    from ddp.comm.meeting.place import is_rank
+    from ddp.run.launch import command_line as launcher
+    from ddp.run.launch import torchrun as under_torchrun
 
     sys.argv = [f"{program()} train", *settings]
     with launcher.bad_input_to(launcher.exit_with_error):
@@ -153,8 +154,8 @@ def overlap_question(questions: Questions) -> None:
     """Adds `draw overlap`: how much of the reductions does backward hide on this machine?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.launcher import launch
-        from ddp.replica.timeline_picture import timeline_svg, timeline_text
+        from ddp.pictures.timeline import timeline_svg, timeline_text
+        from ddp.run.launch.command_line import launch
 
         if options.svg is not None and not options.svg.absolute().parent.is_dir():
             raise ValueError(f"cannot write {options.svg}: there is no such folder; name another file after --svg")
@@ -267,9 +268,9 @@ def explain_question(questions: Questions) -> None:
     """Adds `explain`: which way would "auto" choose for an all-reduce of that size on this machine?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.comm.place import is_rank
-        from ddp.launcher import launch
-        from ddp.transport.available_memory import available_bytes
+        from ddp.comm.meeting.place import is_rank
+        from ddp.process.memory import available_bytes
+        from ddp.run.launch.command_line import launch
 
         if options.compute is not None and not options.hooks:
             raise ValueError("--compute goes with --hooks, which says what they make of a step")
@@ -308,7 +309,7 @@ def where_question(questions: Questions) -> None:
     """Adds `where`: which samples were in a step of a run, or when and by whom was a sample read?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.where import where
+        from ddp.commands.where import where
 
         return where(options.run, step=options.step, sample=options.sample, epoch=options.epoch)
 
@@ -324,7 +325,7 @@ def evaluate_question(questions: Questions) -> None:
     """Adds `evaluate`: how good is a finished run, on its held-out samples or on others?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.finished import evaluate_run
+        from ddp.commands.finished import evaluate_run
 
         return evaluate_run(options.run, options.settings)
 
@@ -335,7 +336,7 @@ def predict_question(questions: Questions) -> None:
     """Adds `predict`: what does a finished run say of each sample?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.finished import predict_run
+        from ddp.commands.finished import predict_run
 
         return predict_run(options.run, options.settings, options.out)
 
@@ -389,7 +390,7 @@ def exercise_question(questions: Questions) -> None:
     """Adds `exercise`: is the reader's solution right, and if it is not, what is wrong with it?"""
 
     def answer(options: argparse.Namespace) -> str:
-        from ddp.launcher import launch
+        from ddp.run.launch.command_line import launch
         from ddp.tutorial.exercise import checked, checked_schedule, passed
         from ddp.tutorial.own_schedule import TRAINED
 

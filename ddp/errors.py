@@ -16,12 +16,27 @@ Every message has the offending value and a remedy. `assert` is for invariants o
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of what an error says, because torch appends its own stack; or its class."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """Returns the known word that is nearest, whatever its capitals; "" if none is near."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1)
+    return by_lower[near[0]] if near else ""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Returns a sentence, with a space before it, that names the nearest known word; "" if none is near."""
+    near = nearest(word, known)
+    return f" Did you mean {near}?" if near else ""
 
 
 class ConfigError(ValueError, RuntimeError):

@@ -1,15 +1,57 @@
-"""Imports torchvision, beside any build of torch."""
+"""Imports torchvision beside any build of torch, also where its C++ library cannot be loaded.
+
+torchvision's package for Linux is built for CUDA. Beside a CPU build of torch its library cannot be loaded, so the
+operators that it would define do not exist, and the import fails where shape functions are registered for two of them:
+`operator torchvision::nms does not exist`. Only detection models ever call these operators. Declaring the two schemas
+is enough for everything else: models, data sets and transforms.
+
+torchvision tries to load its library before it imports the module that registers shape functions. A finder sees that
+module's turn, and declares what is still missing.
+
+`scripts/_setup.sh` puts this file into its environment, where every interpreter calls `install` as it starts: a plain
+`import torchvision` works there, in any program. So nothing is imported here before it is needed.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from types import ModuleType
 
-import torch
+REGISTERS_SHAPES = "torchvision._meta_registrations"
+SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+declared: list[object] = []  # the declarations live as long as the object that made them
 
-from ddp import torchvision_operators
-from ddp.errors import ConfigError
+
+class Finder:
+    """Finds no module itself. Python asks it before every import, and so it learns what is imported next."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Declares the missing operators before the module that needs them is found by another finder."""
+        if name == REGISTERS_SHAPES:
+            declare_missing()
+
+
+def install() -> None:
+    """Lets every later `import torchvision` of this process succeed."""
+    sys.meta_path.insert(0, Finder)
+
+
+def declare_missing() -> None:
+    """Declares those operators that nobody else has declared."""
+    import torch
+
+    missing = [schema for name, schema in SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]
+    if missing:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in missing:
+            library.define(schema)
+        declared.append(library)
 
 
 @functools.cache
@@ -19,7 +61,11 @@ def torchvision() -> ModuleType:
     Raises:
         ConfigError: torchvision is not installed, or does not fit the installed torch.
     """
-    torchvision_operators.install()
+    import torch
+
+    from ddp.errors import ConfigError
+
+    install()
     try:
         return importlib.import_module("torchvision")
     except ModuleNotFoundError as error:

@@ -5,10 +5,10 @@
     python recipes/train.py run.name=mine resume=auto             continue runs/mine
 
 `python -m ddp train` does the same from any folder. The settings: --help, or docs/settings.md. What happens:
-ddp/launcher.py.
+ddp/run/launch/command_line.py.
 """
 
-from ddp.launcher import main
+from ddp.run.launch.command_line import main
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,7 @@
 workers is torchrun's.
 """
 
-from ddp.under_torchrun import main
+from ddp.run.launch.torchrun import main
 
 if __name__ == "__main__":
     main()

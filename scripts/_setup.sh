@@ -71,7 +71,7 @@ let_torchvision_be_imported() {
     "$python" -c 'import torchvision' 2>/dev/null && return
     local packages
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    ln -sf "$PWD/ddp/torchvision_operators.py" "$packages"
+    ln -sf "$PWD/ddp/vision.py" "$packages/torchvision_operators.py"
     echo 'import torchvision_operators; torchvision_operators.install()' >"$packages/torchvision_operators.pth"
 }
 

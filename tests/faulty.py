@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal
 
-from ddp.transport.edge import InVain, Pending, Transfer, Transport, TransportError
+from ddp.comm.transport.edge import InVain, Pending, Transfer, Transport, TransportError
 
 
 class Faulty:

@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 PRELOAD = [
-    *("torch", "torch.distributed", "ddp.build", "ddp.drop_in.data_parallel", "ddp.train.fit"),
+    *("torch", "torch.distributed", "ddp.run.build.stages", "ddp.replica.drop_in.data_parallel", "ddp.train.fit"),
     "torch._dynamo",  # a second's import, for which torch's optimizers ask
 ]
 

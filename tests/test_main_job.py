@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
-from ddp import build, failures
-from ddp.config_reader import from_plain
-from ddp.launcher import main
 from ddp.models.cnn import CNN
+from ddp.run.build import stages as build
+from ddp.run.launch import failures
+from ddp.run.launch.command_line import main
+from ddp.run.settings.reader import from_plain
 
 ROOT = Path(__file__).parent.parent
 TRAIN = [sys.executable, str(ROOT / "recipes" / "train.py")]
@@ -118,7 +119,7 @@ def workers(run_dir: Path) -> dict[int, int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (process / "cmdline").read_text().split("\0")
-            if "ddp.worker" in words and str(run_dir) in words:
+            if "ddp.run.launch.worker" in words and str(run_dir) in words:
                 found[int(words[words.index("--rank") + 1])] = int(process.name)
     return found
 
@@ -250,7 +251,7 @@ def test_run_directory(finished: Finished) -> None:
 
 
 def test_only_the_parent_imports_hydra(finished: Finished) -> None:
-    in_workers = [line for line in finished.imports if "ddp.worker" in line]
+    in_workers = [line for line in finished.imports if "ddp.run.launch.worker" in line]
     assert len(in_workers) == 3
     assert all(line.endswith("set()") for line in in_workers)
     assert len([line for line in finished.imports if line.endswith("}")]) == 1
@@ -271,7 +272,7 @@ def test_a_checkpoint_opens_without_the_framework(finished: Finished) -> None:
 
 
 def train_in_worker(run_dir: Path) -> None:
-    from ddp.build import run
+    from ddp.run.build.stages import run
 
     run(from_plain(yaml.safe_load((run_dir / "config.yaml").read_text())), run_dir)
 
@@ -479,7 +480,7 @@ def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypa
 FAULT = """
 import sys
 if "--rank" in sys.argv and sys.argv[sys.argv.index("--rank") + 1] == "1":
-    from ddp.tasks.classification import Classification
+    from ddp.train.tasks.classification import Classification
     loss, calls = Classification.loss, []
     def scripted(self, model, batch):
         if model.training:  # it is not in the look at the first batch

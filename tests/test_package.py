@@ -61,7 +61,7 @@ def test_the_command_works_from_any_folder_without_activating_anything(tmp_path:
     clone, elsewhere = tmp_path / "the clone", tmp_path / "elsewhere"
     elsewhere.mkdir()
     scripts = ("scripts/ddp", "scripts/_setup.sh", "scripts/bench_step")
-    for name in (*scripts, "constraints.txt", "pyproject.toml", "ddp/torchvision_operators.py"):
+    for name in (*scripts, "constraints.txt", "pyproject.toml", "ddp/vision.py"):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     venv.create(clone / ".venv", symlinks=True)

@@ -16,7 +16,7 @@ import pytest
 
 from ddp.__main__ import main as ask
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES
-from ddp.launcher import main
+from ddp.run.launch.command_line import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -75,7 +75,7 @@ def test_command(
         return
     # In this process: three seconds of imports less for each.
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
-    monkeypatch.setattr("ddp.tasks.ngram._XZ_PRESET", 0)  # which takes one second in the place of twenty
+    monkeypatch.setattr("ddp.train.tasks.ngram._XZ_PRESET", 0)  # which takes one second in the place of twenty
     words = shlex.split(command)[2:]
     smaller = [setting for word in words for setting in SMALL.get(word, [])]
     monkeypatch.setattr(sys, "argv", ["train.py", *words, *smaller, *SHORT])

@@ -41,9 +41,9 @@ except RuntimeError:  # its own library cannot be loaded
     other = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         other.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-import ddp.torchvision_operators, ddp.vision
+import ddp.vision
 ddp.vision.torchvision()
-print(ddp.torchvision_operators.declared)
+print(ddp.vision.declared)
 """
     assert run_python(program).strip() == "[]"
 

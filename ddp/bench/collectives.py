@@ -42,10 +42,10 @@ from torch import Tensor
 from ddp.bench.barrier import Barrier, open_barrier
 from ddp.bench.place import HERE, Place, available_cores
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
-from ddp.bench.units import format_bandwidth, format_size, format_time, three_digits, written
-from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
+from ddp.process.clock import now_s
+from ddp.units import format_bandwidth, format_size, format_time, three_digits, written
 
 CROWDED_S, MAX_CALLS = 0.005, 64
 ABORT_S = 60.0

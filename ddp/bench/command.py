@@ -24,13 +24,13 @@ from typing import Any
 
 from rich.console import Console
 
-from ddp.bench import arguments
-from ddp.bench.arguments import listed, whole
 from ddp.bench.place import Bed, Place
 from ddp.bench.report import draw_plot, from_json, print_report, to_json
 from ddp.bench.strangers import strangers
 from ddp.bench.turns import PROGRESS, Cell
 from ddp.errors import ConfigError, WorkersFailed
+from ddp.process import arguments
+from ddp.process.arguments import listed, whole
 
 Job = Callable[[], Sequence[Cell]]
 

@@ -36,17 +36,17 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from ddp.bench.turns import take_turns
-from ddp.bench.units import three_digits
-from ddp.clock import now_s
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.setup import init, shutdown
-from ddp.data.cache import Cached
-from ddp.data.distributed_sampler import DistributedSampler
-from ddp.data.files import FileSet
-from ddp.data.loader import TrainLoader
-from ddp.data.sampler import TrainSampler, sampler_of
-from ddp.data.splits import TensorSet
-from ddp.data.tar_shards import TarSamples
+from ddp.data.files.file_set import FileSet
+from ddp.data.files.tar_shards import TarSamples
+from ddp.data.loading.cache import Cached
+from ddp.data.loading.loader import TrainLoader
+from ddp.data.orders.distributed_sampler import DistributedSampler
+from ddp.data.orders.sampler import TrainSampler, sampler_of
+from ddp.data.samples import TensorSet
+from ddp.process.clock import now_s
+from ddp.units import three_digits
 
 BATCH = 64
 Launch = Callable[..., list[Any]]

@@ -14,7 +14,7 @@
 All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
-    foretold        bytes that this package says leave a host, and what it says of a step (`gradients/traffic.py`),
+    foretold        bytes that this package says leave a host, and what it says of a step (`hooks/traffic.py`),
                     given what forward, backward and update take without the waiting
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 """
@@ -39,14 +39,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from ddp.bench.place import HERE, Place
 from ddp.bench.step import Training, make
 from ddp.bench.turns import PROGRESS, Cell, num_repetitions, slowest, take_turns
-from ddp.bench.units import three_digits, written
-from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
-from ddp.drop_in.data_parallel import DistributedDataParallel
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.traffic import Traffic, foretold
+from ddp.gradients.hooks.traffic import Traffic, foretold
+from ddp.process.clock import now_s
+from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.replica import Replica
+from ddp.units import three_digits, written
 
 Make = Callable[[nn.Module], nn.Module]
 ONE_BUCKET_MB = 1 << 20

@@ -24,18 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp.clock import now_s
 from ddp.comm.setup import init, shutdown
-from ddp.data import standard_library
+from ddp.data.sets import standard_library
 from ddp.errors import Diverged
-from ddp.files import json_object, to_append, write_whole
-from ddp.monitor.noise_scale import Estimate
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.optim.schedules import Scaling
-from ddp.tasks.classification import Classification
+from ddp.process.clock import now_s
+from ddp.process.files import json_object, to_append, write_whole
 from ddp.train.callbacks import Callback, NoiseMeter
 from ddp.train.fit import fit
+from ddp.train.monitor.noise_scale import Estimate
 from ddp.train.state import StepReport, TrainState
+from ddp.train.tasks.classification import Classification
 
 CONTEXT = 8  # bytes before the one that is predicted
 EPOCHS, BATCHES, SEEDS = 2, (64, 1024, 8192), (0, 1, 2)

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ddp.bench.large_batch import BATCHES, RIVALS, Result
-from ddp.monitor.noise_scale import Estimate
-from ddp.wording import counted
+from ddp.train.monitor.noise_scale import Estimate
+from ddp.units import counted
 
 
 @dataclass(frozen=True)

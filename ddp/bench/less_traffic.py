@@ -20,21 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddp.clock import now_s
 from ddp.comm.setup import init, shutdown
-from ddp.data import digits, standard_library
+from ddp.data.sets import digits, standard_library
 from ddp.errors import Diverged
-from ddp.files import json_object, to_append, write_whole
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
-from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import ByteModel
-from ddp.tasks.task import Task
+from ddp.process.clock import now_s
+from ddp.process.files import json_object, to_append, write_whole
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
 from ddp.train.state import TrainState
+from ddp.train.tasks.classification import Classification
+from ddp.train.tasks.language_model import ByteModel
+from ddp.train.tasks.task import Task
 
 SEEDS = (0, 1, 2, 3, 4)
 RATE = 4e-3

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddp.bench.units import format_time, three_digits
 from ddp.comm.communicator import Communicator
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.traffic import Traffic, foretold
+from ddp.gradients.hooks.traffic import Traffic, foretold
+from ddp.units import format_time, three_digits
 
 PLAIN = "as they are"
 OFFERS: Mapping[str, Mapping[str, Any]] = {

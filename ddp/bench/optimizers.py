@@ -25,10 +25,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp.bench.turns import take_turns
-from ddp.bench.units import three_digits
-from ddp.clock import now_s
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARS
+from ddp.process.clock import now_s
+from ddp.units import three_digits
 
 SHAPES = {
     "60 × 417k": [25_000_000 // 60] * 60,

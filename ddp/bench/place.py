@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ddp.bench.units import parse_delay, parse_rate
 from ddp.errors import ConfigError
+from ddp.units import parse_delay, parse_rate
 
 PAYLOAD = 0.956
 """The share of a link's rate that is left for payload; the rest is headers (scripts/netbed/README.md)."""

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from ddp.bench.collectives import CollectiveCell
 from ddp.bench.turns import Cell, TimedCell
-from ddp.bench.units import format_size, format_time, three_digits, written
 from ddp.errors import ConfigError
+from ddp.units import format_size, format_time, three_digits, written
 
 AnyCell = TypeVar("AnyCell", bound=Cell)
 WORDS = ("case", "algorithm", "model", "variant", "method")

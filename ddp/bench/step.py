@@ -47,23 +47,23 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp.bench.place import HERE, Place
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
-from ddp.bench.units import three_digits, written
 from ddp.bench.workloads import Batch, loss_of, workload
-from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, init, shutdown
-from ddp.data.splits import TensorSet
-from ddp.drop_in.data_parallel import DistributedDataParallel
+from ddp.data.samples import TensorSet
 from ddp.optim.lamb import LAMB
+from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.tasks.language_model import LanguageModel
-from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
 from ddp.train.state import TrainState
+from ddp.train.tasks.language_model import LanguageModel
+from ddp.train.tasks.task import Task
+from ddp.units import three_digits, written
 
 VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ours": DistributedDataParallel,

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from ddp.bench.units import three_digits
+from ddp.units import three_digits
 
 TURN_S, MOST_REPETITIONS = 0.2, 200
 

@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp.address import is_address, told
 from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
-from ddp.models.own import own_model
 from ddp.models.resnet import resnet
+from ddp.run.build.own_model import own_model
+from ddp.run.settings.address import is_address, told
 
 Batch = tuple[Tensor, Tensor]
 

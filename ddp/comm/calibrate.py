@@ -32,15 +32,15 @@ from statistics import median
 
 import torch
 
-from ddp.clock import now_s
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.simulate import Link, Network
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
 from ddp.comm.links import Links
 from ddp.comm.settings import Settings
+from ddp.comm.transport.topology import Gather
 from ddp.comm.wire import Wire
-from ddp.transport.topology import Gather
+from ddp.process.clock import now_s
 
 Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
 

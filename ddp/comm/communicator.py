@@ -40,7 +40,6 @@ from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
 from ddp.comm import checks
 from ddp.comm.arithmetic import Reduction
-from ddp.comm.call import Call, recorded
 from ddp.comm.carrier import Carriers
 from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, together, with_rows, write_back
 from ddp.comm.host_memory import NoSharedMemory
@@ -48,14 +47,15 @@ from ddp.comm.links import Channels, Links, connect
 from ddp.comm.messages import Messages
 from ddp.comm.select import Auto
 from ddp.comm.settings import Settings
+from ddp.comm.transport.edge import Transport
 from ddp.comm.turn import Turns
-from ddp.comm.watchdog import Watchdog
+from ddp.comm.watch.call import Call, recorded
+from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.way import IN_MEMORY, possible_ways
 from ddp.comm.wire import Wire, by_size
 from ddp.comm.wire_format import Narrow, WireName, widened, wire_format
 from ddp.errors import ConfigError, PeerLost
-from ddp.log import log
-from ddp.transport.edge import Transport
+from ddp.process.log import log
 
 Op = Literal["sum", "mean", "product", "min", "max"]
 Predicted = Literal["all_reduce", "all_gather", "sum_in_host"]

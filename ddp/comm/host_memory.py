@@ -1,6 +1,6 @@
 """The ranks of one host share a barrier, entries of what each is calling, and memory to work in.
 
-    barrier     semaphores                             `transport/shared_memory.py`
+    barrier     semaphores                             `comm/transport/shared_memory.py`
     entries     2 × n            what each rank is calling, compared at the first barrier of every collective
     notes       n                a line of text per rank, for the rare exchange of one
     inboxes     2 × n × a piece  what each rank contributes, for all others to read
@@ -30,8 +30,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ddp.comm.transport.shared_memory import LINE_BYTES, Barrier, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
-from ddp.transport.shared_memory import LINE_BYTES, Barrier, Kind, SharedMemory
 
 SLICE_BYTES, PIECE_BYTES = 256 << 10, 1 << 20  # of a rank's part of a piece, and of a piece, at most
 NOTE_BYTES = 256

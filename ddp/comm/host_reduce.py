@@ -43,9 +43,9 @@ from torch import Tensor
 from ddp.comm.arithmetic import COMBINE
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry, name_of
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
+from ddp.comm.transport.edge import TransportError
+from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
-from ddp.transport.edge import TransportError
-from ddp.transport.shared_memory import LINE_BYTES, copy_bytes
 
 SMALL_BYTES = 64 << 10
 SMALL_ALLOCATED_BYTES = 8 << 10  # up to here allocated memory is copied, too: one barrier is cheaper than two

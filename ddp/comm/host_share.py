@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.log import log
-from ddp.transport.shared_memory import KINDS, Kind, SharedMemory
+from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
+from ddp.process.log import log
 
 
 def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:

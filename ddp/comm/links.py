@@ -24,13 +24,13 @@ from ddp.comm.carrier import Carriers
 from ddp.comm.host_memory import HostMemory, tried
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.settings import Settings
-from ddp.comm.watchdog import Watchdog
+from ddp.comm.transport.edge import InVain, has_hope
+from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
+from ddp.comm.transport.topology import Gather, discover
+from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.way import Way, possible_ways
 from ddp.comm.wire import Wire, by_size
-from ddp.log import log
-from ddp.transport.edge import InVain, has_hope
-from ddp.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
-from ddp.transport.topology import Gather, discover
+from ddp.process.log import log
 
 
 @dataclass(frozen=True)

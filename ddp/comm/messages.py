@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp.comm.call import Call, Direction, Envelope
 from ddp.comm.flat import flatten, write_back
+from ddp.comm.transport.edge import Pending, Transfer, Transport, TransportError
 from ddp.comm.turn import Turns
-from ddp.transport.edge import Pending, Transfer, Transport, TransportError
+from ddp.comm.watch.call import Call, Direction, Envelope
 
 
 class Messages:

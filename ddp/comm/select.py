@@ -50,8 +50,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.way import IN_MEMORY, Way, num_pieces
 from ddp.comm.wire import by_size
 from ddp.comm.wire_format import Narrow, WireFormat, wire_format
-from ddp.errors import ConfigError
-from ddp.wording import did_you_mean
+from ddp.errors import ConfigError, did_you_mean
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
 NEARLY = 1.1  # times that differ by no more count as equal

@@ -23,22 +23,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
-from ddp.allocator import keep_large_blocks
-from ddp.clock import LONGEST_S
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
-from ddp.comm.place import Place, on_this_host, place
-from ddp.comm.private_store import for_torch, part_of, sealed
-from ddp.comm.proof import prove
-from ddp.comm.rendezvous import LET_GO_S, answered, open_store, rendezvous
-from ddp.comm.secret import secret
+from ddp.comm.meeting.place import Place, on_this_host, place
+from ddp.comm.meeting.private_store import for_torch, part_of, sealed
+from ddp.comm.meeting.proof import prove
+from ddp.comm.meeting.rendezvous import LET_GO_S, answered, open_store, rendezvous
+from ddp.comm.meeting.secret import secret
 from ddp.comm.settings import Settings
-from ddp.comm.watchdog import SILENCE_S, Watchdog
+from ddp.comm.transport.edge import TransportError, has_hope
+from ddp.comm.transport.process_group import GlooConnections, GlooTransport, process_group_transport
+from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.comm.way import Order
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.log import follow_rank, log
-from ddp.transport.edge import TransportError, has_hope
-from ddp.transport.process_group import GlooConnections, GlooTransport, process_group_transport
+from ddp.process.allocator import keep_large_blocks
+from ddp.process.clock import LONGEST_S
+from ddp.process.log import follow_rank, log
 
 WARN_S, ABORT_S = 10.0, 600.0
 ANSWER_S = 5.0  # longest wait for a store that has answered before

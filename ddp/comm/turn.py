@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ddp.clock import Patience
-from ddp.comm.call import Call, disagreement, recorded
 from ddp.comm.host_memory import NoSharedMemory
-from ddp.comm.watchdog import Watchdog
+from ddp.comm.transport.edge import TransportError
+from ddp.comm.transport.shared_memory import SLICE_S
+from ddp.comm.transport.topology import Gather
+from ddp.comm.watch.call import Call, disagreement, recorded
+from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Runner
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
-from ddp.transport.edge import TransportError
-from ddp.transport.shared_memory import SLICE_S
-from ddp.transport.topology import Gather
+from ddp.process.clock import Patience
 
 LET_GO_S = 2.0  # time for what is still in flight when the program ends
 

@@ -20,8 +20,8 @@ from ddp.collectives.schedule import Goal, Schedule
 from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.execute import Program, Scratch, execute, program
 from ddp.comm.settings import Settings
-from ddp.comm.watchdog import Watchdog
-from ddp.transport.edge import Transport, TransportError
+from ddp.comm.transport.edge import Transport, TransportError
+from ddp.comm.watch.watchdog import Watchdog
 
 MAX_PLANS = 256
 FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks together; up to these, a round costs more than its messages

@@ -25,8 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ddp.errors import ConfigError
-from ddp.wording import did_you_mean
+from ddp.errors import ConfigError, did_you_mean
 
 Narrow = Literal["bf16", "fp16", "int8", "int8_stochastic"]
 WireName = Narrow | Literal["fp32"]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ddp.clock import now_s
-from ddp.comm.call import Call, recorded
+from ddp.comm.watch.call import Call, recorded
+from ddp.process.clock import now_s
 
 CPU = torch.device("cpu")
 

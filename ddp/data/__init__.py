@@ -9,46 +9,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp.data.cache import OnInput as OnInput
-    from ddp.data.cache import Transformed as Transformed
-    from ddp.data.decoders import ImageAndClass as ImageAndClass
-    from ddp.data.files import FileSet as FileSet
-    from ddp.data.lines import Csv as Csv
-    from ddp.data.lines import JsonLines as JsonLines
-    from ddp.data.orders import Blocks as Blocks
-    from ddp.data.orders import FirstOf as FirstOf
-    from ddp.data.orders import Fixed as Fixed
-    from ddp.data.orders import Order as Order
-    from ddp.data.orders import Permutation as Permutation
-    from ddp.data.orders import Stratified as Stratified
-    from ddp.data.orders import Weighted as Weighted
-    from ddp.data.remote import Retries as Retries
-    from ddp.data.storage import Storage as Storage
-    from ddp.data.tar_shards import TarSamples as TarSamples
-    from ddp.data.token_budget import TokenBudget as TokenBudget
-    from ddp.data.tokens import TokenSet as TokenSet
+    from ddp.data.files.decoders import ImageAndClass as ImageAndClass
+    from ddp.data.files.file_set import FileSet as FileSet
+    from ddp.data.files.lines import Csv as Csv
+    from ddp.data.files.lines import JsonLines as JsonLines
+    from ddp.data.files.remote import Retries as Retries
+    from ddp.data.files.storage import Storage as Storage
+    from ddp.data.files.tar_shards import TarSamples as TarSamples
+    from ddp.data.orders.order import Blocks as Blocks
+    from ddp.data.orders.order import FirstOf as FirstOf
+    from ddp.data.orders.order import Fixed as Fixed
+    from ddp.data.orders.order import Order as Order
+    from ddp.data.orders.order import Permutation as Permutation
+    from ddp.data.orders.order import Stratified as Stratified
+    from ddp.data.orders.order import Weighted as Weighted
+    from ddp.data.orders.token_budget import TokenBudget as TokenBudget
+    from ddp.data.samples import OnInput as OnInput
+    from ddp.data.samples import Transformed as Transformed
+    from ddp.data.sets.tokens import TokenSet as TokenSet
     from ddp.errors import UnreadableSample as UnreadableSample
 
 _HOMES = {
-    "Blocks": "ddp.data.orders",
-    "Csv": "ddp.data.lines",
-    "FileSet": "ddp.data.files",
-    "FirstOf": "ddp.data.orders",
-    "Fixed": "ddp.data.orders",
-    "ImageAndClass": "ddp.data.decoders",
-    "JsonLines": "ddp.data.lines",
-    "OnInput": "ddp.data.cache",
-    "Order": "ddp.data.orders",
-    "Permutation": "ddp.data.orders",
-    "Retries": "ddp.data.remote",
-    "Storage": "ddp.data.storage",
-    "Stratified": "ddp.data.orders",
-    "TarSamples": "ddp.data.tar_shards",
-    "TokenBudget": "ddp.data.token_budget",
-    "TokenSet": "ddp.data.tokens",
-    "Transformed": "ddp.data.cache",
+    "Blocks": "ddp.data.orders.order",
+    "Csv": "ddp.data.files.lines",
+    "FileSet": "ddp.data.files.file_set",
+    "FirstOf": "ddp.data.orders.order",
+    "Fixed": "ddp.data.orders.order",
+    "ImageAndClass": "ddp.data.files.decoders",
+    "JsonLines": "ddp.data.files.lines",
+    "OnInput": "ddp.data.samples",
+    "Order": "ddp.data.orders.order",
+    "Permutation": "ddp.data.orders.order",
+    "Retries": "ddp.data.files.remote",
+    "Storage": "ddp.data.files.storage",
+    "Stratified": "ddp.data.orders.order",
+    "TarSamples": "ddp.data.files.tar_shards",
+    "TokenBudget": "ddp.data.orders.token_budget",
+    "TokenSet": "ddp.data.sets.tokens",
+    "Transformed": "ddp.data.samples",
     "UnreadableSample": "ddp.errors",
-    "Weighted": "ddp.data.orders",
+    "Weighted": "ddp.data.orders.order",
 }
 
 __all__ = list(_HOMES)

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ddp.dense import is_dense
+from ddp.comm.transport.shared_memory import copy_bytes
 from ddp.optim.norms import block_norms, total_norm
-from ddp.transport.shared_memory import copy_bytes
+from ddp.process.memory import is_dense
 
 ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 << 10  # a gradient of this size is worth a copy of its own
@@ -207,7 +207,7 @@ def span(parameter: Tensor) -> int:
 def _copy(view: Tensor, gradient: Tensor) -> None:
     """Copies a gradient; a very large one by the C library, which need not read what it overwrites.
 
-    The library writes past the caches if it is told to (`ddp/allocator.py`); then 64 MB take 7 ms instead of 12.
+    The library writes past the caches if it is told to (`process/allocator.py`); then 64 MB take 7 ms instead of 12.
     """
     past_caches = gradient.nbytes >= PAST_CACHES_BYTES and gradient.device.type == "cpu"
     is_as_it_lies = gradient.is_contiguous() and not (gradient.is_conj() or gradient.is_neg())

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp.dense import is_dense
 from ddp.errors import ConfigError
 from ddp.optim.choices import check_range
 from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
 from ddp.optim.trust_ratio import Norms
+from ddp.process.memory import is_dense
 
 STRETCH_NUMEL = 4 * BLOCK_NUMEL  # of float32: 2 MB, of which a few fit a cache
 Adapt = Literal["always", "with_decay", "never"]

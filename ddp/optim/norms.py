@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ddp.dense import is_dense
+from ddp.process.memory import is_dense
 
 BLOCK_NUMEL = 1 << 17
 

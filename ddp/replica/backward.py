@@ -39,16 +39,16 @@ from typing import SupportsInt
 import torch
 from torch import Tensor
 
-from ddp.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.wire_format import WireName
 from ddp.comm.work import Work
 from ddp.errors import CommunicatorBroken, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.compression import Compression
+from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import GlobalCount, Parts, Totals, Verdicts
+from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.broadcast import check_same_layout
 from ddp.replica.unused import Use, complaint, greatest_uses
 
@@ -104,7 +104,7 @@ class BucketReduction:
 
 
 class Backward:
-    """One synchronised backward of a replica. `drop_in/backward.py` overrides some of its methods.
+    """One synchronised backward of a replica. `replica/drop_in/backward.py` overrides some of its methods.
 
     Args:
         overlap: reduce in the background (note "foreground").

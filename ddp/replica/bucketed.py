@@ -32,8 +32,8 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, device_of
 from ddp.comm.wire_format import WireName
 from ddp.gradients.bucket import Bucket
-from ddp.gradients.compression import Compression
-from ddp.gradients.hook import Hook
+from ddp.gradients.hooks.compression import Compression
+from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, State
@@ -60,7 +60,7 @@ class BucketedDataParallel(Replica):
             "foreground").
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
             (`comm/wire_format.py`). "fp32": those of a narrower type are added up as float32.
-        hook: sends less than all of the gradients between hosts (`gradients/hook.py`); the replica takes a copy.
+        hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's.
         comm: the ranks that take part; all by default.
 

@@ -75,10 +75,10 @@ class BufferSync:
             raise CollectiveMismatch(f"{BEFORE_FORWARD}: {mismatch}") from mismatch
 
     def after_forward(self) -> None:
-        """Does nothing here; a user's hook may run at this moment (`drop_in/buffer_hook.py`)."""
+        """Does nothing here; a user's hook may run at this moment (`replica/drop_in/buffer_hook.py`)."""
 
     def after_backward(self) -> None:
-        """Does nothing here; a user's hook may be awaited at this moment (`drop_in/buffer_hook.py`)."""
+        """Does nothing here; a user's hook may be awaited at this moment (`replica/drop_in/buffer_hook.py`)."""
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""

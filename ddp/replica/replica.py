@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp.clock import Stopwatch
 from ddp.comm.communicator import Communicator
 from ddp.comm.wire_format import WireName
-from ddp.gradients.compression import Compression
+from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.optim.update import Update
+from ddp.process.clock import Stopwatch
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
 from ddp.replica.sink import is_in_backward
@@ -185,7 +185,7 @@ class Replica(nn.Module, ABC):
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
         """Expects gradients in this order from now on. Every rank must call it with the same names."""
 
-    # --- uneven inputs: changed by `drop_in/data_parallel.py` --------------------------------------------------------
+    # --- uneven inputs: changed by `replica/drop_in/data_parallel.py` -----------------------------------------------
 
     def _before_synchronised_forward(self) -> None:
         """Lets the ranks tell each other who has inputs, where that may differ."""

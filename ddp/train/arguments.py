@@ -25,35 +25,34 @@ from ddp.comm.host_share import shared_by_host
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import device_of, init
 from ddp.comm.wire_format import WireName
-from ddp.data.cache import cached
-from ddp.data.loader import WholeBatches
-from ddp.data.orders import Order
-from ddp.data.sampler import TrainSampler
-from ddp.data.source import UNKEYED, Source, fingerprint
-from ddp.data.validation import selection_in
-from ddp.drop_in.data_parallel import DistributedDataParallel
-from ddp.drop_in.sparse import produces_sparse_gradient
-from ddp.ending import ending_problems
-from ddp.errors import CheckpointError, ConfigError
-from ddp.foreign_words import meaning
-from ddp.gradients.hook import Hook
-from ddp.log import log
+from ddp.data.loading.cache import cached
+from ddp.data.loading.source import UNKEYED, Source, fingerprint
+from ddp.data.orders.order import Order
+from ddp.data.orders.sampler import TrainSampler
+from ddp.data.samples import WholeBatches
+from ddp.data.sets.validation import selection_in
+from ddp.errors import CheckpointError, ConfigError, did_you_mean, nearest
+from ddp.gradients.hooks.hook import Hook
+from ddp.optim.master import MasterWeights
 from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment, TorchSchedule
-from ddp.precision.master import MasterWeights
+from ddp.process.log import log
+from ddp.process.memory import available_bytes
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.drop_in.data_parallel import DistributedDataParallel
+from ddp.replica.drop_in.sparse import produces_sparse_gradient
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.tasks.loss_function import name_of
-from ddp.tasks.task import Task
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 from ddp.train.early_stopping import EarlyStopping
 from ddp.train.ema import EMA
+from ddp.train.ending import ending_problems
+from ddp.train.foreign_words import meaning
 from ddp.train.stored_checkpoint import identity_of, resume_from
-from ddp.transport.available_memory import available_bytes
-from ddp.wording import did_you_mean, nearest
+from ddp.train.tasks.loss_function import name_of
+from ddp.train.tasks.task import Task
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""

@@ -17,8 +17,8 @@ from torch import nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.data.iterable import IterableSampler
-from ddp.data.sampler import TrainSampler
+from ddp.data.loading.iterable import IterableSampler
+from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 

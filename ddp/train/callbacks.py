@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ddp.files import json_object, read_own, to_append, write_whole
-from ddp.monitor.noise_scale import NoiseScale
-from ddp.monitor.throughput import Throughput
+from ddp.process.files import json_object, read_own, to_append, write_whole
+from ddp.train.monitor.noise_scale import NoiseScale
+from ddp.train.monitor.throughput import Throughput
 from ddp.train.state import StepReport, TrainState
 
 

@@ -6,7 +6,7 @@
     schedule.pt    the state of torch's learning-rate scheduler, if there is one
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
-    hook.pt        what a hook has not sent yet, if there is one (`gradients/hook_state.py`)
+    hook.pt        what a hook has not sent yet, if there is one (`gradients/hooks/hook_state.py`)
     callbacks.pt   the states of callbacks, and loss.pt, of the loss (`kept.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
@@ -14,7 +14,7 @@ The identity is everything that the bits of the result depend on, apart from the
 its own and says what has changed. If nothing has, the run continues as if it had never stopped, bit by bit.
 
 The generators' states are dropped when the world size changes. Training itself draws from keyed streams
-(`data/streams.py`), so only code of the user's own needs them.
+(`streams.py`), so only code of the user's own needs them.
 
 Saving is collective. Rank 0 writes; the ranks agree on whether that went well, so that all of them raise or none.
 """
@@ -38,12 +38,12 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
-from ddp.data.orders import Checksum
+from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
-from ddp.files import Hold
-from ddp.gradients.hook_state import gathered, give_out
-from ddp.log import log
+from ddp.gradients.hooks.hook_state import gathered, give_out
 from ddp.optim.schedules import Rates
+from ddp.process.files import Hold
+from ddp.process.log import log
 from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint_store import CheckpointStore

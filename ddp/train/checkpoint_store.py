@@ -29,8 +29,8 @@ from typing import IO, Any, Literal, cast
 import torch
 
 from ddp.errors import CheckpointError
-from ddp.files import Hold, flush_folder, hold, make_folder, new_file, write_whole
-from ddp.log import log
+from ddp.process.files import Hold, flush_folder, hold, make_folder, new_file, write_whole
+from ddp.process.log import log
 from ddp.train.stored_checkpoint import MANIFEST, SCHEMA, cause_of, digest, listed
 
 

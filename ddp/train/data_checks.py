@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from ddp.comm.objects import all_gather_object
-from ddp.data.orders import Checksum
-from ddp.data.source import digest_of
+from ddp.data.loading.source import digest_of
+from ddp.data.orders.order import Checksum
 from ddp.errors import ConfigError
-from ddp.log import log
+from ddp.process.log import log
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddp.errors import ConfigError
-from ddp.log import log
+from ddp.process.log import log
 from ddp.train.callbacks import Callback
 from ddp.train.state import TrainState
 

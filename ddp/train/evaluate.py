@@ -17,19 +17,20 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import current, device_of
-from ddp.data.loader import Collate, EvaluationLoader
-from ddp.data.source import Source, source_of
+from ddp.data.loading.loader import EvaluationLoader
+from ddp.data.loading.source import Source, source_of
+from ddp.data.samples import Collate
 from ddp.errors import ConfigError
-from ddp.precision.autocast import Precision, forward_precision
+from ddp.optim.autocast import Precision, forward_precision
 from ddp.replica.replica import Replica
-from ddp.tasks.loss_function import Reduction, as_task
-from ddp.tasks.task import Task, outputs_of
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.given_back import modes_kept
 from ddp.train.kept import loss_modules
 from ddp.train.state import limits_of
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
+from ddp.train.tasks.loss_function import Reduction, as_task
+from ddp.train.tasks.task import Task, outputs_of
 
 _SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"
 POLL_EVERY = 16  # batches between two polls of the stop flag

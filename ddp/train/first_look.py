@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddp.data.streams import preserved
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
-from ddp.log import log
-from ddp.tasks.loss_function import LossFunction, length_of, name_of
-from ddp.tasks.task import Task
+from ddp.process.log import log
+from ddp.streams import preserved
 from ddp.train.batch_statistics import try_one_sample, waits_in_evaluation
 from ddp.train.kept import loss_modules
 from ddp.train.probabilities import warn_of_probabilities
 from ddp.train.step import sum_and_count
+from ddp.train.tasks.loss_function import LossFunction, length_of, name_of
+from ddp.train.tasks.task import Task
 
 
 class FirstLook:

@@ -5,7 +5,7 @@
     3  the loop           `loop.py`, with the callbacks that save, log and show
     4  the results        RUN_DIR/summary.json and curves.png, written by rank 0
 
-The command line ends here, too: `ddp/build.py` makes the arguments from the settings.
+The command line ends here, too: `ddp/run/build/stages.py` makes the arguments from the settings.
 """
 
 from __future__ import annotations
@@ -24,31 +24,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.comm.wire_format import WireName
-from ddp.data.cache import cache_of
-from ddp.data.iterable import ENDLESS, IterableSampler, Uneven, sampler_of_stream
-from ddp.data.loader import Collate
-from ddp.data.orders import Order
-from ddp.data.sampler import TrainSampler, checked_range, sampler_of
-from ddp.data.sharding import OwnSharding
-from ddp.data.source import Source, source_of
-from ddp.data.steps import BatchWarmup
-from ddp.data.token_budget import TokenBudget
-from ddp.errors import ConfigError, Diverged, UnusedParameters
-from ddp.files import json_object, make_folder, read_own, refuse_unwritable_name
-from ddp.gradients.error_feedback import corrected
-from ddp.gradients.hook import Hook
-from ddp.log import log
+from ddp.data.loading.cache import cache_of
+from ddp.data.loading.iterable import ENDLESS, IterableSampler, Uneven, sampler_of_stream
+from ddp.data.loading.source import Source, source_of
+from ddp.data.orders.order import Order
+from ddp.data.orders.sampler import TrainSampler, checked_range, sampler_of
+from ddp.data.orders.sharding import OwnSharding
+from ddp.data.orders.steps import BatchWarmup
+from ddp.data.orders.token_budget import TokenBudget
+from ddp.data.samples import Collate
+from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest
+from ddp.gradients.hooks.error_feedback import corrected
+from ddp.gradients.hooks.hook import Hook
+from ddp.optim.autocast import Precision
 from ddp.optim.layerwise import Layerwise
+from ddp.optim.loss_scale import LossScale
 from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment
-from ddp.precision.autocast import Precision
-from ddp.precision.loss_scale import LossScale
-from ddp.tasks.loss_function import Reduction, as_task
-from ddp.tasks.task import Task
+from ddp.process.clock import now_s
+from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
+from ddp.process.log import log
 from ddp.train.arguments import (
     NEEDED,
     check_callbacks,
@@ -81,9 +79,11 @@ from ddp.train.start_note import StartNote
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.stored_checkpoint import resume_from, steps
+from ddp.train.tasks.loss_function import Reduction, as_task
+from ddp.train.tasks.task import Task
 from ddp.train.traffic_hint import TrafficHint
 from ddp.train.trial import tried
-from ddp.wording import counted, nearest
+from ddp.units import counted
 
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
@@ -161,8 +161,8 @@ def fit(
         model: a module, which is wrapped in a `BucketedDataParallel`; or a replica. Unless it is on a GPU already, it
             is moved to the device of `ddp.init`; unless that was called, to a GPU where there is one.
         data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, of which all is
-            honoured or refused but the size of its batches (`ddp/data/torch_loader.py`). The same on every rank: a
-            random split needs a seed. Or an iterable without a length (`ddp/data/iterable.py`).
+            honoured or refused but the size of its batches (`data/loading/torch_loader.py`). The same on every rank: a
+            random split needs a seed. Or an iterable without a length (`ddp/data/loading/iterable.py`).
         optimizer: over the model's parameters.
         loss: a function loss(outputs, targets) → scalar, for data of pairs (inputs, targets); or a `ddp.Task`, such as
             `ddp.Classification()`, for everything else.
@@ -181,20 +181,20 @@ def fit(
         loader_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
         order: says which samples an epoch has where, such as `ddp.data.Weighted(weights)`; None: each once, at random.
         sharding: "sample", "file", "full_shuffle", "off", or a function (shard, number of shards) → its samples:
-            `ddp/data/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
+            `ddp/data/orders/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
         skip_steps: first and last of the steps whose samples are left out, counted from 1.
         uneven: what happens where an iterable ends on one rank before another: "join", "stop_all" or "raise".
         max_unreadable: most training samples that a rank leaves out, with a warning, because they cannot be read
             (OSError or `ddp.data.UnreadableSample`); 0: the first one ends the run. Held-out ones must be readable.
         cache: keeps samples in memory once they are read, one copy for all ranks of a host and their loader processes
-            (`ddp/data/cache.py`). Random transforms go behind it: `ddp.data.Transformed(samples, transform)`.
+            (`ddp/data/loading/cache.py`). Random transforms go behind it: `ddp.data.Transformed(samples, transform)`.
         debug_data: refuses ranks or loader processes that begin with equal batches.
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's.
         schedule_every: "step" or "epoch": what one call of torch's `scheduler.step()` stands for.
         clip_norm: largest norm of the global gradient.
-        precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss (`ddp/precision/loss_scale.py`);
-            "bf16_pure" for bfloat16 parameters with float32 master weights (`ddp/precision/master.py`).
+        precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss (`ddp/optim/loss_scale.py`);
+            "bf16_pure" for bfloat16 parameters with float32 master weights (`ddp/optim/master.py`).
         sharded: each rank updates a slice of the parameters, and holds the optimizer's state of that alone
             (`ddp/replica/sharded.py`).
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
@@ -211,7 +211,7 @@ def fit(
             run or checkpoint there.
         log_every: steps between two lines of metrics.jsonl.
         noise_scale_every: steps from one measurement of the gradient noise scale to the next: up to which batch more
-            workers pay (`ddp/monitor/noise_scale.py`); 0: never. It needs several ranks or micro-batches.
+            workers pay (`ddp/train/monitor/noise_scale.py`); 0: never. It needs several ranks or micro-batches.
         progress: prints what was derived, and a bar, or off a terminal a line per evaluation.
         curves: draws curves.png at the end.
         callbacks: objects of `ddp.Callback`, run after those of fit, such as `ddp.EMA()` and

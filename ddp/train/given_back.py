@@ -1,6 +1,6 @@
 """Gives back what a fit changes of its process, so that the program around it goes on as if there had been no fit.
 
-    generators       torch's for the CPU and each GPU, Python's and NumPy's: every step seeds them (`data/streams.py`)
+    generators       torch's for the CPU and each GPU, Python's and NumPy's: every step seeds them (`streams.py`)
     modes            training or evaluation, of each layer
 
 All else that a fit changes for a while has a block of its own, which gives it back: the handlers of signals
@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from ddp.data.streams import preserved
+from ddp.streams import preserved
 
 Fit = TypeVar("Fit", bound=Callable[..., Any])
 

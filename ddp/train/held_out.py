@@ -20,18 +20,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddp.comm.communicator import Communicator
-from ddp.data.loader import Collate
-from ddp.data.source import Source, source_of
-from ddp.data.validation import choose, selection_of
+from ddp.data.loading.source import Source, source_of
+from ddp.data.samples import Collate
+from ddp.data.sets.validation import choose, selection_of
 from ddp.errors import ConfigError
-from ddp.precision.autocast import Precision
-from ddp.tasks.task import Task
+from ddp.optim.autocast import Precision
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.callbacks import Callback
 from ddp.train.early_stopping import EarlyStopping
 from ddp.train.evaluate import evaluate
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag
+from ddp.train.tasks.task import Task
 
 Side = Literal["validation", "test"]
 

@@ -28,15 +28,15 @@ from torch.utils._pytree import tree_leaves
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.data.source import digest_of
+from ddp.data.loading.source import digest_of
 from ddp.errors import CheckpointError, ConfigError
-from ddp.log import log
-from ddp.tasks.loss_function import name_of
-from ddp.tasks.task import Task
+from ddp.process.log import log
 from ddp.train.callbacks import Callback
 from ddp.train.ema import EMA
 from ddp.train.state import TrainState
 from ddp.train.stored_checkpoint import cause_of
+from ddp.train.tasks.loss_function import name_of
+from ddp.train.tasks.task import Task
 
 
 class Kept(Callback):

@@ -7,17 +7,16 @@ from contextlib import ExitStack
 from typing import Any
 
 from ddp.comm.objects import all_gather_object
-from ddp.data.iterable import IterableLoader, IterableSampler, Uneven
-from ddp.data.loader import TrainLoader
-from ddp.data.sampler import StepPlan, TrainSampler
-from ddp.data.source import Source
-from ddp.drop_in.data_parallel import DistributedDataParallel
-from ddp.drop_in.in_backward import refusal
+from ddp.data.loading.iterable import IterableLoader, IterableSampler, Uneven
+from ddp.data.loading.loader import TrainLoader
+from ddp.data.loading.source import Source
+from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import ConfigError
-from ddp.log import log
+from ddp.optim.autocast import Precision
 from ddp.optim.schedules import RateSchedule, constant
-from ddp.precision.autocast import Precision
-from ddp.tasks.task import Task
+from ddp.process.log import log
+from ddp.replica.drop_in.data_parallel import DistributedDataParallel
+from ddp.replica.drop_in.in_backward import refusal
 from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import Callback
 from ddp.train.data_checks import EqualBatches
@@ -27,6 +26,7 @@ from ddp.train.state import TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
 from ddp.train.stopping import StopFlag
 from ddp.train.stream_feed import StreamFeed
+from ddp.train.tasks.task import Task
 
 Evaluation = Callable[[TrainState], dict[str, float] | None]
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp.log import log
+from ddp.process.log import log
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import LanguageModel
-from ddp.tasks.loss_function import LossFunction, name_of
-from ddp.tasks.task import Task, outputs_of
+from ddp.train.tasks.classification import Classification
+from ddp.train.tasks.language_model import LanguageModel
+from ddp.train.tasks.loss_function import LossFunction, name_of
+from ddp.train.tasks.task import Task, outputs_of
 
 _SUM_OFF_BY = 1e-2  # of a row of probabilities in half precision
 _SHAPES_ONLY = ("View", "UnsafeView", "Squeeze", "Unsqueeze", "Reshape", "Transpose", "Permute", "Select", "ToCopy")

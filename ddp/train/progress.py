@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Column
 from rich.text import Text
 
-from ddp.clock import now_s
-from ddp.data.iterable import ENDLESS
-from ddp.log import log
+from ddp.data.loading.iterable import ENDLESS
+from ddp.process.clock import now_s
+from ddp.process.log import log
 from ddp.train.callbacks import Callback, ThroughputMeter
 from ddp.train.early_stopping import EARLY
 from ddp.train.state import StepReport, TrainState, agreed_reason

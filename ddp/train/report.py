@@ -12,13 +12,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ddp.files import json_object, whole_file, write_whole
-from ddp.precision.autocast import Precision
+from ddp.optim.autocast import Precision
+from ddp.process.files import json_object, whole_file, write_whole
+from ddp.process.invocation import program, shown
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
 from ddp.train.data_checks import EpochCheck
 from ddp.train.early_stopping import EARLY
 from ddp.train.state import TrainState
-from ddp.wording import counted, program, shown
+from ddp.units import counted
 
 LINES_WRITTEN = 8  # of what a language model writes
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor

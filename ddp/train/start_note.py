@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ddp.data.cache import cache_of
-from ddp.data.orders import Fixed, Order, Permutation
-from ddp.data.source import Source
-from ddp.data.validation import selection_in
+from ddp.data.loading.cache import cache_of
+from ddp.data.loading.source import Source
+from ddp.data.orders.order import Fixed, Order, Permutation
+from ddp.data.sets.validation import selection_in
 from ddp.train.callbacks import Callback
 from ddp.train.starts import note_start
 from ddp.train.state import TrainState

@@ -1,7 +1,7 @@
-"""Notes each start of a run, so that it can be said years later which sample was in which step (`ddp/where.py`).
+"""Notes each start of a run, so that it can be said years later which sample was in which step (`commands/where.py`).
 
     starts.jsonl, a line for each start
-        folder, settings     where it was started, and how, as `ddp/config.py` has it
+        folder, settings     where it was started, and how, as `ddp/run/settings/config.py` has it
         position             step and sampler's state that it went on from; null for a new run
         dealt                what a sampler asks of samples that only the program has
         order                identity of the order that these must give; null: they give it by themselves
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp.files import read_own, write_whole
+from ddp.process.files import read_own, write_whole
 
 STARTS = "starts.jsonl"
 

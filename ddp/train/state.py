@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.data.loader_watch import Limits
-from ddp.data.sampler import TrainSampler
+from ddp.data.loading.loader_watch import Limits
+from ddp.data.orders.sampler import TrainSampler
 from ddp.gradients.totals import Parts
+from ddp.optim.loss_scale import LossScale
+from ddp.optim.master import MasterUpdate, MasterWeights
 from ddp.optim.schedules import Rates
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import Update
-from ddp.precision.loss_scale import LossScale
-from ddp.precision.master import MasterUpdate, MasterWeights
 from ddp.replica.replica import Replica
 from ddp.train.stopping import StopFlag
 

@@ -28,19 +28,19 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ddp.clock import Stopwatch, now_s
-from ddp.data.sampler import StepPlan
-from ddp.data.streams import dropout_stream
+from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.gradients.totals import Parts, Totals, count_of
-from ddp.log import log
+from ddp.optim.autocast import Precision, forward_precision
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
-from ddp.precision.autocast import Precision, forward_precision
-from ddp.tasks.loss_function import name_of
-from ddp.tasks.task import Task
+from ddp.process.clock import Stopwatch, now_s
+from ddp.process.log import log
+from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
+from ddp.train.tasks.loss_function import name_of
+from ddp.train.tasks.task import Task
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType
 
-from ddp.clock import now_s
+from ddp.process.clock import now_s
 
 ECHO_S = 3.0
 

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp.errors import CheckpointError
-from ddp.files import json_object
-from ddp.log import log
+from ddp.process.files import json_object
+from ddp.process.log import log
 
 SCHEMA = 1
 MANIFEST = "manifest.json"

@@ -13,11 +13,11 @@ from typing import Any
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.data.iterable import IterableLoader, Uneven
-from ddp.data.sampler import StepPlan
+from ddp.data.loading.iterable import IterableLoader, Uneven
+from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError
-from ddp.log import log
-from ddp.wording import counted
+from ddp.process.log import log
+from ddp.units import counted
 
 
 class StreamFeed:

@@ -1,7 +1,7 @@
 """A hint of a run on several hosts, once: what a hook would save, or that the one it has costs more than it saves.
 
 After its first steps a run knows how long it waits for gradients. If that is long, it asks the cost model what PowerSGD
-would make of a step (`gradients/traffic.py`). With a hook or a wire format, it asks what a step would take without.
+would make of a step (`hooks/traffic.py`). With a hook or a wire format, it asks what a step would take without.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ddp.gradients import ErrorFeedback, PowerSGD
-from ddp.gradients.traffic import Traffic, foretold
+from ddp.gradients.hooks.traffic import Traffic, foretold
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.train.callbacks import Callback

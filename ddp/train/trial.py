@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
-from ddp.scratch import scratch_folder
+from ddp.process.scratch import scratch_folder
 from ddp.train.arguments import ranks_of
 from ddp.train.state import TrainState
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
-from ddp.svg import FAINT, INK, QUIET, line, rect, text
+from ddp.pictures.svg import FAINT, INK, QUIET, line, rect, text
 
 Curve = Sequence[tuple[float, float]]
 COLORS = ("#1b2a52", "#b8690b", "#2b8563", "#b3243b", "#3b78b8", "#6d4b9e")

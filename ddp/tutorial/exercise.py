@@ -23,11 +23,11 @@ from types import ModuleType
 import torch
 
 from ddp.collectives.schedule import Schedule
+from ddp.process.invocation import shown
 from ddp.tutorial import gradient_checks, sampler_checks, schedule_checks
 from ddp.tutorial.holes import FOLDER, holes, name_of
 from ddp.tutorial.mistake import Check, Mistake, raised
 from ddp.tutorial.own_schedule import Train, open_exercise
-from ddp.wording import shown
 
 DEADLINE_S = 60.0
 CHECKS: dict[str, Check] = {

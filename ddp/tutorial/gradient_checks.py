@@ -22,16 +22,16 @@ from torch.nn import functional as F
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.settings import Settings
+from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.comm.work import Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, PeerLost
 from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, BucketReduction, State
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
-from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.tutorial.mistake import Mistake, raised
 from ddp.tutorial.schedule_checks import SILENCE_S
-from ddp.wording import counted
+from ddp.units import counted
 
 BUCKET_MB = 200 / 2**20  # in these nets, a bucket for each layer
 BOTH, SWAPPED, LEFT = ("left", "right"), ("right", "left"), ("left",)

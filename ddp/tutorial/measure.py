@@ -21,12 +21,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp.bench.workloads import WORKLOADS
-from ddp.clock import now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import init, shutdown
+from ddp.pictures.timeline import Run, ended_s
+from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.timeline_picture import Run, ended_s
 
 WIDTH, DEPTH, BATCH = 1024, 5, 64  # of the network whose step is drawn; samples of a rank
 WARM_UP, NUM_STEPS = 3, 15

@@ -18,16 +18,15 @@ from types import ModuleType
 import torch
 from torch.nn import functional as F
 
-from ddp.bench.units import format_time
 from ddp.collectives.catalog import SCHEDULES, add
 from ddp.collectives.cost import about_messages
-from ddp.collectives.picture import svg
 from ddp.collectives.schedule import Goal, Schedule, ScheduleError
 from ddp.collectives.simulate import ELEMENT_BYTES, Link, Network, equal_hosts, repeats, simulate, whole_chunks
 from ddp.comm.setup import init, shutdown
+from ddp.pictures.schedule import svg
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.tutorial.mistake import Mistake, raised
-from ddp.wording import counted
+from ddp.units import counted, format_time
 
 MOST_PROVEN, MOST_PRICED, DRAWN, TRAINED = 64, 10_000, 4, 3  # ranks
 NUM_STEPS = 20

@@ -20,15 +20,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ddp.bench.place import available_cores
-from ddp.bench.units import format_size, format_time
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
-from ddp.collectives.picture import svg
 from ddp.collectives.simulate import Link, Network
-from ddp.data.epoch_picture import Epoch, epoch_svg
-from ddp.replica.timeline_picture import timeline_svg
-from ddp.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
+from ddp.pictures.epoch import Epoch, epoch_svg
+from ddp.pictures.schedule import svg
+from ddp.pictures.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
+from ddp.pictures.timeline import timeline_svg
 from ddp.tutorial.chart import Axis, Panel
+from ddp.units import format_size, format_time
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "tutorial" / "pictures"
 

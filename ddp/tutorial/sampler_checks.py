@@ -11,10 +11,10 @@ from itertools import product
 from types import ModuleType
 from typing import NamedTuple
 
-from ddp.data.orders import Fixed
-from ddp.data.sampler import Micro, StepPlan
+from ddp.data.orders.order import Fixed
+from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.tutorial.mistake import Mistake, raised
-from ddp.wording import counted
+from ddp.units import counted
 
 LENGTH, GLOBAL_BATCH = 33, 10  # steps of 10, 10, 10 and 3 samples
 

@@ -18,9 +18,9 @@ from ddp.collectives.catalog import SCHEDULES, own_all_reduce
 from ddp.collectives.chunks import offsets, one_per_rank
 from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send
 from ddp.comm.execute import Scratch, execute, program
-from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
+from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.tutorial.mistake import Mistake, raised
-from ddp.wording import counted
+from ddp.units import counted
 
 SILENCE_S = 5.0  # longest wait for a rank that runs in a thread beside
 

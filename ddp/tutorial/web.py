@@ -31,10 +31,10 @@ from string import Template
 from markdown_it.token import Token
 
 from ddp.errors import ConfigError
-from ddp.files import make_folder, write_whole
+from ddp.process.files import make_folder, write_whole
 from ddp.tutorial.chapters import FOLDER, Chapter, read_chapters, read_prose
 from ddp.tutorial.prose import Prose, code_block, drawing, is_wide, parse, parse_line, plain
-from ddp.wording import counted
+from ddp.units import counted
 
 PRINTED = "One run has printed this. Times, and what depends on the cores, differ from machine to machine."
 FRAME, STYLE = (Path(__file__).with_name(name) for name in ("page.html", "page.css"))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.replica.timeline_picture import timeline_text
+from ddp.pictures.timeline import timeline_text
 
 # ## By hand
 #

@@ -103,7 +103,7 @@ if __name__ == "__main__":
 # ## What to look at
 #
 # Nobody can ask a dead rank. Every rank publishes what it does. On the dead rank's own host the kernel tells the
-# others; on other hosts they miss its sign of life (`ddp/comm/watchdog.py`). "Out of memory?" is a guess.
+# others; on other hosts they miss its sign of life (`ddp/comm/watch/watchdog.py`). "Out of memory?" is a guess.
 #
 # ## The number that surprised
 #

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.data import digits
+from ddp.data.sets import digits
 
 EPOCHS, SMALL, LARGE, WARMUP = 10, 32, 719, 0.1
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from problem import NUM_SAMPLES, answer, batch, gradient_of_sum
 
-from ddp.data.orders import Blocks, Checksum, Permutation
-from ddp.data.sampler import sampler_of
+from ddp.data.orders.order import Blocks, Checksum, Permutation
+from ddp.data.orders.sampler import sampler_of
 
 FILE_SIZES, SHARDS, BATCH = [3, 2, 2, 2, 2, 1], 3, 9
 ENDS = np.cumsum(FILE_SIZES)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.comm.settings import Settings
-from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
+from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 NUM_SAMPLES, NUM_PARAMETERS = 12, 67
 

@@ -29,8 +29,8 @@ from ddp.bench.report import LEGEND, draw_plot, from_json, print_report, summary
 from ddp.bench.step import StepCell
 from ddp.bench.strangers import strangers
 from ddp.bench.turns import Cell, take_turns
-from ddp.bench.units import format_size, format_time, parse_size
 from ddp.errors import ConfigError
+from ddp.units import format_size, format_time, parse_size
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MIB = 1 << 20

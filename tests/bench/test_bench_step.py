@@ -18,8 +18,8 @@ from ddp.bench.memory import MeasureMemory, MemoryCell
 from ddp.bench.pss import sampling
 from ddp.bench.step import VARIANTS, StepCell, TimeSteps, make
 from ddp.bench.workloads import WORKLOADS, TinyLayers, loss_of, try_own
+from ddp.comm.transport import topology
 from ddp.errors import ConfigError
-from ddp.transport import topology
 
 MIB = 1 << 20
 

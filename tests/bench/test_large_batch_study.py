@@ -21,7 +21,7 @@ from ddp.bench.large_batch import (
     tuning_trials,
 )
 from ddp.bench.large_batch_report import Findings, draw, foretold, samples_to, show
-from ddp.monitor.noise_scale import Estimate
+from ddp.train.monitor.noise_scale import Estimate
 
 
 def studied() -> list[Result]:

@@ -24,8 +24,8 @@ from ddp.collectives.simulate import (
 from ddp.comm import settings
 from ddp.comm.execute import Scratch, execute
 from ddp.comm.execute import program as program_for
-from ddp.transport.edge import Pending, Transfer
-from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
+from ddp.comm.transport.edge import Pending, Transfer
+from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 ALPHA, BETA, GAMMA = 3e-6, 2e-9, 5e-10
 ANY = 1 << 40  # a segment that is never reached

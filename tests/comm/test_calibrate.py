@@ -15,10 +15,10 @@ from ddp.collectives.placed import Hosts
 from ddp.comm.calibrate import Curve, Measured, agreed, calibrate, figures
 from ddp.comm.links import Links
 from ddp.comm.settings import Settings
-from ddp.comm.watchdog import Watchdog
+from ddp.comm.transport.edge import Transport, TransportError
+from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
+from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.wire import Wire
-from ddp.transport.edge import Transport, TransportError
-from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 
 def links_of(transport: Transport, hosts: Hosts, settings: Settings) -> Links:

@@ -24,15 +24,15 @@ from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.collectives.chunks import offsets
 from ddp.collectives.schedule import Expression
 from ddp.comm import checks
-from ddp.comm.call import Call
 from ddp.comm.communicator import Communicator
 from ddp.comm.links import Channels
 from ddp.comm.settings import Settings
-from ddp.comm.watchdog import Wait, Watchdog
+from ddp.comm.transport.edge import Pending, Transfer, Transport
+from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
+from ddp.comm.watch.call import Call
+from ddp.comm.watch.watchdog import Wait, Watchdog
 from ddp.comm.wire_format import WireName
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
-from ddp.transport.edge import Pending, Transfer, Transport
-from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -497,7 +497,7 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name in ways(5)])
 def test_a_fault_in_any_round_of_any_algorithm(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank ends: with a PeerLost that names the call, or, if it needed nothing more, with the right sum."""
-    monkeypatch.setattr("ddp.comm.watchdog.JUDGE_S", 0.05)  # whom it names is another test's subject
+    monkeypatch.setattr("ddp.comm.watch.watchdog.JUDGE_S", 0.05)  # whom it names is another test's subject
     for fail_round in range(busiest_rounds(name, 5)):
 
         def run(transport: SimulatedTransport, fail_round: int = fail_round) -> Tensor | str:

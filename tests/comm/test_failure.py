@@ -19,13 +19,13 @@ from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore
 
 import ddp
-from ddp.clock import Patience
-from ddp.comm import watchdog as watchdog_module
-from ddp.comm.call import Call
 from ddp.comm.objects import on_rank_zero
-from ddp.comm.watchdog import Watchdog
-from ddp.drop_in.comm_hook import result_of
+from ddp.comm.watch import watchdog as watchdog_module
+from ddp.comm.watch.call import Call
+from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost
+from ddp.process.clock import Patience
+from ddp.replica.drop_in.comm_hook import result_of
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
 

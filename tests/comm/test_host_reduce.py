@@ -30,9 +30,9 @@ from ddp.comm.flat import flatten
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup, tree_steps
 from ddp.comm.links import join
+from ddp.comm.transport.edge import TransportError
+from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
-from ddp.transport.edge import TransportError
-from ddp.transport.shared_memory import KINDS, Kind, SharedMemory
 
 Result = TypeVar("Result")
 SIZES = range(2, 9)

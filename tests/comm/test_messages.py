@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 import ddp
-from ddp.comm import watchdog as watchdog_module
 from ddp.comm.communicator import Communicator
 from ddp.comm.settings import Settings
-from ddp.comm.watchdog import Watchdog
+from ddp.comm.transport.edge import Pending, Transfer
+from ddp.comm.transport.process_group import NOBODY_SENDS, collective_tag, message_tag
+from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
+from ddp.comm.watch import watchdog as watchdog_module
+from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
-from ddp.transport.edge import Pending, Transfer
-from ddp.transport.process_group import NOBODY_SENDS, collective_tag, message_tag
-from ddp.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 SETTINGS = Settings(algorithm="ring", abort_s=20, shared_memory=False)
 DTYPES = [

@@ -21,12 +21,12 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
 import ddp
-from ddp.comm import watchdog as watchdog_module
-from ddp.comm.call import Call
 from ddp.comm.communicator import Communicator, Op
+from ddp.comm.transport import topology
+from ddp.comm.watch import watchdog as watchdog_module
+from ddp.comm.watch.call import Call
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.replica.buffers import BEFORE_FORWARD
-from ddp.transport import topology
 
 LENGTHS = (0, 1, 9, 40_000)
 

@@ -20,13 +20,14 @@ from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
-from ddp.comm import checks, setup, watchdog
-from ddp.comm.call import Call
-from ddp.comm.place import on_this_host
-from ddp.comm.rendezvous import rendezvous
+from ddp.comm import checks, setup
+from ddp.comm.meeting.place import on_this_host
+from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.setup import current
+from ddp.comm.watch import watchdog
+from ddp.comm.watch.call import Call
 from ddp.errors import ConfigError, PeerLost
-from ddp.log import log
+from ddp.process.log import log
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +82,7 @@ class Stopped(HashStore):
 
 
 def test_a_store_that_stops_to_answer_holds_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp.comm.rendezvous.LET_GO_S", 0.0)
+    monkeypatch.setattr("ddp.comm.meeting.rendezvous.LET_GO_S", 0.0)
     for name in ("INTERVAL_S", "JUDGE_S", "STORE_S"):
         monkeypatch.setattr(watchdog, name, 0.05)
     store, of_watchdog = Stopped(), Stopped()

@@ -9,10 +9,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
-from ddp.data.loader import TrainLoader
-from ddp.data.sampler import TrainSampler
+from ddp.comm.transport.process_group import NcclTransport, StagedGlooTransport
+from ddp.data.loading.loader import TrainLoader
+from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError
-from ddp.transport.process_group import NcclTransport, StagedGlooTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

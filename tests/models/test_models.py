@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp.data import digits
+from ddp.data.sets import digits
 from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT, generate, rotary_angles, rotate
 from ddp.models.mlp import MLP
 from ddp.models.resnet import resnet
-from ddp.tasks.classification import Classification
+from ddp.train.tasks.classification import Classification
 
 Build = Callable[[], nn.Module]
 

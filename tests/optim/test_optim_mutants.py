@@ -22,17 +22,17 @@ from mutants import Mutant, mutants, mutated
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp.data.steps import BatchSizes, BatchWarmup
+from ddp.data.orders.steps import BatchSizes, BatchWarmup
 from ddp.errors import CheckpointError
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.monitor import noise_scale
-from ddp.monitor.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
 from ddp.optim import groups, layerwise, norms, schedules, trust_ratio
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARS
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.replica import shards
+from ddp.train.monitor import noise_scale
+from ddp.train.monitor.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
 
 
 def formulas(*kinds: str) -> Callable[[], None]:

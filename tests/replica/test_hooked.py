@@ -21,17 +21,17 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.comm.communicator import Communicator
+from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged, ReplicaMismatch
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
+from ddp.gradients.hooks.traffic import Traffic, foretold
 from ddp.gradients.totals import Totals
-from ddp.gradients.traffic import Traffic, foretold
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.verify import tensor_hash
 from ddp.train import traffic_hint
 from ddp.train.arguments import idle_notes
 from ddp.train.state import StepReport, TrainState
 from ddp.train.traffic_hint import TrafficHint
-from ddp.transport import topology
 
 X = torch.randn(43, 20, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
+from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups
 from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate
 from ddp.replica.shards import slice_bounds
 from ddp.replica.verify import tensor_hash
-from ddp.transport import topology
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 import ddp
-from ddp.data.sampler import TrainSampler
+from ddp.comm.transport.simulated import SimulatedNetwork
+from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError
-from ddp.transport.simulated import SimulatedNetwork
 
 NUM_STEPS, CHANGED_AFTER = 8, 4
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ddp
-from ddp.data.orders import Order
+from ddp.data.orders.order import Order
 from ddp.errors import ConfigError
 
 INPUTS, TARGETS = torch.randn(47, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(47, dtype=torch.int64)

@@ -12,12 +12,12 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
-from ddp.data.splits import TensorSet
+from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError, Diverged, UnusedParameters
-from ddp.tasks.classification import Classification
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
+from ddp.train.tasks.classification import Classification
 
 SIZES = [1, 2, 3, 5, 12, 13]
 

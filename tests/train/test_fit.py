@@ -23,11 +23,11 @@ from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import ddp
-from ddp.data.sampler import TrainSampler
+from ddp.commands.where import where
+from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
-from ddp.where import where
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)
@@ -645,7 +645,7 @@ def test_a_look_at_the_first_batch_changes_nothing() -> None:
 def looked_at() -> None:
     """A loop by hand, without the look, ends with the same bits, with dropout and BatchNorm."""
     comm = ddp.init(abort_s=20)
-    from ddp.data.streams import dropout_stream
+    from ddp.streams import dropout_stream
 
     state = fit(ddp.Classification(), epochs=2)
     module = net()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.data.sampler import TrainSampler
+from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import Diverged
 from ddp.optim import LAMB, LARC, LARS, parameter_groups
 from ddp.replica.verify import tensor_hash

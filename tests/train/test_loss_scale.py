@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import ddp
 from ddp.errors import Diverged
 from ddp.gradients import ErrorFeedback, Sign
-from ddp.precision import loss_scale
+from ddp.optim import loss_scale
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.verify import tensor_hash
 

@@ -15,12 +15,12 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
-from ddp.data.sampler import TrainSampler
-from ddp.data.source import Source
-from ddp.data.splits import TensorSet
+from ddp.comm.transport.simulated import SimulatedNetwork
+from ddp.data.loading.source import Source
+from ddp.data.orders.sampler import TrainSampler
+from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.verify import tensor_hash
-from ddp.tasks.classification import Classification
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
     Checkpointer,
@@ -35,7 +35,7 @@ from ddp.train.loop import end_of_run, train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import load
-from ddp.transport.simulated import SimulatedNetwork
+from ddp.train.tasks.classification import Classification
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges
 

@@ -14,16 +14,16 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
-from ddp.data.sampler import TrainSampler
-from ddp.data.splits import TensorSet
+from ddp.data.orders.sampler import TrainSampler
+from ddp.data.samples import TensorSet
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
 from ddp.replica.verify import tensor_hash
-from ddp.tasks.classification import Classification
-from ddp.tasks.language_model import LanguageModel
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
+from ddp.train.tasks.classification import Classification
+from ddp.train.tasks.language_model import LanguageModel
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 200, 10, 3, 1.0
 NUM_SPARSE_STEPS, SPARSE_CLIP = 12, 0.2  # two epochs' ends, where one of four ranks has no sample

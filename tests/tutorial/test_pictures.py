@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ddp.replica.timeline_picture import timeline_text
-from ddp.svg import marks
+from ddp.pictures.svg import marks
+from ddp.pictures.timeline import timeline_text
 from ddp.tutorial import pictures
 from ddp.tutorial.chart import Axis, Panel
 from tests.ranks import run_ranks

@@ -3,7 +3,7 @@
     cp recipes/tutorial/exercises/08_sampler.py .    makes a copy of your own, in any folder
     python -m ddp exercise 08                        finds it there, and says what is wrong with it
 
-The rest of this file is a copy of ddp/data/sampler.py, which is the solution.
+The rest of this file is a copy of ddp/data/orders/sampler.py, which is the solution.
 
 Samplers say which samples a rank reads, in which order. Their state is three numbers or nothing.
 
@@ -44,14 +44,14 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ddp.data.orders import Checksum, FirstOf, Order, Permutation
-from ddp.data.per_sample import length_of
-from ddp.data.permutation import Indices, indices
-from ddp.data.sharding import OwnSharding, dealt
-from ddp.data.steps import BatchSizes, BatchWarmup, Steps
-from ddp.data.token_budget import TokenBudget
+from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation
+from ddp.data.orders.per_sample import length_of
+from ddp.data.orders.permutation import Indices, indices
+from ddp.data.orders.sharding import OwnSharding, dealt
+from ddp.data.orders.steps import BatchSizes, BatchWarmup, Steps
+from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
-from ddp.wording import counted
+from ddp.units import counted
 
 _LOOKED_UP = 4096  # samples that are looked up together
 _PROMISED = 1 << 16  # samples that are left out, and added up together

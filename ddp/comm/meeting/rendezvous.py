@@ -1,0 +1,187 @@
+"""The rendezvous: how ranks find each other, in a part of a store that belongs to one session of theirs alone.
+
+Used by `setup.py` before every session, and by `command_line.py` before every attempt under torchrun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ddp.comm.meeting.place import Place, launcher_serves
+from ddp.comm.meeting.private_store import Folder, part_of, sealed
+from ddp.comm.meeting.secret import VARIABLE, private_part, secret
+from ddp.errors import ConfigError, PeerLost, first_line
+from ddp.process.clock import Patience, within
+from ddp.process.log import log
+
+Result = TypeVar("Result")
+
+LOOK_EVERY_S = 0.05
+SERVING_S = 30.0  # longest wait of rank 0 for the store that it serves itself
+LET_GO_S = 2.0  # beyond a deadline of ours, for torch's client to keep its own
+REACH_S = 5.0  # longest wait for a host that does not answer, before the next try
+
+
+def answered(work: Callable[[], Result], *, within_s: float) -> Result:
+    """Returns what `work` returns, which asks the store of the ranks.
+
+    torch's client alone would wait for ever for a process that is stopped.
+
+    Raises:
+        PeerLost: there is no answer in time.
+    """
+    try:
+        return within(within_s, work)
+    except TimeoutError as error:
+        late = error
+    reason = f"the store that it keeps has not answered for {within_s:g} s: it was stopped, or its host is down"
+    raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from late
+
+
+def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
+    """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
+
+    A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
+    begin a second session. A rank that read what an earlier session left there would connect to processes that are
+    gone. So each rank draws a token, and a session is named by all of its ranks' tokens:
+
+        here/RANK            the rank's token, drawn anew for each session
+        roster               the tokens that rank 0 has found, as a list
+        seen/NAME/RANK       the rank has found its own token in the roster of that name
+
+    A rank that has gone does not answer a new roster, so all have come once all answers to one roster are there.
+
+    Raises:
+        PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
+    """
+    meet = partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s)
+    return answered(meet, within_s=abort_s + LET_GO_S)
+
+
+def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
+    token, tokens = secrets.token_hex(8), [""] * world_size
+    patience, has_warned, roster, pause_s = Patience(abort_s), False, "", 0.001
+    everyone = range(world_size)
+    try:
+        store.set(f"here/{rank}", token)
+        while True:
+            if rank == 0:
+                here = [other for other in everyone if store.check([f"here/{other}"])]
+                tokens = [store.get(f"here/{other}").decode() if other in here else "" for other in everyone]
+                if roster != json.dumps(tokens):
+                    roster = json.dumps(tokens)
+                    store.set("roster", roster)
+            elif store.check(["roster"]):
+                roster = store.get("roster").decode()
+                tokens = json.loads(roster)
+            name, seen = hashlib.sha256(roster.encode()).hexdigest()[:16], list[str]()
+            if tokens[rank:][:1] == [token]:
+                seen = [f"seen/{name}/{other}" for other in everyone]
+                store.set(seen[rank], "")
+                if store.check(seen):
+                    return part_of(store, name)
+            left_s = patience.left_s()
+            if not left_s or (abort_s - left_s > warn_s and not has_warned):
+                missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
+                if not left_s:
+                    same = f", with the same {VARIABLE}" if secret() else ""
+                    reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s"
+                    reason = f"{reason}. Was each started{same}?"
+                    raise PeerLost(missing[0], "unknown", 0, 0, "start-up", reason)
+                has_warned = True
+                log.warning("start-up has waited %.0f s for rank(s) %s of %d", warn_s, missing, world_size)
+            time.sleep(min(left_s, pause_s))
+            pause_s = min(2 * pause_s, LOOK_EVERY_S)
+    except DistError as error:
+        raise out_of_reach(error) from error
+
+
+def open_store(place: Place, *, warn_s: float, abort_s: float) -> Store:
+    """Returns the store of all ranks: in the private folder of a launch, or torchrun's agent's, or rank 0 serves it.
+
+    Raises:
+        ConfigError: rank 0 cannot serve it at this address, or the secret could be guessed.
+        PeerLost: rank 0 cannot be reached.
+    """
+    if not place.address:
+        return HashStore()
+    if (folder := private_part(place.port)) is not None:
+        return Folder(folder)
+    key = secret()
+    if place.rank == 0 and not launcher_serves():
+        return sealed(_served(place, min(abort_s, SERVING_S)), key)
+    return sealed(_reached(place, warn_s=warn_s, abort_s=abort_s), key)
+
+
+def _served(place: Place, timeout_s: float) -> Store:
+    """Returns rank 0's store, which this process serves from now on. It waits for nobody."""
+    choices = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    try:
+        return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
+    except DistError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}: rank 0 cannot serve the store of the ranks there "
+            f"({first_line(error)}); give all ranks an address of rank 0's host, and a port that is free there"
+        ) from error
+
+
+def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
+    """Returns a client of the store that somebody else serves, once he does.
+
+    A thread connects, because torch's client would wait for ever for a program of another kind at that port.
+    """
+    found: list[Store] = []
+    failed: list[Exception] = []
+    over = threading.Event()
+
+    def connect() -> None:
+        patience = Patience(abort_s)
+        try:
+            while not over.is_set() and not _is_served(place) and patience.left_s():
+                time.sleep(LOOK_EVERY_S)
+            left = timedelta(seconds=max(1.0, patience.left_s()))
+            found.append(TCPStore(place.address, place.port, is_master=False, timeout=left))
+        except Exception as error:  # of torch's store, or for a name that is none of a host
+            failed.append(error)
+        over.set()
+
+    connecting = threading.Thread(target=connect, name="ddp-connect", daemon=True)
+    connecting.start()
+    where = f"{place.address}:{place.port}"
+    if not over.wait(min(warn_s, abort_s)):
+        log.warning("start-up has waited %.0f s for rank 0, which keeps the store of the ranks at %s", warn_s, where)
+        over.wait(max(0.0, abort_s - warn_s))
+        over.set()
+        connecting.join(LET_GO_S)  # one that returns from torch while the interpreter exits would abort the process
+    if found:
+        found[0].set_timeout(timedelta(seconds=abort_s))
+        return found[0]
+    why = first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
+    reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}). Was it started?"
+    raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
+
+
+def _is_served(place: Place) -> bool:
+    """Returns True if some program listens where the store should be."""
+    try:
+        socket.create_connection((place.address, place.port), timeout=REACH_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def out_of_reach(error: DistError) -> PeerLost:
+    """Returns the error for a store that cannot be reached: it is kept on rank 0's host."""
+    reason = f"the store that it keeps is out of reach ({first_line(error)})"
+    return PeerLost(0, "unknown", 0, 0, "start-up", reason)

@@ -1,0 +1,83 @@
+"""The contract of a transport: post a round, wait for it.
+
+A *round* is everything that a rank has in flight together. `post` starts all of it and returns at once.
+`Pending.wait` returns when every transfer of the round is done, or raises `TransportError`. Tensors are contiguous
+and flat, and the caller leaves them alone in between. Messages between two ranks arrive in the order in which they were
+posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+InVain = Callable[[], "tuple[int, str] | None"]
+"""Returns the rank that will never come, and why, once no wait can succeed any more."""
+
+
+def has_hope() -> None:
+    """Stands in for an `InVain` where nobody watches the other ranks."""
+
+
+class Transfer(NamedTuple):
+    """One message of a round."""
+
+    peer: int
+    data: Tensor  # [numel], contiguous
+
+
+@dataclass(eq=False)
+class TransportError(RuntimeError):
+    """A round did not end. It names the peer of the transfer, who need not be guilty (see `comm/watch/watchdog.py`)."""
+
+    peer: int
+    reason: str
+    timed_out: bool = False
+
+    def __str__(self) -> str:
+        return f"transfer with rank {self.peer} {'timed out' if self.timed_out else 'failed'}: {self.reason}"
+
+
+class Pending(Protocol):
+    """A round in flight."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once every transfer is done; raises TransportError if one peer is silent for `timeout_s` seconds."""
+
+
+class Transport(Protocol):
+    """Carries rounds between the ranks of one group."""
+
+    rank: int
+    world_size: int
+    has_tags: bool  # False: all that a rank has in flight with a peer must be posted together, and in the peer's order
+
+    def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        """Starts every transfer of one round."""
+
+    def for_collective(self, kind: Hashable) -> Transport:
+        """Returns the edges for collectives of one kind, which never meet those of another kind; itself, without tags.
+
+        Args:
+            kind: what must agree between all ranks, so that every message fits its receive. Equal kinds have equal
+                `str`, in every process.
+        """
+
+    def for_message(self, number: int, kind: tuple[int, str]) -> Transport:
+        """Returns the edges for one message between two ranks, which meets only its other end; itself, without tags.
+
+        Args:
+            number: of the message, among those from the one rank to the other.
+            kind: what must agree between both ends; ends that differ in it never meet.
+        """
+
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> Transport:
+        """Returns the edges between some of the ranks, numbered from 0 in the order given. Each of them calls it.
+
+        Args:
+            channel: a number that no other group with a rank in common has: messages of two groups never mix.
+            in_vain: a wait in progress asks it now and then, and ends with a TransportError if it tells of a rank.
+        """

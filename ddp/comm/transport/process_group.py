@@ -1,0 +1,331 @@
+"""Transport over torch.distributed's point-to-point operations: Gloo for CPU tensors, NCCL for CUDA tensors.
+
+Both use connections of their own, so that their messages never mix with those of the application.
+
+Gloo    Every transfer is a `send` or `recv` of its own; messages between two ranks match in order of posting. Gloo
+        knows no CUDA tensors: those are staged through pinned host memory.
+NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by one, "send, then receive" on both sides
+        deadlocks, since NCCL runs the operations of a pair in launch order (NVIDIA/nccl#479). NCCL orders itself behind
+        the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
+
+Note "tags". Gloo puts a message into the receive with the same tag. If that is shorter, the process aborts; if it is
+longer, nobody is told. So every message has a tag that says what it is, and ends that do not fit never meet: then the
+watchdog can tell who did what. Bit 30 keeps the tags of messages between two ranks apart from those of collectives.
+
+Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
+while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline and
+asks whether the wait is in vain. It ends a wait by a second one, for a message that nobody sends, with a timeout of a
+millisecond. When that has passed, Gloo closes all connections of the process, and with them every wait ends. No
+collective could go on without them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import os
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ddp.comm.transport.edge import InVain, Pending, Transfer, TransportError, has_hope
+from ddp.errors import first_line
+from ddp.process.clock import Patience
+
+POLL_S = 0.0002
+WATCH_EVERY_S = 0.25
+NO_DEADLINE, AT_ONCE = timedelta(days=3650), timedelta(milliseconds=1)
+NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
+
+
+class GlooConnections:
+    """This process's connections to all ranks, shared by all its waits, and a thread that ends overdue waits.
+
+    Args:
+        backend: Gloo's own object: past torch's dispatcher, which costs half of a `dist.isend`.
+        rank: this process's number in it.
+    """
+
+    def __init__(self, backend: Any, rank: int) -> None:
+        self.backend = backend
+        self.interrupted = ""  # why no wait can succeed any more
+        self.waits: dict[int, tuple[float, InVain]] = {}  # those in progress: their timeout in seconds
+        self.numbers = itertools.count()  # of the waits
+        self._stranger, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
+        name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
+        thread = threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True)
+        _watching.add(thread)
+        _open.add(self)
+        thread.start()
+
+    def interrupt(self, reason: str) -> None:
+        """Ends all waits of this process, also those that begin later (note "interrupting Gloo")."""
+        self.interrupted = self.interrupted or reason
+        try:
+            self.backend.recv([self._nothing], self._stranger, NOBODY_SENDS).wait(AT_ONCE)
+        except RuntimeError:
+            return
+
+
+_watching: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_open: weakref.WeakSet[GlooConnections] = weakref.WeakSet()
+_program_ends = threading.Event()
+
+
+def _keep_for_ever() -> None:
+    """Keeps Gloo's objects in a forked child: destroying one would wait for threads that only the parent has."""
+    for connections in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connections.backend))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
+
+
+@atexit.register
+def _end_watching() -> None:
+    """Ends the threads beside the waits: one that is inside Gloo when the interpreter exits would abort the process."""
+    _program_ends.set()
+    for thread in list(_watching):
+        thread.join(timeout=1)
+
+
+def _end_overdue_waits(connections: weakref.ref[GlooConnections]) -> None:
+    patience: dict[int, Patience] = {}
+    while not _program_ends.wait(WATCH_EVERY_S):
+        here = connections()
+        if here is None:
+            return
+        waits = here.waits.copy()
+        patience = {each: patience.get(each) or Patience(limit_s) for each, (limit_s, _) in waits.items()}
+        for each, (limit_s, in_vain) in waits.items():
+            if not patience[each].left_s():
+                here.interrupt(f"nothing came for {limit_s:g} s")
+            elif verdict := in_vain():
+                here.interrupt(f"rank {verdict[0]}: {verdict[1]}")
+        del here
+
+
+class GlooTransport:
+    """Point-to-point over Gloo, on CPU tensors.
+
+    Args:
+        ranks: the group's ranks, in the connections' numbers.
+        rank: this one's place among them.
+        in_vain: see `Transport.among`.
+        channel: this group's number; other groups over the same connections have other ones.
+        tag: of all its transfers.
+    """
+
+    has_tags = True
+
+    def __init__(
+        self,
+        connections: GlooConnections,
+        ranks: Sequence[int],
+        rank: int,
+        in_vain: InVain,
+        *,
+        channel: int = 0,
+        tag: int = 0,
+    ) -> None:
+        self.rank, self.world_size = rank, len(ranks)
+        self._connections, self._backend, self._in_vain = connections, connections.backend, in_vain
+        self._ranks, self._channel, self._tag = ranks, channel, tag
+
+    def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        """Posts receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
+        works = [(peer, self._posted(self._backend.recv, data, peer)) for peer, data in receives]
+        works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
+        return _GlooRound(self._connections, works, self._in_vain)
+
+    def for_collective(self, kind: Hashable) -> GlooTransport:
+        """Returns the same connections under the tag of this kind (note "tags")."""
+        return self._under(collective_tag(self._channel, kind))
+
+    def for_message(self, number: int, kind: tuple[int, str]) -> GlooTransport:
+        """Returns the same connections under the message's own tag (note "tags")."""
+        return self._under(message_tag(self._channel, number, kind))
+
+    def _under(self, tag: int) -> GlooTransport:
+        return type(self)(self._connections, self._ranks, self.rank, self._in_vain, channel=self._channel, tag=tag)
+
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> GlooTransport:
+        """Returns the same connections for another group. They end when the last transport is forgotten."""
+        names = [self._ranks[rank] for rank in ranks]
+        return type(self)(self._connections, names, list(ranks).index(self.rank), in_vain, channel=channel)
+
+    def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
+        """Posts one transfer. That fails, too, if the peer's connection has broken since the last round."""
+        try:
+            return operation([data], self._ranks[peer], self._tag)
+        except RuntimeError as error:
+            raise TransportError(peer, first_line(error)) from error
+
+
+def message_tag(channel: int, number: int, kind: tuple[int, str]) -> int:
+    """Returns the tag of a message between two ranks: bit 30, ten bits of its number, twenty of what else must agree.
+
+    Messages of one pair that are in flight together differ in their numbers, so that no two of them have the same tag
+    by chance.
+    """
+    return 1 << 30 | (number & 1023) << 20 | _agreed(channel, kind)
+
+
+def collective_tag(channel: int, kind: Hashable) -> int:
+    """Returns the tag of all transfers of a collective: ten bits of the channel, twenty of what else must agree."""
+    return (channel & 1023) << 20 | _agreed(channel, kind)
+
+
+@lru_cache(1024)
+def _agreed(channel: int, kind: Hashable) -> int:
+    """Returns twenty bits, but never all ones: see NOBODY_SENDS."""
+    return zlib.crc32(f"{channel} {kind}".encode()) % ((1 << 20) - 1)
+
+
+class _GlooRound:
+    def __init__(self, connections: GlooConnections, works: list[tuple[int, dist.Work]], in_vain: InVain) -> None:
+        self._connections, self._works, self._in_vain = connections, works, in_vain
+
+    def wait(self, timeout_s: float) -> None:
+        connections = self._connections
+        number = next(connections.numbers)
+        connections.waits[number] = timeout_s, self._in_vain
+        try:
+            for peer, work in self._works:  # noqa: B007 - the error tells which
+                work.wait(NO_DEADLINE)
+        except RuntimeError as error:
+            why = connections.interrupted
+            raise TransportError(peer, why or first_line(error), timed_out=bool(why)) from error
+        finally:
+            del connections.waits[number]
+
+
+class StagedGlooTransport(GlooTransport):
+    """Gloo for CUDA tensors: copies them to pinned memory before a send, and back after a receive."""
+
+    def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        outgoing = [Transfer(peer, _pinned(data).copy_(data, non_blocking=True)) for peer, data in sends]
+        incoming = [Transfer(peer, _pinned(data)) for peer, data in receives]
+        if sends:
+            torch.cuda.current_stream(sends[0].data.device).synchronize()  # Gloo reads the bytes from the host
+        targets = [data for _, data in receives]
+        return _StagedRound(super().post(outgoing, incoming), incoming, targets)
+
+
+class _StagedRound:
+    def __init__(self, inner: Pending, staged: list[Transfer], targets: list[Tensor]) -> None:
+        self._inner, self._staged, self._targets = inner, staged, targets
+
+    def wait(self, timeout_s: float) -> None:
+        self._inner.wait(timeout_s)
+        for transfer, target in zip(self._staged, self._targets, strict=True):
+            target.copy_(transfer.data, non_blocking=True)  # the pinned block is not reused before this copy is done
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+
+class NcclTransport:
+    """Point-to-point over NCCL, on CUDA tensors: one symmetric batch per round.
+
+    Args:
+        ranks: this transport's ranks, in the group's numbers.
+        in_vain: see `Transport.among`.
+    """
+
+    has_tags = False
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], in_vain: InVain) -> None:
+        self._group, self._ranks, self._in_vain = group, ranks, in_vain
+        self.rank, self.world_size = ranks.index(group.rank()), len(ranks)
+
+    def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        ops = [dist.P2POp(dist.isend, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in sends]
+        ops += [
+            dist.P2POp(dist.irecv, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in receives
+        ]
+        peer = (sends or receives)[0].peer
+        return _NcclRound(peer, dist.batch_isend_irecv(ops), self._in_vain)
+
+    def for_collective(self, kind: Hashable) -> NcclTransport:
+        """Returns itself, because NCCL knows no tags."""
+        return self
+
+    def for_message(self, number: int, kind: tuple[int, str]) -> NcclTransport:
+        """Returns itself, because NCCL knows no tags."""
+        return self
+
+    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> NcclTransport:
+        """Makes a process group, because NCCL knows no tags. It ends with torch.distributed."""
+        names = [dist.get_global_rank(self._group, self._ranks[rank]) for rank in ranks]
+        group = dist.new_group(names, backend="nccl", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        in_order = sorted(names)  # as new_group numbers them
+        return NcclTransport(group, [in_order.index(name) for name in names], in_vain)
+
+
+class _NcclRound:
+    def __init__(self, peer: int, works: list[dist.Work], in_vain: InVain) -> None:
+        self._peer, self._works, self._in_vain = peer, works, in_vain
+
+    def wait(self, timeout_s: float) -> None:
+        patience = Patience(timeout_s)
+        while not all(work.is_completed() for work in self._works):
+            if not patience.left_s():
+                raise TransportError(self._peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
+            if verdict := self._in_vain():
+                raise TransportError(self._peer, f"rank {verdict[0]}: {verdict[1]}", timed_out=True)
+            time.sleep(POLL_S)
+        for work in self._works:
+            work.wait()
+
+
+def process_group_transport(
+    device: torch.device,
+    backend: str,
+    *,
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    in_vain: InVain = has_hope,
+    ranks: list[int] | None = None,
+    check: Callable[[GlooTransport], None] | None = None,
+) -> GlooTransport | NcclTransport:
+    """Connects the ranks; returns the transport for tensors of `device`. Collective over the ranks.
+
+    Args:
+        store: where the ranks find each other's addresses; nobody may have used it before.
+        rank, world_size: this process's number among the ranks, and how many there are.
+        timeout_s: longest wait for the others' connections.
+        in_vain: see `Transport.among`.
+        ranks: of torch.distributed; None for all.
+        check: is given Gloo's new connections, to find out who is at their ends; what it raises is raised.
+
+    Raises:
+        RuntimeError: a rank could not be reached.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
+        assert isinstance(group, dist.ProcessGroup)
+        return NcclTransport(group, range(world_size), in_vain)
+    # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
+    connections = GlooConnections(gloo, rank)
+    if check is not None:
+        check(GlooTransport(connections, range(world_size), rank, in_vain))
+    kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
+    return kind(connections, range(world_size), rank, in_vain)

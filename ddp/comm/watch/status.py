@@ -1,0 +1,285 @@
+"""The ranks' statuses, and what they tell about who is to blame. Pure: no store, no clock, no thread.
+
+    certain     a rank said that it failed, or left before its part; its process has ended; its tick stands still
+    likely      nobody is surely dead: someone is silent, or somewhere else, or a link is cut
+
+A collective waits for all ranks. A message waits for its peer, who may wait in a message for another rank, and so on:
+this is the *chain*. It leads to the rank that holds up all the others, or back to where it began, which is a deadlock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ddp.comm.watch.call import Call, Envelope
+
+STALE_S = 3.0  # after a wait has failed, a tick that has stood still for this long means a dead or stopped process
+QUIET_S = 1.5  # so long a silence is suspicious where nothing is certain
+LEFT = "it has left already; every rank must call the same collectives equally often"
+LEFT_MESSAGE = "it has left already; every send needs a recv on the other rank, and every recv a send"
+
+Verdict = tuple[int, str]  # the rank to blame, and why
+
+
+@dataclass
+class Status:
+    """A rank's account of itself, as it is published.
+
+    Attributes:
+        sequence, label: of its last collective.
+        run, kind: which one of all collectives it is, 0 for none, and what must agree in it (`Call.kind`).
+        message: what it was last seen in, if that was a message.
+        posted: how many messages it has posted, by route ("to rank 1").
+        in_flight: those of them that it has not yet waited for to the end.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    tick: int = 0
+    state: str = "running"  # "running", "waiting", "failed", "left"
+    sequence: int = 0
+    label: str = ""
+    run: int = 0
+    kind: str = ""
+    waiting_for: int | None = None
+    reason: str = ""
+    blames: int | None = None  # a failed rank's own culprit, whom `reason` is about: guilt is passed on
+    stack: list[str] = field(default_factory=list)
+    message: Envelope | None = None
+    posted: dict[str, int] = field(default_factory=dict)
+    in_flight: list[Envelope] = field(default_factory=list)
+
+    @staticmethod
+    def read(published: str | bytes) -> Status:
+        """Returns the status that `json.dumps(asdict(status))` has published."""
+        status = Status(**json.loads(published))
+        status.message = Envelope(*status.message) if status.message is not None else None
+        status.in_flight = [Envelope(*each) for each in status.in_flight]
+        return status
+
+    @property
+    def waits_in(self) -> Envelope | None:
+        """The message that it waits in, or gave up in."""
+        return self.message if self.message in self.in_flight else None
+
+    def posted_end(self, message: Envelope, rank: int) -> Envelope | None:
+        """Returns this rank's end of a message that `rank` has posted, while it is in flight here."""
+        wanted = message.on_peer(rank)
+        return next((each for each in self.in_flight if each[:3] == wanted), None)
+
+    def owes(self, message: Envelope, rank: int) -> bool:
+        """Returns True if this rank has not yet posted its end of a message that `rank` has posted."""
+        direction, peer, number = message.on_peer(rank)
+        return self.posted.get(f"{direction} rank {peer}", 0) < number
+
+    def describe(self) -> str:
+        """Returns one line for a report."""
+        doing = f"waits for rank {self.waiting_for} in" if self.state == "waiting" else f"{self.state}, last seen in"
+        stack = f"; at {' < '.join(reversed(self.stack))}" if self.stack else ""
+        reason = self.reason if self.blames is None else f"lost rank {self.blames}: {self.reason}"
+        reason = f" ({reason})" if reason else ""
+        where = f"#{self.sequence} [{self.label}]"
+        if self.message is not None:
+            where = f"message #{self.message.number} {self.message.route} [{self.label}], after #{self.sequence}"
+        return f"rank {self.rank} ({self.host}, pid {self.pid}) {doing} {where}{reason}{stack}"
+
+
+class Others(NamedTuple):
+    """One rank's view of the others at one moment.
+
+    Attributes:
+        mine: this rank's own status.
+        call: what this rank waits in.
+        statuses: the others', by rank.
+        silent_s: by rank, for how long its tick has stood still.
+        ended: ranks whose process is known to have ended.
+    """
+
+    mine: Status
+    call: Call
+    statuses: Mapping[int, Status]
+    silent_s: Mapping[int, float]
+    ended: Collection[int]
+
+    def certain(self) -> Verdict | None:
+        """Returns who is surely to blame for a wait that has failed."""
+        concerned = self if self.call.message is None else self.among({*self.chain(), self.call.message.peer})
+        return self.stuck() or self.failed() or concerned.gone() or concerned.silent(STALE_S)
+
+    def lost(self) -> Verdict | None:
+        """Returns who is surely lost, whichever collectives the ranks are in."""
+        return self.failed() or self.gone() or self.silent(STALE_S)
+
+    def missed(self, peer: int) -> Others:
+        """Returns only the ranks that have not come to this call, and the rank that this one waits for.
+
+        For a message, these are the ranks of the chain.
+        """
+        if self.call.message is not None:
+            return self.among(self.chain())
+        return self.among(r for r, s in self.statuses.items() if s.sequence < self.call.sequence or r == peer)
+
+    def among(self, ranks: Iterable[int]) -> Others:
+        """Returns only these ranks, without this one."""
+        return self._replace(statuses={rank: self.statuses[rank] for rank in ranks if rank in self.statuses})
+
+    def chain(self) -> list[int]:
+        """Returns the chain: this rank, the peer of its message unless that has done its part, that one's peer, ….
+
+        It ends with a rank that is in it already, if the ranks wait for each other in a circle.
+        """
+        ranks, message, everyone = [self.mine.rank], self.call.message, {**self.statuses, self.mine.rank: self.mine}
+        while message is not None and (status := everyone.get(message.peer)) is not None:
+            owes = status.owes(message, ranks[-1])
+            if owes or (len(ranks) == 1 and status.posted_end(message, ranks[0])):
+                ranks.append(message.peer)
+            if not owes or message.peer in ranks[:-1]:
+                break
+            message = status.waits_in
+        return ranks
+
+    def stuck(self) -> Verdict | None:
+        """Returns a rank, and why this rank's call can never complete because of it; None if no reason is known.
+
+        There are three reasons: the rank calls another collective, its end of a message has another type or size, or
+        it is the next in a circle of ranks that wait for each other.
+        """
+        mine = self.call.message
+        if mine is None:
+            return self._calls_otherwise()
+        if (status := self.statuses.get(mine.peer)) is None:
+            return None
+        theirs = status.posted_end(mine, self.mine.rank)
+        if theirs is not None and theirs.kind != mine.kind:
+            does, where = f"rank {mine.peer} {_does(theirs)}", f"rank {self.mine.rank} {_does(mine)}"
+            return mine.peer, f"{does} where {where}; both must agree in dtype and number of elements"
+        *circle, last = self.chain()
+        if last != self.mine.rank or not circle:
+            return None
+        waits = [mine, *(wait for rank in circle[1:] if (wait := self.statuses[rank].waits_in))]
+        return mine.peer, _deadlock(circle, {each.direction for each in waits})
+
+    def _calls_otherwise(self) -> Verdict | None:
+        """Returns a rank whose collective of the same place in order is another one than this rank's."""
+        mine = self.mine
+        for rank, status in self.statuses.items():
+            if 0 < status.run == mine.run and status.kind != mine.kind:
+                theirs, ours = f"{status.kind} [{status.label}]", f"{mine.kind} [{self.call.label}]"
+                return rank, (
+                    f"it calls {theirs} where rank {mine.rank} calls {ours}: all ranks must call the same, with one "
+                    "dtype and size. With debug=True (comm.debug=true) the error is raised where the calls differ"
+                )
+        return None
+
+    def failed(self) -> Verdict | None:
+        """Returns a rank that says it failed, or whom such a rank blames; this rank itself, if it was given up."""
+        for rank, status in self.statuses.items():
+            if status.state == "failed" and status.blames is None:
+                return rank, f"it failed: {status.reason}. Its own log has the traceback"
+        blamed = [(rank, status.blames) for rank, status in self.statuses.items() if status.blames is not None]
+        for rank, culprit in blamed:
+            if culprit != self.mine.rank:
+                return culprit, f"as rank {rank} found out first"
+        if blamed:
+            judge = blamed[0][0]
+            return self.mine.rank, f"rank {judge} has given this one up: {self.statuses[judge].reason}"
+        return None
+
+    def gone(self) -> Verdict | None:
+        """Returns a rank that will never come: it has left, or its process has ended."""
+        for rank, status in self.statuses.items():
+            if status.state == "left" and self.call.message is not None:
+                return rank, LEFT_MESSAGE
+            if status.state == "left" and status.sequence < self.call.sequence:
+                return rank, LEFT
+            if status.state != "left" and rank in self.ended:
+                return rank, "it shows no sign of life: its process has ended"
+        return None
+
+    def silent(self, silence_s: float) -> Verdict | None:
+        """Returns a rank whose tick has stood still for so long."""
+        for rank, status in self.statuses.items():
+            if status.state != "left" and (silent_s := self.silent_s[rank]) >= silence_s:
+                return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
+        return None
+
+    def likely(self, suspect: int, observed: str, abort_s: float) -> Verdict:
+        """Returns who is most likely to blame where nothing is certain.
+
+        Args:
+            suspect: the peer of the transfer that failed.
+            observed: what the transport saw.
+            abort_s: the deadline, for the message.
+        """
+        if self.call.message is not None:
+            return self._likely_in_message(suspect, observed, abort_s)
+        for rank, status in self.statuses.items():
+            if status.state == "left":
+                return rank, LEFT
+            if not status.pid:
+                return rank, "it came, but has shown no sign of life since: killed, stopped, or its host is down"
+            if self.silent_s[rank] >= QUIET_S:
+                return rank, "it shows no sign of life: killed, stopped, or its host is down"
+        behind = [status for status in self.statuses.values() if status.sequence < self.call.sequence]
+        if behind:  # of those that are equally far, one that does not itself wait for a message
+            status = min(behind, key=lambda each: (each.sequence, each.waits_in is not None))
+            if (message := status.waits_in) and message.peer == self.mine.rank and self.mine.owes(message, status.rank):
+                return status.rank, _crossed(self.mine.rank, self.call.title, status.rank, message)
+            return status.rank, _late("has not come to this collective", status, abort_s)
+        return suspect, _cut(observed)
+
+    def _likely_in_message(self, suspect: int, observed: str, abort_s: float) -> Verdict:
+        *waiting, last = self.chain()
+        concerned = self.among({suspect, *waiting, last})
+        if verdict := concerned.gone() or concerned.silent(QUIET_S):
+            return verdict
+        message, status = self.call.message, self.statuses.get(last)
+        if message is None or status is None:
+            return suspect, _cut(observed)
+        if len(waiting) > 1:
+            return last, _late(f"rank {waiting[-1]} waits for it", status, abort_s)
+        if status.state == "waiting" and status.message is None and status.sequence > self.mine.sequence:
+            collective = f"collective #{status.sequence} [{status.label}]"
+            return last, _crossed(last, collective, self.mine.rank, message)
+        if status.owes(message, self.mine.rank):
+            return last, _late("has not come to this message", status, abort_s)
+        return suspect, _cut(observed)
+
+
+def _late(why: str, status: Status, abort_s: float) -> str:
+    return f"it is alive, but {why}: {status.describe()}. With abort_s above {abort_s:g} s it is waited for longer"
+
+
+def _cut(observed: str) -> str:
+    return f"it is alive, but the link to it is not ({observed or 'nothing came'}): is it cut?"
+
+
+def _crossed(in_collective: int, collective: str, in_message: int, message: Envelope) -> str:
+    """Returns what a collective and a message that wait for each other are, and the remedy."""
+    return (
+        f"rank {in_collective} waits in {collective} and rank {in_message} in message #{message.number} "
+        f"{message.route}, each for the other one: all ranks must call them in the same order"
+    )
+
+
+def _does(message: Envelope) -> str:
+    return f"{'sends' if message.direction == 'to' else 'receives'} {list(message.shape)} {message.dtype}"
+
+
+def _deadlock(circle: Sequence[int], directions: Collection[str]) -> str:
+    """Returns what such a deadlock is, and the remedy.
+
+    Args:
+        directions: of the messages that the ranks wait in.
+    """
+    do = " or ".join(verb for direction, verb in (("to", "receive"), ("from", "send")) if direction in directions)
+    first, remedy = circle.index(min(circle)), "let one of them send first"
+    *ranks, last = *circle[first:], *circle[:first]
+    what = f"wait in a circle, each for the next one to {do}" if ranks[1:] else f"both wait for the other one to {do}"
+    if "to" in directions:
+        remedy = "let one of them receive first, or send with async_op=True and receive before wait()"
+    return f"ranks {', '.join(map(str, ranks))} and {last} {what}: {remedy}"

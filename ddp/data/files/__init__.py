@@ -1,0 +1,1 @@
+"""Samples in files: their index, where they are read from, and how they are decoded."""

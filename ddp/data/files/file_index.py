@@ -1,0 +1,339 @@
+"""The index of a set of files: where each sample begins and ends. The parent makes it once; every process maps it.
+
+    INDEX_DIR/tar-4f1d….index      one line of JSON, filled with spaces to a multiple of 64 bytes, then a table
+        {"format": {"kind": "tar"}, "files": [{"address": …, "facts": [size, version, …], "num_samples": 3, …}, …]}
+        int64 [num_samples of all files, 2]: first byte and end of each sample in its file
+
+The file's name has a hash of the given addresses and of the format's settings, so that two sets, or two formats of one
+set, have an index each. It is written under another name and renamed: a reader finds the old index or the new one, and
+two processes that write the same one do no harm.
+
+Making an index reads every file once. If there is one, only files of another size or version are read again; that
+costs one stat(2) for each file, or one request for a remote one. Opening it in a worker reads the line of JSON and
+nothing else, because the parent has just compared all files. `FileSet` compares a file once more when it opens it.
+
+A format (`Format`) says where samples are and what their bytes become. Samples of one length at equal distances, such
+as windows of tokens, are three numbers instead of a table (`Regular`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddp.data.files.index_place import index_place
+from ddp.data.files.listing import Addresses, as_given, listed
+from ddp.data.files.readers import Facts, Reader
+from ddp.data.files.remote import is_remote
+from ddp.data.files.storage import DIRECT, Storage
+from ddp.errors import ConfigError
+from ddp.process.files import make_folder, to_read, whole_file
+from ddp.process.log import log
+
+_ALIGNMENT = 64
+_NUM_THREADS = 8  # that read remote files
+
+Spans = NDArray[np.int64]
+"""First byte and end of each sample in its file, [num_samples, 2]."""
+
+
+class Regular(NamedTuple):
+    """Samples of one length at equal distances, in place of `Spans`."""
+
+    first: int  # byte at which the first sample begins
+    stride: int  # bytes from the beginning of one sample to that of the next
+    length: int  # bytes in a sample
+    num_samples: int
+
+    def spans(self) -> Spans:
+        """Returns the table."""
+        starts = self.first + self.stride * np.arange(self.num_samples, dtype=np.int64)
+        return np.stack([starts, starts + self.length], axis=1)
+
+
+class Layout(NamedTuple):
+    """Locates the samples of one file, with notes that its format needs to decode them."""
+
+    spans: Spans | Regular
+    notes: dict[str, Any]  # for JSON
+
+
+class Format(ABC):
+    """A kind of file. Its objects are pickled with the data set."""
+
+    kind: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]  # of the files to take from a folder
+    draws_nothing: bool = False  # `decode` draws nothing at random, and may be called in any thread
+
+    def settings(self) -> dict[str, Any]:
+        """Returns whatever the index depends on, for JSON."""
+        return {}
+
+    @abstractmethod
+    def index(self, reader: Reader) -> Layout:
+        """Finds the samples of a file that is not empty.
+
+        Raises:
+            ConfigError: the file is cut off, or of another format.
+        """
+
+    def check(  # noqa: B027  most formats have nothing to check
+        self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]
+    ) -> None:
+        """Checks, whenever a data set is opened, settings that the index does not depend on, such as column names.
+
+        Args:
+            files: of the index.
+            first: opens the first file, and returns it with first byte and end of its first sample.
+
+        Raises:
+            ConfigError: the files do not fit the settings.
+        """
+
+    @abstractmethod
+    def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
+        """Returns a sample. Whatever it raises becomes an `UnreadableSample`."""
+
+    def completed(self, data: bytes, notes: dict[str, Any], read: Callable[[int, int], bytes]) -> bytes:
+        """Returns the bytes of a sample with what else belongs to it, for formats in which samples share bytes.
+
+        Args:
+            read: returns bytes of the sample's file, by offset and length.
+        """
+        return data
+
+    def place(self, reader: Reader, number: int, start: int) -> str:
+        """Returns which sample of its file this is, in words for an error."""
+        return f"sample {number}, at byte {start}"
+
+    def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Returns the length of each sample in tokens; None if its number of bytes does not tell."""
+        return None
+
+
+class IndexedFile(NamedTuple):
+    """The index's entry of one file."""
+
+    address: str
+    facts: Facts
+    num_samples: int
+    regular: Regular | None  # None: the file's part of the table has its samples
+    notes: dict[str, Any]
+
+
+class FileIndex(NamedTuple):
+    """An index that is open."""
+
+    path: Path
+    header: bytes  # its line of JSON
+    files: list[IndexedFile]
+    table: Spans  # of all files that are not regular, mapped into memory
+
+    def first_rows(self) -> list[int]:
+        """Returns where each file's part of the table begins; one number more than files."""
+        sizes = [0 if file.regular else file.num_samples for file in self.files]
+        return [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+
+    def spans(self) -> Spans:
+        """Returns first byte and end of every sample of every file."""
+        rows = self.first_rows()
+        parts = [
+            file.regular.spans() if file.regular else self.table[rows[number] : rows[number + 1]]
+            for number, file in enumerate(self.files)
+        ]
+        return np.concatenate(parts)
+
+
+# ------------------------------------------------------------------------------------------------------- the parent
+
+
+def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, storage: Storage = DIRECT) -> FileIndex:
+    """Reads every new or changed file once, and returns the index of all of them.
+
+    Args:
+        addresses: files, patterns, folders, or a list of them (`listing.py`).
+        format: of all files.
+        index_dir: folder of indexes; it is made if it is missing.
+        storage: how files are read.
+
+    Raises:
+        ConfigError: no file matches; a file is missing, empty, cut off or of another format; or the folder cannot be
+            written.
+    """
+    found = listed(addresses, suffixes=format.suffixes, storage=storage)
+    facts = storage.facts(found)
+    given = index_path(addresses, format, index_dir=index_dir)
+    path, told = index_place(given), list(zip(found, facts, strict=True))
+    old = _open_if_whole(path, format)
+    if old is None and path != given:
+        old = _of_the_folder_s_owner(given, format)
+    if old is not None and [(file.address, file.facts) for file in old.files] == told:
+        return old
+    known = {} if old is None else _layouts(old)
+    wanted = [each for each in told if each not in known]
+    log.info("indexing %d of %d files into %s", len(wanted), len(found), path)
+    known.update(zip(wanted, _read_all(wanted, format, storage), strict=True))
+    _write(path, format, {each: known[each] for each in told})
+    return open_index(addresses, format, index_dir=index_dir)
+
+
+def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -> Path:
+    """Returns where the index of these addresses is, or would be."""
+    named = json.dumps([as_given(addresses), format.kind, format.settings()], sort_keys=True)
+    return Path(index_dir).absolute() / f"{format.kind}-{hashlib.sha256(named.encode()).hexdigest()[:16]}.index"
+
+
+def _layouts(index: FileIndex) -> dict[tuple[str, Facts], Layout]:
+    rows = index.first_rows()
+    return {
+        (file.address, file.facts): Layout(file.regular or index.table[rows[number] : rows[number + 1]], file.notes)
+        for number, file in enumerate(index.files)
+    }
+
+
+def _read_all(wanted: Sequence[tuple[str, Facts]], format: Format, storage: Storage) -> list[Layout]:
+    if not any(is_remote(address) for address, _ in wanted):
+        return [_layout_of(each, format, storage) for each in wanted]
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return list(threads.map(lambda each: _layout_of(each, format, storage), wanted))
+
+
+def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage) -> Layout:
+    address, facts = file
+    if not facts.size:
+        raise ConfigError(f"{address} is empty: write it again, or leave it out of the list")
+    layout = format.index(storage.reader(address, facts))
+    if not _num_samples(layout):
+        raise ConfigError(f"{address} holds no sample: check that it is a file of format {format.kind}")
+    return layout
+
+
+def _num_samples(layout: Layout) -> int:
+    return layout.spans.num_samples if isinstance(layout.spans, Regular) else len(layout.spans)
+
+
+def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout]) -> None:
+    """Writes an index so that it is found whole, or not at all."""
+    files = [
+        IndexedFile(
+            address, facts, _num_samples(each), each.spans if isinstance(each.spans, Regular) else None, each.notes
+        )
+        for (address, facts), each in layouts.items()
+    ]
+    line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
+    line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
+    try:
+        make_folder(path.parent)
+        with whole_file(path) as file:
+            file.write(line)
+            for each in layouts.values():
+                if not isinstance(each.spans, Regular):
+                    file.write(np.ascontiguousarray(each.spans, dtype="<i8").data)
+    except OSError as error:
+        raise ConfigError(
+            f"index_dir {path.parent} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
+
+
+def _name(format: Format) -> dict[str, Any]:
+    return {"kind": format.kind, **format.settings()}
+
+
+# ------------------------------------------------------------------------------------------------------- a worker
+
+
+def open_index(addresses: Addresses, format: Format, *, index_dir: str | Path) -> FileIndex:
+    """Opens the index that the parent has made.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or of another format.
+    """
+    given = index_path(addresses, format, index_dir=index_dir)
+    path = index_place(given)
+    index = _open_if_whole(path, format)
+    if index is None and path != given:
+        index = _of_the_folder_s_owner(given, format)
+    if index is None:
+        raise ConfigError(
+            f"{path} is missing or damaged, so the samples of {as_given(addresses)[0]} are not known: call index_files "
+            "in the parent, with the same addresses, format and index_dir, before workers start"
+        )
+    return index
+
+
+def _of_the_folder_s_owner(given: Path, format: Format) -> FileIndex | None:
+    """Returns the index in a folder of others, if it is whole, and of this user or the folder's owner; else None."""
+    try:
+        return _open_if_whole(given, format)
+    except ConfigError:  # it is a link, another member's, or of another format
+        return None
+
+
+def mapped_again(index: FileIndex) -> FileIndex:
+    """Returns an index that was pickled without its table, with it.
+
+    Raises:
+        ConfigError: another index has taken its place.
+    """
+    try:
+        with to_read(index.path) as file:
+            if file.read(len(index.header)) == index.header:
+                return index._replace(table=_mapped(file, len(index.header), index.first_rows()[-1]))
+    except FileNotFoundError:
+        pass
+    raise ConfigError(f"{index.path} was removed or written again since the data set was opened: open it again")
+
+
+def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
+    """Returns an index; None if there is none, or only part of one.
+
+    Raises:
+        ConfigError: it was made for another format.
+    """
+    try:
+        index = to_read(path)
+    except OSError:
+        return None
+    with index:
+        try:
+            line = index.readline()
+            content = json.loads(line)
+            files = [_indexed_file(entry) for entry in content["files"]]
+            found = content["format"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the latter: brackets within brackets …
+            return None
+        if found != _name(format):
+            wanted = _name(format)
+            raise ConfigError(f"{path} is an index of format {found}, not of {wanted}: delete it, or take another")
+        num_rows = sum(0 if file.regular else file.num_samples for file in files)
+        if os.fstat(index.fileno()).st_size != len(line) + 16 * num_rows:
+            return None
+        return FileIndex(path, line, files, _mapped(index, len(line), num_rows))
+
+
+def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
+    """Returns an entry of the line of JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: the line is damaged.
+    """
+    regular = None if entry["regular"] is None else Regular(*entry["regular"])
+    for number in (entry["num_samples"], *(regular or ())):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r} is no number of samples or bytes")
+    return IndexedFile(entry["address"], Facts(*entry["facts"]), entry["num_samples"], regular, entry["notes"])
+
+
+def _mapped(index: IO[bytes], offset: int, num_rows: int) -> Spans:
+    if not num_rows:
+        return np.empty((0, 2), dtype=np.int64)  # a map cannot be empty
+    return np.asarray(np.memmap(index, dtype="<i8", mode="r", offset=offset, shape=(num_rows, 2)))

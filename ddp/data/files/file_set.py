@@ -1,0 +1,187 @@
+"""Samples in files, by index: a map-style data set over tar files, lines or tokens, here or at any fsspec address.
+
+    index                 0 … 99        100 … 349       350 …
+    file                  a.tar         b.tar           c.tar        in the order of their addresses
+    span in the file      [start, end)  …                            from the index, mapped into memory
+    sample                format.decode(the bytes from start to end)
+
+    shards = FileSet("/data/train-{000..099}.tar", TarSamples(decode=ImageAndClass()), index_dir="/data/index")
+
+`file_sizes` says how many samples each file has; a sampler that keeps to a few files at a time needs it.
+
+Each process opens files of its own and keeps the few that were used last, because samples are read in runs. A forked
+loader process opens them again instead of using its parent's, and a pickled copy has none.
+
+A sample that cannot be decoded, or whose bytes a disk or a network does not hand out, is an `UnreadableSample`. A file
+that is missing, or has changed since it was indexed, ends the run.
+
+Cost: opening maps one index, however many samples it has; a sample costs one read, 3 us besides decoding it.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddp.data.files.file_index import Format, IndexedFile, index_files, mapped_again, open_index
+from ddp.data.files.listing import Addresses
+from ddp.data.files.readers import Reader, ReadFailed
+from ddp.data.files.remote import is_remote
+from ddp.data.files.storage import DIRECT, Storage
+from ddp.errors import ConfigError, UnreadableSample
+
+
+class FileSet:
+    """The samples of a list of files of one format.
+
+    Args:
+        addresses: files, patterns with * or {000..099}, folders, or a list of them; local or of any fsspec file system.
+        format: `TarSamples`, `JsonLines`, `Csv`, `TokenFiles`, or an own `Format`.
+        index_dir: folder with the index.
+        build: read new and changed files if the index lacks them. Workers take False, after the parent's `index_files`.
+        storage: how files are read, and whether remote ones are copied to this host.
+        num_open: files that a process keeps open; None: 64 local ones, or four remote ones, which have buffers.
+
+    Raises:
+        ConfigError: as `index_files`; without `build`, there is no index; or the files have not the columns that
+            `format` wants.
+
+    Attributes:
+        addresses: of all files, in the order of their samples.
+        file_sizes: samples in each file.
+        may_read_ahead: another thread may fetch samples while this one trains, because reading them draws nothing at
+            random.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        format: Format,
+        *,
+        index_dir: str | Path,
+        build: bool = True,
+        storage: Storage = DIRECT,
+        num_open: int | None = None,
+    ) -> None:
+        if num_open is not None and num_open < 1:
+            raise ConfigError(f"num_open={num_open}: a process must keep at least one file open")
+        self.format, self.may_read_ahead = format, format.draws_nothing
+        if build:
+            self._index = index_files(addresses, format, index_dir=index_dir, storage=storage)
+        else:
+            self._index = open_index(addresses, format, index_dir=index_dir)
+        self.addresses = [file.address for file in self._index.files]
+        usual = 4 if any(map(is_remote, self.addresses)) else 64
+        self._open = _OpenFiles(self._index.files, storage, usual if num_open is None else num_open)
+        self.file_sizes: NDArray[np.int64] = np.array([file.num_samples for file in self._index.files], dtype=np.int64)
+        self._first_samples: list[int] = [0, *np.cumsum(self.file_sizes).tolist()]
+        self._first_rows = self._index.first_rows()
+        format.check(self._index.files, lambda: (self._open[0], *self._span(0, 0)))
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Returns tokens of each sample [len(self)]; None if the format does not tell."""
+        spans = self._index.spans()
+        return self.format.lengths(spans[:, 1] - spans[:, 0])
+
+    @property
+    def num_opened(self) -> int:
+        """Returns how often this process has opened a file."""
+        return self._open.num_opened
+
+    def __len__(self) -> int:
+        return self._first_samples[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        data, notes = self.raw(index)
+        try:
+            return self.format.decode(data, notes)
+        except Exception as error:  # of a format's own, or of a library
+            raise self._unreadable(index, error) from error
+
+    def raw(self, index: int) -> tuple[bytes, dict[str, Any]]:
+        """Returns the bytes of a sample, and what the index notes about its file.
+
+        Raises:
+            UnreadableSample: a disk or a network does not hand them out.
+            ConfigError: the file is missing, or has changed since it was indexed.
+        """
+        file, number = self._where(index)
+        start, end = self._span(file, number)
+        try:
+            notes, reader = self._index.files[file].notes, self._open[file]
+            return self.format.completed(reader.read(start, end - start), notes, reader.read), notes
+        except ReadFailed as error:
+            raise UnreadableSample(f"sample {number} of {error}") from error
+
+    def _unreadable(self, index: int, error: Exception) -> UnreadableSample:
+        file, number = self._where(index)
+        try:
+            place = self.format.place(self._open[file], number, self._span(file, number)[0])
+        except ReadFailed:  # a line's number has to be counted
+            place = f"sample {number}"
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return UnreadableSample(
+            f"{self.addresses[file]}, {place} cannot be decoded ({cause}): repair or remove it, or check the format"
+        )
+
+    def _where(self, index: int) -> tuple[int, int]:
+        """Returns the file of a sample, and its number there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        file = bisect_right(self._first_samples, index) - 1
+        return file, index - self._first_samples[file]
+
+    def _span(self, file: int, number: int) -> tuple[int, int]:
+        """Returns first byte and end of a sample."""
+        if regular := self._index.files[file].regular:
+            start = regular.first + regular.stride * number
+            return start, start + regular.length
+        start, end = self._index.table[self._first_rows[file] + number].tolist()
+        return start, end
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "lengths"}
+        return {**state, "_index": self._index._replace(table=self._index.table[:0])}  # mapped again, not copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._index = mapped_again(self._index)
+
+
+class _OpenFiles:
+    """The files that this process has used last. A forked child begins with none."""
+
+    def __init__(self, files: list[IndexedFile], storage: Storage, limit: int) -> None:
+        self._files, self._storage, self._limit = files, storage, limit
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid, self.num_opened = os.getpid(), 0
+        self._readers: OrderedDict[int, Reader] = OrderedDict()
+
+    def __getitem__(self, file: int) -> Reader:
+        if self._pid != os.getpid():
+            self._forget()
+        reader = self._readers.pop(file, None)
+        if reader is None:
+            reader = self._storage.reader(self._files[file].address, self._files[file].facts)
+            self.num_opened += 1
+            while len(self._readers) >= self._limit:
+                self._readers.popitem(last=False)  # closed once nobody reads from it
+        self._readers[file] = reader
+        return reader
+
+    def __getstate__(self) -> tuple[list[IndexedFile], Storage, int]:
+        return self._files, self._storage, self._limit
+
+    def __setstate__(self, state: tuple[list[IndexedFile], Storage, int]) -> None:
+        self._files, self._storage, self._limit = state
+        self._forget()

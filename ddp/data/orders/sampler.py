@@ -1,0 +1,574 @@
+"""Samplers say which samples a rank reads, in which order. Their state is three numbers or nothing.
+
+    TrainSampler         for `fit`: each sample exactly once per epoch, in steps of a global batch
+    EvaluationSampler    each sample exactly once over all ranks, one contiguous run per rank
+
+The state is (seed, epoch, consumed), and `consumed` counts *global* samples of the epoch. No rank occurs in it, so it
+is O(1), equal on all ranks, and valid at any other world size. A saved state also names the order that it belongs to,
+the number of steps that were made, and the ranges of steps that were left out.
+
+TrainSampler cuts an epoch like this (B = 10 samples a step, V = 4 shards, W = 2 workers, micro-batches of at most 2):
+
+    order         |............ consumed ............|  0  1  2  3  4  5  6  7  8  9  |.......
+    shards        boundary i at position i*B//V         0  1 |2  3  4 |5  6 |7  8  9 |
+    workers       boundary r at shard r*V//W            rank 0        |rank 1        |
+    micro-batches parts of one shard, evenly            01   |2  34   |56   |7  89   |
+
+Proof that the shares of two workers differ by at most one sample if W divides V: rank r begins at shard rV/W, that
+is at position floor((rV/W) B/V) = floor(rB/W), and consecutive floors of multiples of B/W differ by floor(B/W) or
+ceil(B/W). The same holds for the shards with V for W. If W does not divide V, one worker computes at most one shard
+more than another, so that shares differ by at most one shard and one sample.
+
+Shards depend on V alone, and micro-batches on their shard alone. So a step's parts, and the random streams keyed by
+them, are the same at every world size.
+
+Cost: a rank looks up its own samples only, some thousand at a time; no list of all samples exists.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from itertools import chain, islice, takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation
+from ddp.data.orders.per_sample import length_of
+from ddp.data.orders.permutation import Indices, indices
+from ddp.data.orders.sharding import OwnSharding, dealt
+from ddp.data.orders.steps import BatchSizes, BatchWarmup, Steps
+from ddp.data.orders.token_budget import TokenBudget
+from ddp.errors import ConfigError
+from ddp.units import counted
+
+_LOOKED_UP = 4096  # samples that are looked up together
+_PROMISED = 1 << 16  # samples that are left out, and added up together
+
+
+class SamplerState(NamedTuple):
+    """The position of a run in its data."""
+
+    seed: int
+    epoch: int
+    consumed: int  # samples of this epoch that all ranks together have trained on
+
+
+class Micro(NamedTuple):
+    """The samples of one forward and backward: part `part` of shard `shard` of a step."""
+
+    shard: int
+    part: int
+    indices: Sequence[int]  # never empty
+
+
+class Skipped(NamedTuple):
+    """A range of steps that is left out, as steps and as positions of the run."""
+
+    first: int  # steps, counted from 1
+    last: int
+    start: int  # positions
+    stop: int
+
+
+class StepPlan(NamedTuple):
+    """One step: `size` samples from global `position` of `epoch`; `micros` are this rank's (none if it has none).
+
+    Attributes:
+        is_last: this rank's stream ends with it. Data with a length do not say so.
+    """
+
+    epoch: int
+    position: int
+    size: int
+    micros: tuple[Micro, ...]
+    is_last: bool = False
+
+
+class TrainSampler:
+    """Plans steps of a global batch over an epoch's order, without padding or dropping samples.
+
+    The last step of an epoch may be smaller, and a rank may then have no sample at all.
+
+    A step is a transaction: `plans()` looks ahead without moving, `commit(plan)` moves once the step has happened.
+
+        for plan in sampler.plans():    # from the state to the end of its epoch
+            ...                         # forward, backward, agree, optimizer step
+            sampler.commit(plan)
+
+    Args:
+        order: says which samples an epoch reads, in which order; or a number of samples, for a `Permutation` of them.
+        global_batch: samples per step of all ranks together, at least `world_size`; or how they grow; or a budget of
+            tokens, which has an order of its own.
+        rank, world_size: whose share to plan.
+        num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
+            is a multiple of the world size, shares differ by at most one sample.
+        micro_size: most samples in one forward; None for whole shards.
+        seed: of the order.
+        skip_steps: first and last of the steps, counted from 1, whose samples are left out. A run that is resumed
+            counts on from the steps that it has made.
+
+    Attributes:
+        seen: what the samples of this rank add up to since the epoch began, to be compared with what was promised; None
+            if that is not known.
+        set_apart: in words, the samples that are set apart for validation; "": none.
+
+    Raises:
+        ConfigError: an argument cannot work; the message says which one, and the remedy.
+    """
+
+    def __init__(
+        self,
+        order: Order | int,
+        *,
+        global_batch: int | BatchWarmup | TokenBudget,
+        rank: int,
+        world_size: int,
+        num_shards: int | None = None,
+        micro_size: int | None = None,
+        seed: int = 0,
+        skip_steps: tuple[int, int] | None = None,
+    ) -> None:
+        num_shards = world_size if num_shards is None else num_shards
+        if isinstance(global_batch, TokenBudget):
+            order = _only_order(order, global_batch)
+        order = _checked_order(order) if isinstance(order, Order) else Permutation(order)
+        length = order.length
+        if length < 1:
+            raise ConfigError(f"the training set has {length} samples; check its path and its split")
+        replicas(world_size, rank)
+        self.sizes = global_batch if isinstance(global_batch, Steps) else BatchSizes(length, global_batch)
+        if isinstance(self.sizes, BatchSizes):
+            _check_batch(self.sizes.batch, world_size, num_shards)
+        if num_shards < world_size:
+            raise ConfigError(
+                f"num_shards={num_shards} is less than {world_size} workers, so some would compute nothing: "
+                f"set it to a multiple of {world_size}"
+            )
+        if micro_size is not None and micro_size < 1:
+            raise ConfigError(f"micro_size must be at least 1, got {micro_size}; leave it out for whole shards")
+        self.order, self.length, self.global_batch = order, length, self.sizes.usual
+        self.num_shards, self.micro_size = num_shards, micro_size
+        self.rank, self.world_size = rank, world_size
+        self.seen: Checksum | None = Checksum()
+        self.set_apart = ""
+        self._skip_steps = None if skip_steps is None else checked_range(skip_steps)
+        self._begin(SamplerState(seed, epoch=0, consumed=0), num_steps=0, skipped=())
+
+    def _begin(self, state: SamplerState, *, num_steps: int, skipped: Sequence[Skipped]) -> None:
+        """Goes on from a state.
+
+        Args:
+            num_steps: steps that were made.
+            skipped: ranges that were left out.
+        """
+        position = state.epoch * self.length + state.consumed
+        self._skips = [each for each in skipped if each.stop <= position]
+        if self._skip_steps is not None and self._skip_steps not in [each[:2] for each in self._skips]:
+            first, last = self._skip_steps
+            if first <= num_steps:
+                raise ConfigError(
+                    f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, so that it is too late for "
+                    f"step {first}; name later steps, or go back to a checkpoint before them"
+                )
+            start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
+            self._skips.append(Skipped(first, last, start, stop))
+        self._state = self._settled(state)
+        self._num_steps, self._origin = num_steps, (num_steps, self._state)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Returns the length of the data set; None if nobody knows it."""
+        return self.order.num_samples
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        """Returns the number of steps of a whole epoch, the smaller last one included, once the batch has grown."""
+        return self.sizes.num_steps_per_epoch
+
+    @property
+    def state(self) -> SamplerState:
+        """Returns the position after the last committed step."""
+        return self._state
+
+    @property
+    def position(self) -> int:
+        """Returns how many samples all ranks together have trained on in the whole run."""
+        return self._state.epoch * self.length + self._state.consumed
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Returns True if no step of an epoch is left after the last committed one."""
+        if self._state.consumed == 0:
+            return True
+        epoch = self._state.epoch
+        return any(each.stop == self.position and 0 < each.start <= epoch * self.length for each in self._skips)
+
+    def position_of(self, plan: StepPlan) -> int:
+        """Returns how many samples the run has trained on before a step."""
+        return plan.epoch * self.length + plan.position
+
+    def plans(self) -> Iterator[StepPlan]:
+        """Yields the steps from the present state to the end of its epoch. The state stays where it is."""
+        return self._plans_from(self._state)  # the state at this call, not at the first next()
+
+    def _plans_from(self, state: SamplerState) -> Iterator[StepPlan]:
+        steps = self._steps_from(state)
+        while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
+            micros = [list(self.parts(step)) for step in ahead]
+            positions = indices(position for those in micros for micro in those for position in micro.indices)
+            samples = iter(self._samples(positions, state).tolist())
+            for step, those in zip(ahead, micros, strict=True):
+                found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.indices)))) for micro in those)
+                yield StepPlan(state.epoch, step.start, len(step), found)
+
+    def _samples(self, positions: Indices, state: SamplerState) -> Indices:
+        """Returns the samples at positions of an epoch.
+
+        Raises:
+            ConfigError: an order of the user's own returned something else.
+        """
+        found = np.asarray(self.order.samples(positions, seed=state.seed, epoch=state.epoch))
+        if found.shape != positions.shape or found.dtype.kind not in "iu":
+            raise ConfigError(
+                f"the order ({self.order.in_words()}) returned {found.dtype.name} {list(found.shape)} for "
+                f"{counted(len(positions), 'position')}: return one whole number for each"
+            )
+        if len(found) and not 0 <= found.min() <= found.max() < self.order.num_samples:
+            wrong = found.min() if found.min() < 0 else found.max()
+            raise ConfigError(
+                f"the order ({self.order.in_words()}) returned sample {wrong}, and the data have samples 0 … "
+                f"{self.order.num_samples - 1}"
+            )
+        return indices(found)
+
+    def _steps_from(self, state: SamplerState) -> Iterator[range]:
+        """Yields the positions of each step from a state to the end of its epoch."""
+        while True:
+            size = self.sizes.size_at(state.epoch * self.length + state.consumed)
+            yield range(state.consumed, state.consumed + size)
+            following = self._settled(state._replace(consumed=state.consumed + size))
+            if following.epoch != state.epoch:
+                return
+            state = following
+
+    def _settled(self, state: SamplerState) -> SamplerState:
+        """Returns where the next step begins: past what is skipped, and not at the end of an epoch."""
+        position = state.epoch * self.length + state.consumed
+        for each in self._skips:
+            position = each.stop if each.start <= position < each.stop else position
+        return SamplerState(state.seed, *divmod(position, self.length))
+
+    def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
+        """Returns the steps that are left of the run, and the position after them.
+
+        Args:
+            epochs: of the whole run; None for no limit.
+            num_steps: most steps from now on; None for no limit.
+        """
+        left, end = self.sizes.end(self.position, epochs=epochs, num_steps=num_steps)
+        ahead = self._skips[-1] if self._skips else Skipped(0, 0, 0, 0)
+        before = self.sizes.num_steps(self.position, ahead.start)
+        if self.position >= ahead.stop or left <= before:
+            return left, end
+        rest = None if num_steps is None else num_steps - before
+        left, end = self.sizes.end(ahead.stop, epochs=epochs, num_steps=rest)
+        return before + left, end
+
+    def left_out_from(self, position: int) -> int | None:
+        """Returns the first step of the range in which the sample at a position is skipped, if that lies ahead."""
+        ahead = (each for each in self._skips if each.first > self._origin[0])
+        return next((each.first for each in ahead if each.start <= position < each.stop), None)
+
+    def step_at(self, position: int) -> int:
+        """Returns the number of the run's step that has the sample at a position, not before the state loaded."""
+        num_steps, begin = self._origin
+        first = begin.epoch * self.length + begin.consumed
+        number = num_steps + self.sizes.num_steps(first, position + 1)
+        left_out = [each for each in self._skips if first <= each.start and each.stop <= position]
+        return number - sum(self.sizes.num_steps(each.start, each.stop) for each in left_out)
+
+    def steps_before(self, plan: StepPlan) -> list[range]:
+        """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
+        begin = max(self._origin[1], self._settled(SamplerState(self._state.seed, plan.epoch, 0)))
+        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin)))
+
+    def seek(self, step: int) -> None:
+        """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
+        num_steps, self._state = self._origin
+        _, position = self.end(epochs=None, num_steps=step - 1 - num_steps)
+        self._state = self._settled(SamplerState(self._state.seed, *divmod(position, self.length)))
+
+    def parts(self, step: Sequence[int]) -> Iterator[Micro]:
+        """Yields this rank's parts of a step, with positions, which `step` has, in the place of samples."""
+        # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
+        size, num_shards = len(step), self.num_shards
+        first, end = (rank * num_shards // self.world_size for rank in (self.rank, self.rank + 1))
+        for shard in range(first, end):
+            mine = step[shard * size // num_shards : (shard + 1) * size // num_shards]
+            num_parts = math.ceil(len(mine) / (self.micro_size or max(1, len(mine))))
+            for part in range(num_parts):
+                begin, stop = (i * len(mine) // num_parts for i in (part, part + 1))
+                yield Micro(shard, part, mine[begin:stop])
+
+    def num_micros(self, size: int) -> int:
+        """Returns this rank's number of micro-batches in a step of so many samples."""
+        return sum(1 for _ in self.parts(range(size)))
+
+    def commit(self, plan: StepPlan) -> None:
+        """Moves the state past a step that has happened, at the end of an epoch to the beginning of the next one.
+
+        Raises:
+            ConfigError: the plan does not begin at the state (a step was left out, or committed twice).
+        """
+        seed, epoch, consumed = self._state
+        if (plan.epoch, plan.position) != (epoch, consumed):
+            raise ConfigError(
+                f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler is at "
+                f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
+            )
+        self._state = self._settled(SamplerState(seed, epoch, consumed + plan.size))
+        self._num_steps += 1
+        if self.seen is not None:
+            self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
+
+    def take_seen(self) -> Checksum | None:
+        """Returns `seen` at the end of an epoch, and begins anew."""
+        seen, self.seen = self.seen, Checksum()
+        return seen
+
+    def promised(self, epoch: int) -> Checksum | None:
+        """Returns what the samples of all ranks add up to in an epoch; None if the order does not say."""
+        promised, first = self.order.checksum(), epoch * self.length
+        if promised is None:
+            return None
+        state = SamplerState(self._state.seed, epoch, 0)
+        for each in self._skips:
+            begin, end = max(first, each.start) - first, min(first + self.length, each.stop) - first
+            for block in range(begin, end, _PROMISED):
+                positions = np.arange(block, min(block + _PROMISED, end))
+                promised = promised.without(Checksum.of(self._samples(positions, state)))
+        return promised
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns seed, epoch, consumed, and what they belong to: equal on all ranks, and valid at any world size.
+
+        Steps that were to be left out next are not yet: who goes on may leave out others.
+        """
+        state, skips = self._state, [each for each in self._skips if each.stop <= self.position]
+        if skips and skips[-1].stop == self.position and skips[-1][:2] == self._skip_steps:
+            state = SamplerState(state.seed, *divmod(skips.pop().start, self.length))
+        about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}
+        about |= {"set_apart": self.set_apart} if self.set_apart else {}
+        return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
+
+    def places(self) -> Any:
+        """Returns what a state needs beside the state of all ranks: nothing, but for data that are a stream."""
+        return None
+
+    def load_places(self, places: Sequence[Any]) -> None:
+        """Takes what `places` returned on each rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a saved state, with its seed.
+
+        Raises:
+            ConfigError: a field is missing, the position lies outside this data set or in an epoch of another order, or
+                samples were trained on that are set apart now.
+        """
+        if (then := state.get("set_apart", "")) != self.set_apart:
+            wrong = "of which it has trained on some" if self.set_apart else "so that it would train on those"
+            raise ConfigError(
+                f"the run has set apart {then or 'no samples'} for validation, and now that would be "
+                f"{self.set_apart or 'none'}, {wrong}: give the same share, seed and data as then, or begin another run"
+            )
+        loaded, mine = read_state(state, length=self.length), self.order.identity
+        saved = state.get("order", "not noted")
+        if loaded.consumed and saved != mine:
+            raise ConfigError(
+                f"the state is one after {loaded.consumed} of {self.length} samples of an epoch whose order was "
+                f"{saved}, and this order is {mine}, so that samples would be read twice or never: give back that "
+                "order, its data, its sharding, shards and batch, or go on from the end of an epoch"
+            )
+        position = loaded.epoch * self.length + loaded.consumed
+        num_steps = int(state.get("num_steps", self.sizes.num_steps(0, position)))
+        skipped = [Skipped(*each) for each in state.get("skipped", ())]
+        if state.get("length", self.length) != self.length:  # their positions were those of other epochs
+            skipped = [each._replace(start=0, stop=0) for each in skipped]
+        self._begin(loaded, num_steps=num_steps, skipped=skipped)
+
+
+class EvaluationSampler(Sampler[int]):
+    """Gives each sample to exactly one rank: rank r reads [r*n//W, (r+1)*n//W), in the data set's order.
+
+    Shares differ by at most one sample, and a rank may have none. So reduce metrics as (sum, count).
+
+    Attributes:
+        share: the indices of this rank.
+
+    Raises:
+        ConfigError: `rank` outside [0, num_replicas), or no default for them.
+    """
+
+    def __init__(
+        self, dataset_or_length: Sized | int, *, num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        self.num_replicas, self.rank = replicas(num_replicas, rank)
+        length = dataset_or_length if isinstance(dataset_or_length, int) else len(dataset_or_length)
+        begin, end = (r * length // self.num_replicas for r in (self.rank, self.rank + 1))
+        self.share = range(begin, end)
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.share)
+
+
+def sampler_of(
+    samples: Any,
+    *,
+    order: Order | None,
+    sharding: str | OwnSharding,
+    global_batch: int | BatchWarmup | TokenBudget,
+    rank: int,
+    world_size: int,
+    num_shards: int | None,
+    drop_last: bool = False,
+    **choices: Any,
+) -> tuple[TrainSampler, str]:
+    """Returns the sampler of a data set, and in words how its samples are dealt, if that is not as usual.
+
+    Args:
+        samples: the data set.
+        order, sharding: as in `sharding.dealt`.
+        drop_last: an epoch ends with its last whole step.
+        choices: the other arguments of `TrainSampler`.
+
+    Raises:
+        ConfigError: the arguments contradict each other or the data.
+    """
+    num_shards = world_size if num_shards is None else num_shards
+    if isinstance(global_batch, TokenBudget):
+        order = _only_order(len(samples) if order is None else order, global_batch)
+    batch = global_batch if isinstance(global_batch, int) else None
+    chosen, note = dealt(samples, order, sharding, num_shards=num_shards, batch=batch)
+    chosen = _whole_steps(chosen, batch) if drop_last else chosen
+    sampler = TrainSampler(
+        chosen, global_batch=global_batch, rank=rank, world_size=world_size, num_shards=num_shards, **choices
+    )
+    sampler.set_apart = getattr(samples, "set_apart", "")
+    return sampler, note
+
+
+# -------------------------------------------------------------------------------------------------- arguments and state
+
+
+def _checked_order(order: Order) -> Order:
+    """Returns an order of the user's own that says how long it is."""
+    for name in ("num_samples", "length"):
+        length_of(getattr(order, name, None), what=f"{type(order).__name__}.{name}")
+    return order
+
+
+def _only_order(order: Order | int, budget: TokenBudget) -> Order:
+    """Returns the order of a budget.
+
+    Raises:
+        ConfigError: there is another one, or the lengths are those of other samples.
+    """
+    if isinstance(order, Order) and order is not budget:
+        raise ConfigError(f"a budget of tokens orders samples by itself; leave the order ({order.in_words()}) out")
+    if isinstance(order, int) and order != budget.num_samples:
+        raise ConfigError(f"the budget has lengths of {budget.num_samples} samples, and the data have {order}")
+    return budget
+
+
+def _whole_steps(order: Order, batch: int | None) -> Order:
+    """Returns the order without an incomplete last step.
+
+    Raises:
+        ConfigError: there is no whole step, or steps differ in size.
+    """
+    if batch is None:
+        raise ConfigError("drop_last of the DataLoader: needs a global_batch that does not change; leave it out")
+    if not (length := order.length // batch * batch):
+        raise ConfigError(
+            f"drop_last of the DataLoader: leaves no step, because an epoch has {order.length} samples, fewer than "
+            f"global_batch={batch}; leave it out"
+        )
+    return order if length == order.length else FirstOf(order, length)
+
+
+def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:
+    """Raises ConfigError if some step has too few samples for the ranks or the shards."""
+    smallest = batch.first
+    if smallest < world_size:
+        raise ConfigError(
+            f"a global batch of {smallest} cannot be shared by {world_size} workers: "
+            f"raise it to {world_size} or more, or use {max(smallest, 1)} worker(s)"
+        )
+    if smallest < min(num_shards, batch.last):
+        raise ConfigError(
+            f"a batch that grows from {smallest} samples cannot be cut into {num_shards} shards: begin with "
+            f"{num_shards} samples or more, or set num_shards={smallest}"
+        )
+
+
+def checked_range(steps: Any) -> tuple[int, int]:
+    """Returns the first and the last of a range of steps.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        first, last = (operator.index(step) for step in steps)
+        is_range = 1 <= first <= last
+    except (TypeError, ValueError):
+        is_range = False
+    if not is_range:
+        raise ConfigError(f"skip_steps={steps!r}: takes the first and the last step, counted from 1, as (4700, 4710)")
+    return first, last
+
+
+def replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Returns number of ranks and rank, from `torch.distributed` where they are None.
+
+    Raises:
+        ConfigError: `rank` outside [0, num_replicas), or no default for them.
+    """
+    if num_replicas is None or rank is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"num_replicas={num_replicas} and rank={rank} have no default, as torch.distributed is not "
+                "initialised: call ddp.init() first, or pass both"
+            )
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        rank = dist.get_rank() if rank is None else rank
+    if num_replicas < 1:
+        raise ConfigError(f"the number of workers must be at least 1, got {num_replicas}")
+    if not 0 <= rank < num_replicas:
+        raise ConfigError(f"invalid rank {rank}: with {num_replicas} workers it must lie in [0, {num_replicas - 1}]")
+    return num_replicas, rank
+
+
+def read_state(state: Mapping[str, Any], *, length: int) -> SamplerState:
+    """Returns the position that a sampler saved, or the next epoch's beginning if that epoch was over.
+
+    Raises:
+        ConfigError: a field is missing, or the position lies outside this data set.
+    """
+    missing = [name for name in SamplerState._fields if name not in state]
+    if missing:
+        raise ConfigError(f"a sampler's state needs {', '.join(SamplerState._fields)}; missing: {', '.join(missing)}")
+    loaded = SamplerState(*(int(state[name]) for name in SamplerState._fields))
+    if loaded.epoch < 0 or not 0 <= loaded.consumed <= length:
+        raise ConfigError(
+            f"{loaded} is no position in a data set of {length} samples: "
+            "it was saved with another data set; give that one, or start without the sampler's state"
+        )
+    return loaded if loaded.consumed < length else SamplerState(loaded.seed, loaded.epoch + 1, 0)

@@ -1,0 +1,185 @@
+"""Sharding: what the shards of a batch are made of. Files are dealt to shards, and never to ranks.
+
+    sample          a step is a run of the epoch's order, cut into shards         any order, any data
+    file            shard v of every step comes from lane v, a run of files       a worker opens its lanes' files only
+    full_shuffle    each lane goes through everything, in an order of its own     an epoch has each sample V times
+    off             every lane reads the same samples in the same order           an epoch has each sample V times
+    a function      lane v has the samples of function(v, V), in a random order   rank and world size, where V is W
+    auto            file, if there are files, and as many as shards; else sample
+
+Lanes (`lanes.py`) depend on V = `batch.num_shards` alone. So the samples of a step are the same at any number of
+workers, and a run can go on with more or fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ddp.data.orders.lanes import Copies, Lanes, Listed, Shuffles
+from ddp.data.orders.order import Blocks, Order, Permutation
+from ddp.data.orders.permutation import Indices, indices
+from ddp.errors import ConfigError, did_you_mean
+from ddp.units import counted
+
+OwnSharding = Callable[[int, int], Iterable[int]]
+"""A function (shard, number of shards) → the samples of that lane."""
+
+SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
+
+
+class Dealt(NamedTuple):
+    """An order whose shards are what was asked for, and in words what was chosen."""
+
+    order: Order
+    note: str
+
+
+def dealt(
+    samples: Any, order: Order | None, sharding: str | OwnSharding, *, num_shards: int, batch: int | None
+) -> Dealt:
+    """Returns the order in which the steps of an epoch read a data set.
+
+    Args:
+        samples: the data set; `file_sizes`, if it has them, are the numbers of samples of its files.
+        order: None for a permutation, or for blocks where files are dealt.
+        sharding: one of `SHARDINGS`, or a function.
+        num_shards: shards of a step.
+        batch: samples of a step; None where it changes inside an epoch.
+
+    Raises:
+        ConfigError: the choices contradict each other or the data.
+    """
+    if not callable(sharding) and sharding not in SHARDINGS:
+        hint, known = did_you_mean(sharding, SHARDINGS), ", ".join(SHARDINGS)
+        raise ConfigError(f"sharding={sharding!r}: take one of {known}, or a function (shard, shards).{hint}")
+    if order is not None and order.num_samples != len(samples):
+        raise ConfigError(f"the order is made for {order.num_samples} samples, and the data have {len(samples)}")
+    blocks = order if isinstance(order, Blocks) else _blocks_of(samples) if order is None else None
+    note = ""
+    if sharding == "auto":
+        sharding, note = _chosen(blocks, num_shards=num_shards, can_follow_files=batch is not None)
+    if sharding == "sample":
+        return Dealt(order or Permutation(len(samples)), note)
+    name = "file" if sharding == "file" else f"{sharding}" if isinstance(sharding, str) else "a function"
+    if batch is None:
+        raise ConfigError(
+            f"sharding={name}: takes equally many samples from a lane in all steps of an epoch, and this batch changes "
+            "inside an epoch; take sharding=sample, or a batch of constant size"
+        )
+    if sharding == "file":
+        return _by_file(blocks, order, num_shards=num_shards, batch=batch)
+    if callable(sharding):
+        if order is not None:
+            raise ConfigError(
+                f"a sharding function says which samples a shard has, in a random order; leave the order "
+                f"({order.in_words()}) out"
+            )
+        lists = _own_lists(sharding, len(samples), num_shards)
+        return Dealt(Lanes(lists, lists.sizes, batch=batch), lists.note())
+    if batch % num_shards:
+        raise ConfigError(f"sharding={name}: all lanes are equally long; take a batch that {num_shards} shards divide")
+    if sharding == "off":
+        places: Order = Copies(order or Permutation(len(samples)), num_shards)
+    elif order is None or isinstance(order, Permutation):
+        places = Shuffles(len(samples), num_shards)
+    else:
+        raise ConfigError(f"sharding=full_shuffle: shuffles by itself; leave the order ({order.in_words()}) out")
+    note = f"an epoch has each of the {len(samples):,} samples {num_shards} times, because of sharding={name}"
+    return Dealt(Lanes(places, np.full(num_shards, places.length // num_shards), batch=batch), note)
+
+
+def _blocks_of(samples: Any) -> Blocks | None:
+    """Returns the usual order of samples that lie in files; None if they do not say in which.
+
+    Raises:
+        ConfigError: what they say is wrong.
+    """
+    sizes = getattr(samples, "file_sizes", None)
+    if sizes is None:
+        return None
+    blocks = Blocks(sizes)
+    if blocks.num_samples != len(samples):
+        found = f"add up to {blocks.num_samples}, and they have {len(samples)} samples"
+        raise ConfigError(f"the file_sizes of the data {found}: give the number of samples in each file")
+    return blocks
+
+
+def _num_files(blocks: Blocks) -> int:
+    return int(np.count_nonzero(blocks.file_sizes))
+
+
+def _chosen(blocks: Blocks | None, *, num_shards: int, can_follow_files: bool) -> tuple[str, str]:
+    """Returns the sharding that "auto" stands for, and in words why files are not followed, if there are any."""
+    if blocks is None:
+        return "sample", ""
+    if can_follow_files and _num_files(blocks) >= num_shards:
+        return "file", ""
+    why = f"{counted(_num_files(blocks), 'file')} for {counted(num_shards, 'shard')}"
+    why = why if can_follow_files else "the batch changes inside an epoch"
+    return "sample", f"{why}: shards do not follow files, so a worker opens all of them"
+
+
+def _by_file(blocks: Blocks | None, order: Order | None, *, num_shards: int, batch: int) -> Dealt:
+    """Returns an order in which each shard follows a run of files of its own."""
+    if blocks is None and order is not None:
+        raise ConfigError(
+            f"sharding=file: the order ({order.in_words()}) does not keep to files; take one of blocks, or leave it out"
+        )
+    if blocks is None:
+        raise ConfigError(
+            "sharding=file: it is not known which samples lie in one file, because the data have no attribute "
+            "`file_sizes`; take sharding=sample"
+        )
+    files = counted(_num_files(blocks), "file")
+    if _num_files(blocks) < num_shards:
+        raise ConfigError(
+            f"sharding=file: {files} cannot be dealt to {counted(num_shards, 'shard')}; write more and smaller files, "
+            "take sharding=sample, or fewer shards (num_shards, at least one for each worker)"
+        )
+    lengths = _equal_lanes(blocks.length, num_shards, batch)
+    order = Lanes(Blocks(blocks.file_sizes, window=blocks.window, lanes=lengths), lengths, batch=batch)
+    mixed = min(blocks.window, int(lengths.max()))
+    are = "is" if _num_files(blocks) == 1 else "are"
+    return Dealt(order, f"{files} {are} dealt to {counted(num_shards, 'shard')}, samples mixed {mixed} at a time")
+
+
+def _equal_lanes(length: int, num_shards: int, batch: int) -> Indices:
+    """Returns how many samples each shard has in all steps of an epoch, if each is cut as evenly as can be."""
+    num_whole, rest = divmod(length, batch)
+    edges = np.arange(num_shards + 1)
+    return num_whole * np.diff(edges * batch // num_shards) + np.diff(edges * rest // num_shards)
+
+
+def _own_lists(function: OwnSharding, num_samples: int, num_shards: int) -> Listed:
+    """Returns the lanes of the user's own function."""
+    lists = [_own_list(function, shard, num_samples, num_shards) for shard in range(num_shards)]
+    if not sum(map(len, lists)):
+        raise ConfigError(f"the sharding function returned no sample for any of {counted(num_shards, 'shard')}")
+    return Listed(lists, num_samples=num_samples)
+
+
+def _own_list(function: OwnSharding, shard: int, num_samples: int, num_shards: int) -> Indices:
+    """Returns the samples of one lane."""
+    call = f"the sharding function, called with ({shard}, {num_shards}),"
+    try:
+        returned: Any = function(shard, num_shards)
+    except Exception as error:
+        raise ConfigError(f"{call} failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    try:
+        found = np.asarray(returned if hasattr(returned, "__array__") else list(returned))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{call} returned {returned!r:.60}: return the numbers of samples, such as a list") from None
+    if not found.size:
+        return indices([])
+    if found.dtype.kind == "b":
+        raise ConfigError(f"{call} returned true and false: return the numbers of samples, as np.flatnonzero(mask)")
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        what = f"{found.dtype.name} {list(found.shape)}"
+        raise ConfigError(f"{call} returned {what}: return whole numbers of samples, in one dimension")
+    if not 0 <= found.min() <= found.max() < num_samples:
+        wrong = found.min() if found.min() < 0 else found.max()
+        raise ConfigError(f"{call} returned sample {wrong}, and the data have samples 0 … {num_samples - 1}")
+    return indices(found)

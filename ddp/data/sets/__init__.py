@@ -1,0 +1,1 @@
+"""Data sets: what each holds, and where it lies."""

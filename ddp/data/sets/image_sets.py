@@ -1,0 +1,214 @@
+"""Images from files, through torchvision: MNIST, CIFAR-10, and folders in ImageNet's layout.
+
+    set        download      files under root                          training images are
+    MNIST       12 MB        MNIST/raw/train-images-idx3-ubyte …       as they are, [1, 28, 28]
+    CIFAR10    170 MB        cifar-10-batches-py/data_batch_1 …        shifted and mirrored, [3, 32, 32]
+    FOLDER     none          train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
+
+An augmentation of the user's own takes the place of "shifted and mirrored", "cut out and mirrored".
+
+Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
+from torch's global generator, as torchvision's transforms do; `loader.py` seeds it for each sample. Images that are not
+augmented lie in memory as bytes and are read in whole batches.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp.data.samples import OnInput, Splits, TensorSet, Transformed
+from ddp.data.sets.image_index import image_folder, same_file
+from ddp.errors import ConfigError
+from ddp.vision import torchvision
+
+_MNIST_STATISTICS = (0.1307,), (0.3081,)
+_CIFAR10_STATISTICS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_NETWORK_TIMEOUT_S = 30.0
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel, of pixels in 0 … 1
+Augment = Callable[[Any], Any]
+"""The user's own augmentation: makes of a Pillow image another one, which is then normalised, or a finished tensor."""
+
+
+# MNIST: 60,000 + 10,000 scanned digits (LeCun et al. 1998)
+
+
+def load_mnist(root: str | Path, *, download: bool = False) -> Splits:
+    """Returns MNIST from `root`, where it is downloaded to if it is missing and `download`.
+
+    Raises:
+        ConfigError: it is missing, and may not or cannot be downloaded.
+    """
+    with _missing_files_explained(root, "MNIST", "MNIST/raw", _mnist_files()):
+        train, test = (torchvision().datasets.MNIST(root, train=side, download=download) for side in (True, False))
+    normalise = _normalise_bytes(_MNIST_STATISTICS)
+    return Splits(
+        train=TensorSet(train.data[:, None], train.targets, transform=normalise),
+        test=TensorSet(test.data[:, None], test.targets, transform=normalise),
+        sample_shape=(1, 28, 28),
+        num_classes=10,
+        name="MNIST",
+    )
+
+
+# CIFAR-10: 50,000 + 10,000 photographs (Krizhevsky 2009)
+
+
+def load_cifar10(root: str | Path, *, augment: Augment | None = None, download: bool = False) -> Splits:
+    """Returns CIFAR-10 from `root`, where it is downloaded to if it is missing and `download`.
+
+    Training images are shifted by up to four pixels, and every other one is mirrored, unless there is `augment`.
+
+    Raises:
+        ConfigError: it is missing, and may not or cannot be downloaded; or a file's checksum is wrong.
+    """
+    with _missing_files_explained(root, "CIFAR-10", ".", [torchvision().datasets.CIFAR10.filename]):
+        train, test = (torchvision().datasets.CIFAR10(root, train=side, download=download) for side in (True, False))
+    transforms = torchvision().transforms
+    shift_and_mirror = transforms.Compose([transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()])
+    normalise = transforms.Compose(_to_normalised(_CIFAR10_STATISTICS))
+    pixels = torch.from_numpy(test.data).permute(0, 3, 1, 2).contiguous()  # [n, 3, 32, 32] uint8
+    classes = torch.tensor(test.targets, device="cpu")
+    return Splits(
+        train=Transformed(train, OnInput(Normalised(augment or shift_and_mirror, normalise))),
+        test=TensorSet(pixels, classes, transform=_normalise_bytes(_CIFAR10_STATISTICS)),
+        sample_shape=(3, 32, 32),
+        num_classes=10,
+        name="CIFAR-10",
+        unaugmented=Transformed(train, OnInput(normalise)),
+    )
+
+
+# Folders: one folder per class, as ImageNet is unpacked
+
+
+def load_folder(
+    root: str | Path,
+    *,
+    index_dir: str | Path,
+    image_size: int = 224,
+    augment: Augment | None = None,
+    trains: bool = True,
+    build: bool = True,
+) -> Splits:
+    """Returns the images under `root`, decoded when they are used.
+
+    Of a test image the middle is taken, after resizing it to 8/7 of the size.
+
+    Args:
+        trains: False: the images under val/ alone, and no training samples.
+        index_dir, build: as in `image_index.py`.
+
+    Raises:
+        ConfigError: a folder is missing or holds no images; train and val have other classes, or an image in common.
+    """
+    of_train, of_test = folder_transforms(image_size, augment)
+    train = image_folder(Path(root) / "train", index_dir=Path(index_dir), build=build) if trains else None
+    test = image_folder(Path(root) / "val", index_dir=Path(index_dir), build=build)
+    if train is not None:
+        _check_sides(root, train, test, build=build)
+    return Splits(
+        train=() if train is None else Transformed(train, OnInput(of_train)),
+        test=Transformed(test, OnInput(of_test)),
+        sample_shape=(3, image_size, image_size),
+        num_classes=len(test.classes),
+        name=f"images under {root}",
+        unaugmented=None if train is None else Transformed(train, OnInput(of_test)),
+    )
+
+
+def _check_sides(root: str | Path, train: Any, test: Any, *, build: bool) -> None:
+    """Checks that both sides have the same classes and, in the process that builds, no image in common.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if train.classes != test.classes:
+        differing = sorted(set(train.classes) ^ set(test.classes))
+        raise ConfigError(
+            f"{root}: train/ and val/ must have the same class folders, but only one of them has {differing[:5]}"
+        )
+    if build and (same := same_file(train, test)) is not None:
+        raise ConfigError(f"{same[0]} and {same[1]} are the same file: held-out samples must be others")
+
+
+def folder_transforms(
+    image_size: int, augment: Augment | None = None
+) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
+    """Returns what makes a normalised tensor of a Pillow image, to train on and to test on.
+
+    Args:
+        augment: in place of a random part of the image, mirrored at random.
+    """
+    transforms = torchvision().transforms
+    cut_out = transforms.Compose([transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip()])
+    middle = [transforms.Resize(round(image_size * 8 / 7)), transforms.CenterCrop(image_size)]
+    to_normalised = _to_normalised(_IMAGENET_STATISTICS)
+    of_train = Normalised(augment or cut_out, transforms.Compose(to_normalised))
+    return of_train, transforms.Compose([*middle, *to_normalised])
+
+
+def augmented(splits: Splits, augment: Augment | None) -> Splits:
+    """Returns splits of images that are tensors, whose training images pass through the user's own augmentation."""
+    if augment is None:
+        return splits
+    return replace(splits, train=Transformed(splits.train, OnInput(augment)), unaugmented=splits.train)
+
+
+class Normalised:
+    """An augmentation of Pillow images, whose result is normalised unless it is a tensor already."""
+
+    def __init__(self, augment: Augment, normalise: Callable[[Any], Tensor]) -> None:
+        self.augment, self.normalise = augment, normalise
+
+    def __call__(self, image: Any) -> Tensor:
+        augmented = self.augment(image)
+        return augmented if isinstance(augmented, Tensor) else self.normalise(augmented)
+
+
+# Shared steps
+
+
+def _normalise_bytes(statistics: Statistics) -> Callable[[Tensor], Tensor]:
+    """Returns a function from uint8 [..., channels, h, w] to normalised float32."""
+    transforms = torchvision().transforms
+    normalise: Callable[[Tensor], Tensor] = transforms.Compose(
+        [transforms.ConvertImageDtype(torch.float32), transforms.Normalize(*statistics)]
+    )
+    return normalise
+
+
+def _to_normalised(statistics: Statistics) -> list[Any]:
+    """Returns the transforms from a decoded image to normalised float32 [channels, h, w]."""
+    transforms = torchvision().transforms
+    return [transforms.ToTensor(), transforms.Normalize(*statistics)]
+
+
+def _mnist_files() -> list[str]:
+    return [file for file, _ in torchvision().datasets.MNIST.resources]
+
+
+@contextmanager
+def _missing_files_explained(root: str | Path, name: str, folder: str, files: list[str]) -> Iterator[None]:
+    """Turns torchvision's errors for missing or damaged files into advice; a network that is silent is given up."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # because urllib would wait for ever
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file was cut off
+        raise ConfigError(
+            f"{name} is not whole under {root} and could not be fetched. Wanted: {', '.join(files)}; put them into "
+            f"{Path(root) / folder} (the program unpacks them), or use data=digits, which needs no download. "
+            f"The cause: {' '.join(str(error).split()) or 'a file is damaged'}"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)

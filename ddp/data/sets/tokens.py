@@ -1,0 +1,208 @@
+"""Text as tokens, in flat binary files: windows of `context` tokens, as language models are trained on.
+
+    a.bin     t0 t1 t2 … │ t_c … │ t_2c … │           uint16, one after the other (nanoGPT's format); or a.npy
+    sample k = (x, y):   x = t[kc : kc + c],  y = t[kc + 1 : kc + c + 1],  both int64
+
+Windows do not overlap, and do not cross files. The last tokens of a file that fill no window are left out.
+
+The index has three numbers per file (`Regular`), so it costs nothing to make. A window is one pread(2), and the
+kernel keeps the file in memory as it would a map. A batch is filled row by row, without a tensor for each window: some
+300 million tokens a second for c = 1024, where a memory map would give six times as many and a SIGBUS for a file that
+is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddp.data.files.file_index import Format, IndexedFile, Layout, Regular
+from ddp.data.files.file_set import FileSet
+from ddp.data.files.listing import Addresses
+from ddp.data.files.readers import Reader, check_not_compressed
+from ddp.data.files.storage import DIRECT, Storage
+from ddp.data.samples import WholeBatches
+from ddp.errors import ConfigError
+
+_DTYPES = ("uint8", "uint16", "int32", "uint32")
+_NPY = b"\x93NUMPY"
+_LOOKED_AT = 4096  # tokens at the beginning of the first file
+_ENOUGH = 64  # of them, to tell the dtype
+_WIDER = {1: "uint16", 2: "uint32"}  # by bytes of a token
+
+
+class TokenFiles(Format):
+    """Flat files of tokens, raw or as NumPy saves them.
+
+    Args:
+        context: tokens in an input.
+        dtype: of the tokens of a raw file: "uint8", "uint16", "int32" or "uint32". A .npy file says it itself.
+        header_bytes: to skip at the beginning of a raw file.
+        vocab_size: a token is one of 0 … vocab_size - 1; None: any number.
+    """
+
+    kind = "tokens"
+    suffixes = (".bin", ".npy")
+    draws_nothing = True
+
+    def __init__(
+        self, *, context: int, dtype: str = "uint16", header_bytes: int = 0, vocab_size: int | None = None
+    ) -> None:
+        if context < 1 or header_bytes < 0:
+            raise ConfigError(f"context={context}, header_bytes={header_bytes}: a window has at least one token")
+        if vocab_size is not None and vocab_size < 1:
+            raise ConfigError(f"vocab_size={vocab_size}: a vocabulary has at least one token")
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype={dtype!r} of tokens: choose one of {', '.join(_DTYPES)}")
+        self.context, self.dtype, self.header_bytes, self.vocab_size = context, dtype, header_bytes, vocab_size
+
+    def settings(self) -> dict[str, Any]:
+        """Returns whatever the index depends on."""
+        return {"context": self.context, "dtype": self.dtype, "header_bytes": self.header_bytes}
+
+    def index(self, reader: Reader) -> Layout:
+        """Computes the number of windows of a file from its size."""
+        if reader.address.endswith((".gz", ".bz2", ".xz", ".zst")):  # tokens may begin like this, too
+            check_not_compressed(reader)
+        is_npy = reader.read(0, min(6, reader.facts.size)) == _NPY
+        first, dtype = _npy_header(reader) if is_npy else (self.header_bytes, np.dtype(self.dtype).newbyteorder("<"))
+        num_bytes = reader.facts.size - first
+        if num_bytes < 0 or num_bytes % dtype.itemsize:
+            raise ConfigError(
+                f"{reader.address} has {num_bytes} bytes of tokens, and {dtype.name} has {dtype.itemsize}: it is cut "
+                "off, or of another dtype"
+            )
+        num_tokens = num_bytes // dtype.itemsize
+        if num_tokens <= self.context:
+            raise ConfigError(
+                f"{reader.address} has {num_tokens} tokens, too few for a window of context={self.context} and its "
+                f"targets: choose 1 … {num_tokens - 1}, or join short files"
+            )
+        window = Regular(
+            first, self.context * dtype.itemsize, (self.context + 1) * dtype.itemsize, (num_tokens - 1) // self.context
+        )
+        return Layout(window, {"dtype": dtype.str})
+
+    def check(self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]) -> None:
+        """Looks whether tokens of twice the bytes are read as two tokens each, of which every second one is 0.
+
+        Of tokens of a large vocabulary it is no larger than what does not fit into the first.
+        """
+        reader, start, _ = first()
+        dtype = np.dtype(files[0].notes["dtype"])
+        num = min(_LOOKED_AT, (reader.facts.size - start) // dtype.itemsize)
+        tokens = np.frombuffer(reader.read(start, num * dtype.itemsize), dtype=dtype).astype(np.int64)
+        rest = 0 if self.vocab_size is None else (self.vocab_size - 1) >> 8 * dtype.itemsize
+        if num >= _ENOUGH and tokens[1::2].max() <= rest < tokens[::2].max() and tokens.min() >= 0:
+            wider = _WIDER.get(dtype.itemsize)
+            remedy = f"take dtype={wider}" if wider else "save them as int32 or uint32"
+            found = "0" if not rest else f"at most {rest}"
+            raise ConfigError(
+                f"{reader.address}: read as {dtype.name}, every second token is {found}, so the tokens have more "
+                f"bytes: {remedy}"
+            )
+
+    def decode(self, data: bytes, notes: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns a window."""
+        tokens = self.tokens(data, notes).astype(np.int64)
+        if self.has_unknown(tokens):
+            extreme = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise ValueError(
+                f"it has the token {extreme}, and vocab_size={self.vocab_size}, so the file has another vocabulary "
+                "or dtype"
+            )
+        window = torch.from_numpy(tokens)
+        return window[:-1], window[1:]
+
+    def tokens(self, data: bytes, notes: dict[str, Any]) -> NDArray[Any]:
+        """Returns the tokens in `data`, [context + 1], without a copy."""
+        return np.frombuffer(data, dtype=notes["dtype"])
+
+    def has_unknown(self, tokens: NDArray[np.int64]) -> bool:
+        """Returns True if a token is not in the vocabulary."""
+        if self.vocab_size is None:
+            return False
+        return int(tokens.view(np.uint64).max(initial=0)) >= self.vocab_size  # negative ones are large there
+
+    def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the length of each input, in tokens."""
+        return np.full_like(num_bytes, self.context)
+
+
+def _npy_header(reader: Reader) -> tuple[int, np.dtype[Any]]:
+    """Returns where the tokens of a .npy file begin, and their type.
+
+    Raises:
+        ConfigError: it is damaged, cut off, or holds something else.
+    """
+    head = BytesIO(reader.read(0, min(4096, reader.facts.size)))
+    try:
+        version = np.lib.format.read_magic(head)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(head)
+    except Exception as error:  # NumPy lets Python's parser read the header
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"{reader.address} is cut off or no .npy file ({cause}): write it again") from error
+    if len(shape) != 1 or dtype.name not in _DTYPES:
+        raise ConfigError(
+            f"{reader.address} holds {dtype.name} {list(shape)}: save the tokens as one dimension of "
+            f"{', '.join(_DTYPES)}"
+        )
+    num_bytes = reader.facts.size - head.tell()
+    if num_bytes != shape[0] * dtype.itemsize:
+        raise ConfigError(
+            f"{reader.address} has {num_bytes} bytes of tokens instead of {shape[0] * dtype.itemsize}: it is cut off; "
+            "copy it again"
+        )
+    return head.tell(), dtype
+
+
+class TokenSet(FileSet, WholeBatches):
+    """Windows of tokens as a data set that hands out whole batches.
+
+    Args:
+        addresses, index_dir, build, storage, num_open: as in `FileSet`.
+        context, dtype, header_bytes, vocab_size: as in `TokenFiles`.
+
+    Raises:
+        ConfigError: as `FileSet`.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        *,
+        context: int,
+        dtype: str = "uint16",
+        header_bytes: int = 0,
+        vocab_size: int | None = None,
+        index_dir: str | Path,
+        build: bool = True,
+        storage: Storage = DIRECT,
+        num_open: int | None = None,
+    ) -> None:
+        self._tokens = TokenFiles(context=context, dtype=dtype, header_bytes=header_bytes, vocab_size=vocab_size)
+        super().__init__(addresses, self._tokens, index_dir=index_dir, build=build, storage=storage, num_open=num_open)
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Returns the windows at `indices`: (x, y), both [k, context] int64.
+
+        Raises:
+            UnreadableSample: one of them cannot be read, or has a token that is not in the vocabulary.
+        """
+        windows = np.empty((len(indices), self._tokens.context + 1), dtype=np.int64)
+        for row, index in zip(windows, indices, strict=True):
+            data, notes = self.raw(int(index))
+            row[:] = self._tokens.tokens(data, notes)
+        if self._tokens.has_unknown(windows):
+            for index in indices:
+                self[int(index)]  # raises for the one that has it
+        both = torch.from_numpy(windows)
+        return both[:, :-1], both[:, 1:]

@@ -1,0 +1,170 @@
+"""Compression: what a replica does with a hook. It makes parcels of a bucket, and keeps steps and hook together.
+
+    begin        commits what the hook remembers of the last step, unless that was taken back
+    reduce       a bucket's ranks of one host add up in memory; then the hook, between hosts
+    is_finite    no gradient of this step was NaN or infinite on this rank. A hook may not show it, so ranks tell
+    take_back    the hook is as it was before the step
+
+Where all ranks share one host's memory, nothing has to travel: buckets are added up there, and the hook does nothing,
+unless it changes gradients (momentum).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import SupportsInt
+
+import torch
+from torch import Tensor, nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.work import Work
+from ddp.errors import ConfigError
+from ddp.gradients.bucket import Bucket, span
+from ddp.gradients.hooks.error_feedback import corrected
+from ddp.gradients.hooks.hook import Hook, Parcel, wide
+
+
+class Compression:
+    """A hook at work in one replica.
+
+    Args:
+        named: all parameters of the replica, with their names.
+
+    Attributes:
+        num_steps: committed steps with this hook.
+        numels: by name, the number of elements of each parameter.
+        is_owed: a rank remembers gradients of a run on other hosts, which must be sent even if nothing else is.
+
+    Raises:
+        ConfigError: the hook cannot work as it is, or a parameter is on another device than the communicator.
+    """
+
+    def __init__(self, hook: Hook, comm: Communicator, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        if not isinstance(hook, Hook):
+            raise ConfigError(
+                f"hook={hook!r:.60}: give an object of ddp.gradients, such as ddp.gradients.PowerSGD(4); a function of "
+                "your own goes to register_comm_hook of ddp.DistributedDataParallel"
+            )
+        self.numels: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for name, parameter in named:
+            if parameter.device != comm.device:
+                raise ConfigError(
+                    f"{name} is on {parameter.device}: a hook takes gradients on {comm.device} alone; leave it out"
+                )
+            self.numels[name], self._dtypes[name] = parameter.numel(), parameter.dtype
+        self.hook, self.num_steps = corrected(copy.deepcopy(hook)), 0  # what it remembers is this replica's own
+        self.hook.check()
+        self._owners = owners(self.numels, comm.carriers.num_places)
+        self._is_pending = self.is_owed = False
+        self._is_finite = torch.ones((), dtype=torch.bool, device=comm.device)
+
+    def begin(self) -> None:
+        """Begins a step, which commits the last one."""
+        self.commit()
+        self._is_pending = True
+        self._is_finite.fill_(True)
+
+    @property
+    def is_finite(self) -> bool:
+        """Returns True if all gradients that this rank has sent in this step were finite."""
+        return bool(self._is_finite)
+
+    def commit(self) -> None:
+        """Keeps what the hook remembers of the last step."""
+        if self._is_pending:
+            self._is_pending = self.is_owed = False
+            self.num_steps += 1
+            for memory in self.hook.memories().values():
+                memory.commit()
+
+    def take_back(self, name: str | None = None) -> None:
+        """Takes the last step back: the hook is as it was before it; or as it was of one parameter."""
+        if name is None:
+            self._is_pending = False
+        for memory in self.hook.memories().values():
+            memory.take_back(name)
+
+    def part_of(self, name: str, comm: Communicator, rank: int | None = None) -> slice:
+        """Returns what a rank carries of a parameter; by default, this one."""
+        rank = comm.rank if rank is None else rank
+        if self.hook.carries_whole:
+            return slice(0, self.numels[name] if comm.carriers.places[rank] == self._owners[name] else 0)
+        return comm.carriers.part_of(self.numels[name], rank)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Returns the type in which a parameter's gradient is kept."""
+        return wide(self._dtypes[name])
+
+    def reduce(
+        self, bucket: Bucket, comm: Communicator, *, divide_by: SupportsInt, async_op: bool, label: str
+    ) -> Work | None:
+        """Makes of a bucket's gradients nearly their sum over all ranks, divided. Returns the work if it is in flight.
+
+        Args:
+            divide_by: divides every rank's gradients, before anything is sent.
+        """
+        work = comm.chain(partial(self._reduce, bucket, comm, divide_by), async_op=async_op, label=label)
+        return work if async_op else None
+
+    def _reduce(self, bucket: Bucket, comm: Communicator, divide_by: SupportsInt) -> None:
+        if comm.carriers.num_hosts == 1 and not self.hook.momentum and not self.is_owed:
+            comm.all_reduce(bucket.flat, divide_by=divide_by)
+            return
+        comm.sum_in_host(bucket.flat, divide_by=divide_by)
+        parcels = list(self._parcels(bucket, comm))
+        for parcel in parcels:
+            self._is_finite &= torch.isfinite(parcel.outgoing.sum())
+            self.hook.enter(parcel)
+        if encoded := [parcel for parcel in parcels if not parcel.is_dense]:
+            self.hook.reduce(encoded, comm, self.num_steps)
+        if dense := [parcel for parcel in parcels if parcel.is_dense]:
+            send_dense(dense, comm)
+        for parcel in parcels:
+            self.hook.leave(parcel)
+
+    def _parcels(self, bucket: Bucket, comm: Communicator) -> Iterable[Parcel]:
+        start, must_travel = 0, comm.carriers.num_hosts > 1
+        for slot in bucket.slots:
+            numel, shape = slot.parameter.numel(), as_matrix(slot.parameter)
+            gradient = bucket.flat[start : start + numel]
+            mine = self.part_of(slot.name, comm)
+            is_dense = not (must_travel and self.hook.takes(gradient, shape, self.num_steps))
+            outgoing = gradient[mine].to(wide(gradient.dtype))
+            yield Parcel(slot.name, gradient, shape, mine, outgoing, is_dense)
+            start += span(slot.parameter)
+
+
+def send_dense(parcels: Sequence[Parcel], comm: Communicator) -> None:
+    """Adds up the parcels as they are."""
+    bounds = [0]
+    for parcel in parcels:
+        bounds.append(bounds[-1] + parcel.gradient.numel())
+    flat = parcels[0].gradient.new_zeros(bounds[-1])
+    for parcel, start in zip(parcels, bounds, strict=False):
+        flat[start : start + parcel.gradient.numel()][parcel.mine] = parcel.outgoing.to(flat.dtype)
+    comm.all_reduce(flat)
+    for parcel, start in zip(parcels, bounds, strict=False):
+        parcel.gradient.copy_(flat[start : start + parcel.gradient.numel()])
+
+
+def as_matrix(parameter: Tensor) -> tuple[int, int]:
+    """Returns rows and columns of a parameter as it lies in memory; one row if it has one dimension."""
+    if parameter.dim() < 2 or not parameter.numel():
+        return 1, parameter.numel()
+    outermost = 0 if parameter.is_contiguous() else max(range(parameter.dim()), key=parameter.stride)
+    rows = parameter.shape[outermost]
+    return rows, parameter.numel() // rows
+
+
+def owners(numels: dict[str, int], num_places: int) -> dict[str, int]:
+    """Returns the place that carries each tensor where one rank of a host carries all of it; about equally many."""
+    loads = [0] * num_places
+    found = {}
+    for name in sorted(numels, key=lambda name: (-numels[name], name)):
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += numels[name]
+    return found

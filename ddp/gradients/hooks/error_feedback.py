@@ -1,0 +1,70 @@
+"""Error feedback: what one step did not send is added to what the next one sends.
+
+    outgoing = gradient + residual         the hook inside sends a part of it
+    residual = outgoing − what was sent
+
+So nothing is lost, only late: sent + kept = there, on every rank. Without it a biased hook such as `sign` goes astray.
+So the hooks of this package have it around them unless they are made with `error_feedback=False`.
+The residual is in units of the mean gradient, as is everything that hooks see; so one from a large batch weighs no more
+in a small one.
+
+It takes two tensors of this rank's part of the gradients (`memory.py`).
+
+Source: Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv 1901.09847, algorithm 2; the idea is from Seide et
+al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from ddp.gradients.hooks.hook import Around, Hook, Parcel, wide
+from ddp.gradients.hooks.memory import Memory
+
+
+def corrected(hook: Hook) -> Hook:
+    """Returns the hook with error feedback, unless it has it already or does without."""
+    if isinstance(hook, ErrorFeedback):
+        return hook
+    if isinstance(hook, Around):
+        around = copy.copy(hook)
+        around.hook = corrected(hook.hook)
+        return around
+    return ErrorFeedback(hook) if hook.error_feedback else hook
+
+
+class ErrorFeedback(Around):
+    """Adds to each gradient what the last steps have not sent of it.
+
+    Args:
+        hook: sends a part of what it gets.
+    """
+
+    def __init__(self, hook: Hook) -> None:
+        super().__init__(hook)
+        self._residual = Memory("summed")
+        self.is_corrected = True
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.hook!r})"
+
+    def enter(self, parcel: Parcel) -> None:
+        super().enter(parcel)
+        residual = self._residual.kept.get(parcel.name)
+        if residual is None and parcel.is_dense:
+            return
+        room = self._residual.room(parcel.name, parcel.outgoing, wide(parcel.outgoing.dtype))
+        if residual is None or residual.shape != room.shape:
+            parcel.outgoing = room.copy_(parcel.outgoing)
+        else:
+            parcel.outgoing = torch.add(residual, parcel.outgoing, out=room)
+
+    def leave(self, parcel: Parcel) -> None:
+        super().leave(parcel)
+        if parcel.is_dense and parcel.name in self._residual.coming:
+            self._residual.forget(parcel.name)
+
+    def memories(self) -> dict[str, Memory]:
+        return {**super().memories(), "residual": self._residual}

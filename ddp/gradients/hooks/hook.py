@@ -1,0 +1,195 @@
+"""The protocol of hooks, which make the sum of all hosts' gradients while sending less than all of them.
+
+A hook gets *parcels*: the gradients of a bucket, one for each parameter, after the ranks of each host have added up in
+memory (`comm/carrier.py`), and after the one division by the global count. So a parcel is the host's part of the mean.
+Each rank sends what it carries of it. For every bucket, in this order, on every rank alike:
+
+    takes      is this tensor worth encoding? Small ones and those of one dimension go dense, that is as they are
+    enter      for each parcel: the gradient becomes what should be sent (a velocity, a residual is added, …)
+    reduce     sends `outgoing`; leaves in it what was not sent; writes the sum over all hosts to `gradient`
+    leave      for each parcel: what was not sent is remembered
+
+All of it runs as one collective of the communicator (`Communicator.chain`), so that the collectives of two buckets
+cannot get into each other's way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Integral, Real
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+from ddp.errors import ConfigError
+from ddp.gradients.hooks.memory import Memory
+
+FEW = 1024  # elements that are not worth encoding
+
+
+@dataclass(eq=False)
+class Parcel:
+    """A parameter's gradient on its way.
+
+    Attributes:
+        name: of the parameter.
+        gradient: [numel], in the order of memory: first the host's part of the mean, at last the mean.
+        shape: rows and columns, if it is a matrix; of more dimensions the first one in memory makes the rows.
+        mine: what this rank carries of it.
+        outgoing: [mine], what this rank has to send of it; then what it did not send.
+        is_dense: it is sent as it is.
+    """
+
+    name: str
+    gradient: Tensor
+    shape: tuple[int, int]
+    mine: slice
+    outgoing: Tensor
+    is_dense: bool
+
+
+class Hook(ABC):
+    """Makes the sum of all hosts' gradients, while sending less than all of them.
+
+    Attributes:
+        carries_whole: a tensor is carried by one rank of a host, and not by all, each a part.
+        error_feedback: it loses the same part of a gradient again and again, so error feedback is put around it
+            (`error_feedback.py`). Hooks that need it have it by default.
+        is_corrected: error feedback stands around it.
+        momentum: that of a velocity which it sends in the place of the gradient.
+    """
+
+    carries_whole = False
+    error_feedback = False
+    is_corrected = False
+    momentum = 0.0
+
+    def check(self) -> None:  # noqa: B027 (it has nothing to complain of)
+        """Raises ConfigError if it cannot work as it is."""
+
+    def takes(self, gradient: Tensor, shape: tuple[int, int], step: int) -> bool:
+        """Returns True if it encodes a gradient, [numel], of this shape.
+
+        Args:
+            step: committed steps with this hook; the same on every rank.
+        """
+        return min(shape) > 1 and gradient.numel() >= FEW and gradient.is_floating_point()
+
+    def enter(self, parcel: Parcel) -> None:  # noqa: B027 (the gradient itself is sent)
+        """Makes of `outgoing` what should be sent, in memory of its own or in place."""
+
+    @abstractmethod
+    def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
+        """Sends, and writes the sums. Runs the same collectives on every rank; `parcels` are alike but for `mine`."""
+
+    def leave(self, parcel: Parcel) -> None:  # noqa: B027 (nothing is remembered)
+        """Remembers what was not sent, once `gradient` is the sum."""
+
+    def memories(self) -> dict[str, Memory]:
+        """Returns everything that it remembers from step to step, by a name for each kind of memory."""
+        return {}
+
+
+class Around(Hook):
+    """A hook around another one, which it lets do everything.
+
+    Raises:
+        ConfigError: that is no hook.
+    """
+
+    def __init__(self, hook: Hook) -> None:
+        if not isinstance(hook, Hook):
+            raise ConfigError(f"{type(self).__name__}({hook!r:.60}): give a hook of ddp.gradients, such as Sign()")
+        self.hook, self.carries_whole, self.momentum = hook, hook.carries_whole, hook.momentum
+
+    def check(self) -> None:
+        self.hook.is_corrected = self.hook.is_corrected or self.is_corrected
+        self.hook.check()
+
+    def takes(self, gradient: Tensor, shape: tuple[int, int], step: int) -> bool:
+        return self.hook.takes(gradient, shape, step)
+
+    def enter(self, parcel: Parcel) -> None:
+        self.hook.enter(parcel)
+
+    def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
+        self.hook.reduce(parcels, comm, step)
+
+    def leave(self, parcel: Parcel) -> None:
+        self.hook.leave(parcel)
+
+    def memories(self) -> dict[str, Memory]:
+        return self.hook.memories()
+
+
+def is_number(value: object) -> bool:
+    """Returns True for a number, which True is not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """Returns True for a whole number."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type that sums of such gradients are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@contextmanager
+def summing(gradient: Tensor) -> Iterator[Tensor]:
+    """Gives zeros to add up in, in a wide type; in the end the gradient has the sum."""
+    is_wide = gradient.dtype == wide(gradient.dtype)
+    total = gradient.zero_() if is_wide else torch.zeros_like(gradient, dtype=wide(gradient.dtype))
+    yield total
+    if not is_wide:
+        gradient.copy_(total)
+
+
+class Gathering:
+    """An all-gather of payloads.
+
+    Args:
+        lengths: bytes of each rank's payload.
+        like: of the same device.
+
+    Attributes:
+        mine: this rank's payload, to be filled before `start`.
+    """
+
+    def __init__(self, lengths: Sequence[int], like: Tensor, comm: Communicator) -> None:
+        self._comm, in_order = comm, [0] * comm.world_size
+        for rank, length in enumerate(lengths):
+            in_order[comm.slices[rank]] = length
+        self._bounds = [0, *accumulate(in_order)]
+        self._everything = like.new_zeros(self._bounds[-1], dtype=torch.uint8)
+        self.mine = self._of(comm.rank)
+
+    def start(self) -> Self:
+        """Sends, in the background of the chain."""
+        self._work = self._comm.all_gather_(self._everything, self._bounds, async_op=True)
+        return self
+
+    def wait(self) -> list[Tensor]:
+        """Returns every rank's payload, by rank."""
+        self._work.wait()
+        return list(map(self._of, range(self._comm.world_size)))
+
+    def _of(self, rank: int) -> Tensor:
+        number = self._comm.slices[rank]
+        return self._everything[self._bounds[number] : self._bounds[number + 1]]
+
+
+def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:
+    """Returns where pieces of so many elements begin, each at a multiple, and where the last one ends."""
+    bounds = [0]
+    for numel in numels:
+        bounds.append(bounds[-1] + -(-numel // multiple) * multiple)
+    return bounds

@@ -1,0 +1,1 @@
+"""The process and its machine: a clock, a log, files, memory, a terminal."""

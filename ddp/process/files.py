@@ -1,0 +1,304 @@
+"""Files that are whole or absent, whenever the process is killed or the power fails; and folders with one writer.
+
+    write     .tmp-NAME in the same folder, flushed to the disk       killed: NAME is what it was
+    rename    .tmp-NAME to NAME                                       atomic
+    flush     the folder, whose entry is new                          power cut: NAME is the old file or the new one
+
+The entry of a new folder needs its parent's flush in the same way, because otherwise a power cut may take a whole run.
+
+A process that writes into a folder for long holds it (`hold`), so that a second writer is refused instead of mixing its
+files with those of the first.
+
+Note "links". Whoever may write into a folder can leave a link there that leads to a file of somebody else. So a file of
+a run, an index or a cache is either made anew (`new_file`), or opened by `opened`, which follows no link; and a folder
+that another user's link leads to is not used (`make_folder`). Folders above the last one are the user's own choice.
+
+Note "which lock". flock(2) belongs to the open file, and the kernel releases it when the process ends, however it ends.
+A lock of fcntl(2) would be lost as soon as anyone in this process closes the file, such as a callback that copies the
+folder. A forked child, such as a loader's worker, shares the open file and would keep the lock of a parent that was
+killed; so children close it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import uuid
+from collections.abc import Iterator
+from io import TextIOWrapper
+from pathlib import Path
+from typing import IO, Any
+
+from ddp.errors import ConfigError
+from ddp.process.log import log
+from ddp.process.owners import NOTHING, user_name, why_shared
+
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+"""Errors of some network file systems when a folder is flushed, and of any if the folder cannot be read."""
+
+_LOCK = ".lock"
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+"""Errors of file systems without locks."""
+
+# ------------------------------------------------------------------------------- files in folders that others may write
+
+
+def opened(path: Path, flags: int) -> int:
+    """Opens a file, and returns its descriptor; see the note "links".
+
+    Args:
+        flags: of os.open, without O_TRUNC, which would empty a file before it is looked at.
+
+    Raises:
+        ConfigError: it is a link or a pipe; or, in a folder that others may write, it has a second name, or belongs to
+            neither this user nor the folder's.
+        OSError: it cannot be opened.
+    """
+    try:  # without O_NONBLOCK a pipe would be waited for
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if path.is_symlink():
+            raise _planted(path, "is a link") from error
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise _planted(path, "is no ordinary file") from error
+        raise
+    try:
+        _check_ordinary(path, os.fstat(descriptor))
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_ordinary(path: Path, file: os.stat_result) -> None:
+    folder = path.parent.stat()
+    if not stat.S_ISREG(file.st_mode):
+        raise _planted(path, "is no ordinary file")
+    if not why_shared(path.parent, folder):
+        return
+    if file.st_nlink > 1:
+        raise _planted(path, "has a second name elsewhere")
+    if file.st_uid != folder.st_uid and why_shared(path, file, rights=NOTHING):
+        raise _planted(path, f"belongs to {user_name(file.st_uid)}")
+
+
+def _planted(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{path} {what}, and is not opened, because whoever may write {path.parent} could have put it there to reach "
+        "a file of yours: remove it"
+    )
+
+
+def read_own(path: Path) -> str:
+    """Returns the text of a file, such as one whose text is about to be written again, where others could read it.
+
+    Raises:
+        ConfigError, OSError: as `opened`.
+    """
+    with to_read(path) as file:
+        return file.read().decode(errors="replace")
+
+
+def to_read(path: Path) -> IO[bytes]:
+    """Opens a file to read it.
+
+    Raises:
+        ConfigError, OSError: as `opened`.
+    """
+    return os.fdopen(opened(path, os.O_RDONLY), "rb")
+
+
+def to_append(path: Path) -> TextIOWrapper:
+    """Opens a text file to add to it, or makes it.
+
+    Raises:
+        ConfigError, OSError: as `opened`.
+    """
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+
+def new_file(path: Path) -> IO[bytes]:
+    """Makes a file in place of what a killed process has left under this name, and opens it for writing."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+# ------------------------------------------------------------------------------------------------------- whole files
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Puts `text` in place of a file's content, so that a reader finds all of the old or all of the new."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        with new_file(temporary) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yields a file that takes the place of `path` if the block ends well. Several processes may write one at once."""
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, so that they survive a power cut.
+
+    Raises:
+        ConfigError: another user's link stands in its place; see the note "links".
+    """
+    refuse_others_link(folder)
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        flush_folder(path.parent)
+
+
+def refuse_unwritable_name(folder: Path) -> None:
+    """Raises ConfigError if a folder's name is not in UTF-8, because torch reads back no checkpoint from there."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{folder}: this name is not in UTF-8, and torch reads back no file from such a folder; take another one"
+        ) from error
+
+
+def refuse_others_link(folder: Path) -> None:
+    """Raises ConfigError if a folder is another user's link, which could lead to a folder of this user's."""
+    if folder.is_symlink() and why_shared(folder, link := folder.lstat(), rights=NOTHING):
+        raise ConfigError(
+            f"{folder} is a link of {user_name(link.st_uid)}, and is not followed, because it could lead to a folder "
+            "of yours: remove it, or name the folder that it leads to"
+        )
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes new and renamed entries of a folder survive a power cut, if its file system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH:
+            raise
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Returns the JSON object in `text`.
+
+    Raises:
+        ValueError: there is none, in whichever way `text` is damaged.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------- one writer
+
+
+class Hold:
+    """A folder that no other process may write, until it was closed as often as this process has held it."""
+
+    def __init__(self, folder: Path, descriptor: int | None) -> None:
+        self._folder, self._descriptor, self.count = folder, descriptor, 0
+
+    def close(self) -> None:
+        """Lets others write, once it was called as often as the folder was held."""
+        self.count -= 1
+        if self.count == 0:
+            _held.pop(self._folder, None)
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):  # before the lock is released: afterwards the file is another's
+                    (self._folder / _LOCK).unlink()
+            self.forget()
+
+    def forget(self) -> None:
+        """Closes this process's descriptor and leaves the file; a lock that was inherited stays the parent's."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_held: dict[Path, Hold] = {}
+
+
+def _forget_what_the_parent_holds() -> None:
+    for held in _held.values():
+        held.forget()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_what_the_parent_holds)
+
+
+def hold(folder: Path) -> Hold:
+    """Keeps other processes from writing into a folder, which exists; warns if its file system has no locks.
+
+    Raises:
+        ConfigError: another process holds it; the message says which.
+        OSError: the folder cannot be written.
+    """
+    folder = folder.resolve()
+    if folder not in _held:
+        try:
+            descriptor = _lock(folder / _LOCK)
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                raise
+            log.warning("%s cannot be locked (%s): make sure that no other run writes there", folder, error.strerror)
+            descriptor = None
+        _held[folder] = Hold(folder, descriptor)
+    _held[folder].count += 1
+    return _held[folder]
+
+
+def _lock(path: Path) -> int:
+    """Locks a file and writes into it which process has; returns its descriptor."""
+    while True:
+        descriptor = opened(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+            if os.fstat(descriptor).st_nlink > 0:  # otherwise the last holder has removed it since it was opened here
+                return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise ConfigError(
+                f"{path.parent} is being written by {holder}: wait until it has ended, or take another folder"
+            ) from None
+        except OSError:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        os.close(descriptor)

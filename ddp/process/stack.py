@@ -1,0 +1,72 @@
+"""The Python stack of another thread of this process, and the user's own line in a traceback.
+
+`sys._current_frames` would return frame objects, and each `f_back` of them makes one for the caller. In CPython 3.11
+that may start the garbage collector. A finalizer then lets the other thread run, the thread returns from the very frame
+in question, and memory is written to that has become something else: a crash, much later, somewhere else. Frame objects
+also keep alive what their frames refer to. So `faulthandler` writes down the stack here: it makes no objects, and no
+Python code runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import sysconfig
+import tempfile
+import traceback
+from pathlib import Path
+from traceback import FrameSummary
+from typing import IO
+
+_THREAD = re.compile(rb"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(rb'^  File "(.*)", line (\d+) in (.*)$')
+_ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")
+
+
+def stack_of(thread: int) -> list[FrameSummary]:
+    """Returns the Python calls that a thread is in, the innermost last.
+
+    Args:
+        thread: its `ident`.
+
+    Returns:
+        The innermost 100 calls at most, and names of up to 500 characters. The list is empty for a thread that has
+        ended, runs no Python code, or is older than a hundred others.
+    """
+    try:
+        with _file() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            lines = file.read().splitlines()
+    except OSError:  # such as: no descriptor is left
+        return []
+    frames: list[FrameSummary] = []
+    is_wanted = False
+    for line in lines:
+        if start := _THREAD.match(line):
+            is_wanted = int(start[1], 16) == thread
+        elif is_wanted and (found := _FRAME.match(line)):
+            path, number, name = found.groups()
+            frames.append(FrameSummary(_unescaped(path), int(number), _unescaped(name), lookup_line=False))
+    return frames[::-1]
+
+
+_LIBRARIES = [str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+_NOT_THE_USERS = ("<frozen", *(f"{place}{os.sep}" for place in (Path(__file__).parents[1], *_LIBRARIES)))
+
+
+def users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Returns the innermost frame of a traceback that belongs neither to a library nor to this package."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)), None)
+
+
+def _unescaped(text: bytes) -> str:
+    """Returns the text that faulthandler has written in ASCII."""
+    return _ESCAPED.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text.decode("ascii"))
+
+
+def _file() -> IO[bytes]:
+    """Opens a file without a name, in memory if the platform can."""
+    return os.fdopen(os.memfd_create("stack"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()

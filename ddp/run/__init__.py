@@ -1,0 +1,1 @@
+"""From words to running workers: `settings/` reads them, `build/` makes components, `launch/` starts processes."""

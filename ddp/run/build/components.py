@@ -1,0 +1,345 @@
+"""From settings to components: with `optimizer.py`, the place that takes a `Config` apart into plain arguments.
+
+Each function below builds one component of a run. Components know nothing of `Config`. A component of the user's own
+is imported from its address here, in the parent before any worker starts, and in every worker.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ddp import streams
+from ddp.collectives import catalog
+from ddp.comm.communicator import Communicator
+from ddp.data.loading.loader import UNREADABLE
+from ddp.data.loading.source import whole_splits
+from ddp.data.samples import Splits, Transformed
+from ddp.data.sets import digits, image_sets, standard_library, synthetic
+from ddp.data.sets.file_splits import Files, load_lines, load_tar, load_text, load_tokens
+from ddp.data.sets.image_sets import Augment, augmented
+from ddp.data.sets.validation import with_share
+from ddp.errors import ConfigError
+from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
+from ddp.models.cnn import CNN
+from ddp.models.gpt import GPT
+from ddp.models.mlp import MLP
+from ddp.models.resnet import resnet
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.naive import NaiveDataParallel
+from ddp.replica.replica import Replica
+from ddp.replica.sharded import ShardedDataParallel
+from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.run.build.own_model import own_model
+from ddp.run.settings import config as settings
+from ddp.run.settings.address import called, from_address, is_address, told
+from ddp.run.settings.config import Config
+from ddp.train.callbacks import Callback
+from ddp.train.early_stopping import EarlyStopping
+from ddp.train.ema import EMA
+from ddp.train.tasks.classification import Classification
+from ddp.train.tasks.language_model import ByteModel, LanguageModel
+from ddp.train.tasks.loss_function import LossFunction, as_task
+from ddp.train.tasks.task import Task
+
+SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
+_NUM_TRIED = 100  # samples, of which one must be readable
+
+
+def load_data(config: Config, *, download: bool = False) -> Splits:
+    """Returns training and held-out samples, after downloading what is missing if `download`."""
+    splits, share = _whole_data(config, download=download, augment=_own_transform(config)), config.data.validation
+    if share is None:
+        return splits
+    if splits.validation is not None:
+        raise ConfigError(f"data.validation={share:g}: data={config.data.name} has a validation set; leave it out")
+    return with_share(splits, share, seed=config.seed)
+
+
+def load_held_out(config: Config, *, download: bool = False) -> Splits:
+    """Returns the test samples alone, of data in files; others come with the rest of their data set."""
+    return _whole_data(config, download=download, trains=False)
+
+
+def _whole_data(config: Config, *, download: bool, augment: Augment | None = None, trains: bool = True) -> Splits:
+    """Returns all samples of the data set, or if not `trains` at least those to test on.
+
+    Args:
+        augment: the user's own augmentation of training images.
+    """
+    match config.data:
+        case settings.OwnData():
+            return _own_data(config)
+        case settings.Images(name="mnist", root=root):
+            return augmented(image_sets.load_mnist(root, download=download), augment)
+        case settings.Images(name="cifar10", root=root):
+            return image_sets.load_cifar10(root, augment=augment, download=download)
+        case settings.ImageFolder(path=path, image_size=image_size, index_dir=index_dir):
+            return image_sets.load_folder(
+                cast(str, path),
+                image_size=image_size,
+                index_dir=index_dir,
+                augment=augment,
+                trains=trains,
+                build=download,
+            )
+        case settings.DataFiles():
+            return _data_files(config.data, augment=augment, trains=trains, build=download)
+        case settings.StandardLibrary(context=context):
+            return standard_library.load(context=context)
+        case settings.Synthetic(num_samples=num, image_size=image_size, num_classes=num_classes):
+            splits = synthetic.load(
+                image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
+            )
+            return augmented(splits, augment)
+        case _:
+            return augmented(digits.load(), augment)
+
+
+def _data_files(data: settings.DataFiles, *, augment: Augment | None, trains: bool, build: bool) -> Splits:
+    """Returns samples in files, after making their indexes if `build`."""
+    files = Files(
+        path=data.path if trains else None,
+        test_path=cast(str, data.test_path),
+        validation_path=data.validation_path if trains else None,
+        index_dir=data.index_dir,
+        cache_dir=data.cache_dir,
+        build=build,
+    )
+    match data:
+        case settings.TarImages(image_size=image_size, num_classes=num_classes):
+            return load_tar(files, image_size=image_size, num_classes=num_classes, augment=augment)
+        case settings.Tokens(context=context, dtype=dtype, vocab_size=vocab_size):
+            return load_tokens(files, context=context, dtype=dtype, vocab_size=vocab_size)
+        case settings.Lines(name=kind, text=str(field), tokenizer=tokenizer, context=context):
+            return load_text(files, kind=cast(Any, kind), field=field, tokenizer=tokenizer, context=context)
+        case settings.Lines(name=kind, inputs=inputs, target=target, num_classes=num_classes):
+            return load_lines(
+                files, kind=cast(Any, kind), inputs=inputs, target=cast(str, target), num_classes=num_classes
+            )
+    raise AssertionError(data)
+
+
+def _own_data(config: Config) -> Splits:
+    """Returns the user's own data, which are the same in every process: a function may draw them at random."""
+    address, arguments = config.data.name, cast(settings.OwnData, config.data).args
+    function = from_address(address, key="data", folder=config.run.code)
+    with streams.preserved():
+        streams.seed_generators(0, device="cpu")
+        found = called(function, arguments, address=address, key="data")
+        try:
+            return whole_splits(found, name=address)
+        except ConfigError as error:
+            raise ConfigError(f"data={address}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"data={address}: taking its first sample failed: {told(error)}") from error
+
+
+def _own_transform(config: Config) -> Augment | None:
+    """Returns the user's own augmentation; of a class, an object."""
+    address = getattr(config.data, "transform", None)
+    if address is None:
+        return None
+    key = "data.transform"
+    found = from_address(address, key=key, folder=config.run.code)
+    found = called(found, {}, address=address, key=key) if isinstance(found, type) else found
+    if not callable(found):
+        raise ConfigError(f"{key}={address}: is {found!r:.60}; give the address of a function of an image")
+    return cast(Augment, found)
+
+
+def check_transform(config: Config, splits: Splits) -> None:
+    """Raises ConfigError unless the user's own augmentation makes of an image what models take."""
+    address, train = getattr(config.data, "transform", None), splits.train
+    if address is None or not isinstance(train, Transformed) or (image := _first_readable(train.samples)) is None:
+        return
+    try:
+        with streams.preserved():
+            made, _ = train.transform(image)
+    except Exception as error:
+        raise ConfigError(f"data.transform={address}: calling it failed: {told(error)}") from error
+    shape = list(splits.sample_shape or ())
+    if not isinstance(made, Tensor) or list(made.shape) != shape or made.dtype != torch.float32:
+        found = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise ConfigError(
+            f"data.transform={address}: makes {found.removeprefix('torch.')} of an image, and models take float32 "
+            f"{shape}: return a tensor like that, or of a Pillow image one of this size, which is then normalised"
+        )
+
+
+def _first_readable(samples: Any) -> Any:
+    """Returns one of the first samples, which may be left out if they cannot be read; None if none of them can."""
+    for index in range(min(_NUM_TRIED, len(samples))):
+        with suppress(*UNREADABLE):
+            return samples[index]
+    return None
+
+
+def make_callbacks(config: Config) -> list[Callback]:
+    """Returns what runs beside the training."""
+    patience, decay = config.early_stopping.patience, config.ema.decay
+    averages = [] if decay is None else [EMA(decay)]
+    stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
+    return [*averages, *stops]
+
+
+def make_task(config: Config) -> Task:
+    """Returns the task that the model learns."""
+    if config.loss == "auto":
+        if isinstance(config.data, settings.Lines) and config.data.text is not None:
+            return ByteModel() if config.data.tokenizer == "bytes" else LanguageModel()
+        tasks = {settings.StandardLibrary: ByteModel, settings.Tokens: LanguageModel}
+        return tasks.get(type(config.data), Classification)()
+    found = from_address(config.loss, key="loss", folder=config.run.code)
+    try:
+        return as_task(called(found, {}, address=config.loss, key="loss") if isinstance(found, type) else found)
+    except ConfigError as error:
+        raise error if str(error).startswith("loss=") else ConfigError(f"loss={config.loss}: {error}") from error
+
+
+def make_model(config: Config, splits: Splits) -> nn.Module:
+    """Returns the bare model, initialised from the global generator.
+
+    Raises:
+        ConfigError: it cannot be built, or does not go with the samples.
+    """
+    match config.model:
+        case settings.OwnModel(name=address, args=arguments):
+            return own_model(address, arguments, key="model", folder=config.run.code)
+        case settings.Mlp(hidden=hidden):
+            shape, num_classes = _facts(config, splits)
+            return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
+        case settings.Cnn(width=width, dropout=dropout):
+            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
+            return CNN(in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout)
+        case settings.Gpt(width=width, depth=depth, heads=heads, dropout=dropout):
+            (context,), num_classes = _facts(config, splits, of="[time]")
+            return GPT(vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout)
+        case _:
+            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
+            small = shape[1] < SMALL_IMAGE
+            return resnet(config.model.name, num_classes=num_classes, small_images=small, in_channels=shape[0])
+
+
+def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
+    """Returns the model on the meta device; one of the user's own that cannot be built there is built for real."""
+    try:
+        with torch.device("meta"):
+            return make_model(config, splits)
+    except ConfigError:
+        if isinstance(config.model, settings.OwnModel):
+            return make_model(config, splits)
+        raise
+
+
+def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, ...], int]:
+    """Returns what a shipped model must know about samples: their shape, and the number of classes.
+
+    Args:
+        of: the dimensions that the model reads; "": any.
+
+    Raises:
+        ConfigError: the user's own data do not tell, or have other dimensions.
+    """
+    shape, num_classes = splits.sample_shape, splits.num_classes
+    model, data = f"model={config.model.name}", f"data={config.data.name}"
+    unknown = {"sample_shape": shape, "num_classes": num_classes}
+    if missing := [name for name, fact in unknown.items() if fact is None]:
+        facts = ", ".join(f"{name}=…" for name in missing)
+        raise ConfigError(
+            f"{model}: needs the {' and '.join(missing)} of {data}; return ddp.Splits(train=…, test=…, {facts}) there"
+        )
+    assert shape is not None and num_classes is not None
+    if of and len(shape) != len(of.split()):
+        raise ConfigError(f"{model}: reads samples of {of}, and those of {data} are {list(shape)}; take model=mlp")
+    return shape, num_classes
+
+
+def check_loss(config: Config, splits: Splits) -> None:
+    """Raises ConfigError if the loss cannot be that of the user's own data: without classes, or without pairs."""
+    targets: Any = getattr(splits.train, "targets", None)
+    is_own = isinstance(config.data, settings.OwnData)
+    needs_pairs = isinstance(make_task(config), Classification | LossFunction) and splits.collate is None
+    if is_own and needs_pairs and not (isinstance(first := splits.train[0], tuple | list) and len(first) == 2):
+        raise ConfigError(
+            f"loss={config.loss}: needs samples (input, target), and one of data={config.data.name} is a "
+            f"{type(first).__name__}; return pairs there, or take a ddp.Task of your own"
+        )
+    if is_own and config.loss == "auto" and isinstance(targets, torch.Tensor) and targets.is_floating_point():
+        kind = str(targets.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"loss=auto: is for classes, and the targets of data={config.data.name} are {kind}; "
+            "take loss=torch.nn.functional:mse_loss, or a function of your own"
+        )
+
+
+def add_own_algorithm(config: Config, *, check: bool = False) -> None:
+    """Puts the all-reduce that `comm.algorithm` gives the address of into the catalog, where communicators find it.
+
+    Args:
+        check: prove it first, for this number of workers.
+
+    Raises:
+        ConfigError: there is none, or it is wrong; the message says in which round of which rank.
+    """
+    name = config.comm.algorithm
+    if not is_address(name):
+        return
+    schedule = catalog.own_all_reduce(from_address(name, key="comm.algorithm", folder=config.run.code))
+    if check:
+        catalog.prove(schedule, config.cluster.workers, what=f"comm.algorithm={name}")
+    catalog.add(name, schedule)
+
+
+def make_hook(config: Config) -> Hook | None:
+    """Returns the hook that sends less than all of the gradients, if there is one."""
+    corrects = config.hook.error_feedback
+    match config.hook:
+        case settings.TopK(ratio=ratio, momentum=momentum, warmup_steps=warmup_steps):
+            hook: Hook = TopK(ratio, momentum=momentum, warmup_steps=warmup_steps, error_feedback=corrects)
+        case settings.RandomK(ratio=ratio):
+            hook = RandomK(ratio, seed=config.seed, error_feedback=corrects)
+        case settings.PowerSgd(rank=rank, warm_start=warm_start):
+            hook = PowerSGD(rank, warm_start=warm_start, seed=config.seed, error_feedback=corrects)
+        case settings.Hook(name="sign"):
+            hook = Sign()
+        case _:
+            return None
+    return DenseStart(hook, config.hook.dense_start_steps) if config.hook.dense_start_steps else hook
+
+
+def synchronised(config: Config, module: nn.Module) -> nn.Module:
+    """Returns the module, its BatchNorms over the samples of all ranks if the settings say so.
+
+    Raises:
+        ConfigError: it has none, or one that cannot be converted.
+    """
+    if not config.replica.sync_batchnorm:
+        return module
+    converted = SyncBatchNorm.convert(module)
+    if not any(isinstance(layer, SyncBatchNorm) for layer in converted.modules()):
+        raise ConfigError(f"replica.sync_batchnorm=true: model={config.model.name} has no BatchNorm; leave it out")
+    return converted
+
+
+def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
+    """Returns the module as a replica. `evaluate` and checkpoints synchronise its buffers, and no forward does."""
+    module = synchronised(config, module)
+    if config.replica.kind == "naive":
+        replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
+    else:
+        replica = (ShardedDataParallel if config.optim.sharded else BucketedDataParallel)(
+            module,
+            comm=comm,
+            broadcast_buffers=False,
+            bucket_cap_mb=config.replica.bucket_cap_mb,
+            first_bucket_mb=config.replica.first_bucket_mb,
+            wire=None if config.replica.wire == "none" else config.replica.wire,
+            hook=make_hook(config),
+        )
+    replica.verify_replicas(every=config.replica.verify_every)
+    return replica

@@ -1,0 +1,149 @@
+"""From settings to what changes the weights: the optimizer, its rate, the global batch, and their schedules.
+
+What one setting makes of another, as a batch does of the rate, is said here once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ddp.data.orders.steps import BatchWarmup, Steps
+from ddp.data.orders.token_budget import TokenBudget
+from ddp.data.samples import Samples
+from ddp.errors import ConfigError
+from ddp.optim import schedules
+from ddp.optim.groups import parameter_groups
+from ddp.optim.lamb import LAMB
+from ddp.optim.lars import LARC, LARS
+from ddp.optim.layerwise import Layerwise
+from ddp.run.settings import config as settings
+from ddp.run.settings.config import Config
+from ddp.units import counted
+
+
+def learning_rate(config: Config) -> float:
+    """Returns the configured learning rate, scaled for the global batch."""
+    optim = config.optim
+    return schedules.scaled_rate(
+        optim.lr,
+        global_batch=config.batch.global_size,
+        base_batch=optim.base_batch,
+        rule=optim.lr_scaling,
+    )
+
+
+def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
+    """Returns an optimizer over all parameters; biases and norms have neither weight decay nor a trust ratio.
+
+    Raises:
+        ConfigError: a preset, a choice or a name to be excluded does not exist.
+    """
+    optim, rate = config.optim, learning_rate(config)
+    if isinstance(optim, settings.LayerwiseOptim):
+        return _layerwise(optim, module, rate, clip_norm=config.clip_norm)
+    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude)
+    match optim:
+        case settings.Sgd(momentum=momentum, nesterov=nesterov):
+            return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
+        case settings.Adam(name=name, beta1=beta1, beta2=beta2, eps=eps):
+            kind = AdamW if name == "adamw" else Adam
+            return kind(groups, lr=rate, betas=(beta1, beta2), eps=eps)
+    raise AssertionError(optim)
+
+
+def _layerwise(optim: settings.LayerwiseOptim, module: nn.Module, rate: float, *, clip_norm: float | None) -> Layerwise:
+    """Returns LARS, LARC or LAMB."""
+    of_excluded = {} if optim.preset == "nvlamb" else {"adapt": "never"}
+    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude, **of_excluded)
+    kinds: dict[str, Callable[..., Layerwise]] = {"lars": LARS, "larc": LARC, "lamb": LAMB}
+    for name in ("lr", "weight_decay", "preset"):
+        if name in optim.args:
+            raise ConfigError(f"optim.args.{name}={optim.args[name]}: is a setting of its own; set optim.{name}")
+    try:
+        optimizer = kinds[optim.name](groups, rate, preset=optim.preset, **optim.args)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"optim={optim.name}: {error}") from error
+    if clip_norm is not None and optimizer.clip_norm is not None:
+        raise ConfigError(
+            f"clip_norm={clip_norm:g}: optim.preset={optim.preset} clips by itself, at {optimizer.clip_norm:g}; leave "
+            "clip_norm out, or set optim.args.clip_norm=null"
+        )
+    return optimizer
+
+
+def batch_of(config: Config, train: Samples) -> int | BatchWarmup | TokenBudget:
+    """Returns the global batch, or how it grows over a data set, or its budget of tokens.
+
+    Raises:
+        ConfigError: the data do not say how long samples are, or one is longer than the budget.
+    """
+    first, last = config.batch.warmup_size, config.batch.global_size
+    if config.batch.tokens is not None:
+        return _budget(config, train)
+    if first is None:
+        return last
+    samples = config.batch.warmup_samples or math.ceil((config.batch.warmup_epochs or 0) * len(train))
+    return BatchWarmup(first, last, samples)
+
+
+def _budget(config: Config, train: Samples) -> TokenBudget:
+    if (lengths := getattr(train, "lengths", None)) is None:
+        raise ConfigError(
+            f"batch.tokens={config.batch.tokens}: data={config.data.name} do not say how long samples are; give the "
+            "data set an attribute `lengths`, one number for each sample, or leave it out"
+        )
+    try:
+        return TokenBudget(cast(int, config.batch.tokens), lengths)
+    except ConfigError as error:
+        raise ConfigError(f"batch.{error}") from error
+
+
+def warmup_samples(config: Config, sizes: Steps) -> float:
+    """Returns in how many samples of all workers the learning rate rises."""
+    schedule, optim = config.schedule, config.optim
+    if schedule.warmup_steps is not None:
+        return sizes.after(0, schedule.warmup_steps)
+    times = config.batch.global_size / optim.base_batch if optim.lr_scaling == "legw" else 1
+    if schedule.warmup_samples is not None:
+        return times * schedule.warmup_samples
+    if schedule.warmup_epochs is not None:
+        return times * schedule.warmup_epochs * sizes.length
+    return times * (schedule.warmup_fraction or 0) * _samples_of_run(config, sizes)
+
+
+def _samples_of_run(config: Config, sizes: Steps) -> int:
+    _, num_samples = sizes.end(0, epochs=config.epochs, num_steps=config.max_steps)
+    return num_samples
+
+
+def derived(config: Config, sizes: Steps) -> list[str]:
+    """Returns what follows from the rules for large batches, a line each."""
+    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, sizes)
+    notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
+    if rise:
+        steps = counted(sizes.num_steps(0, math.ceil(rise)), "step")
+        is_too_long = ": longer than the run" if rise > _samples_of_run(config, sizes) else ""
+        notes.append(f"the learning rate rises over {math.ceil(rise):,} samples ({steps}){is_too_long}")
+    return notes
+
+
+def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
+    """Returns the learning-rate schedule for the steps of a run."""
+    schedule = config.schedule
+    match schedule:
+        case settings.Cosine(final_factor=final_factor):
+            factor = schedules.cosine(final_factor=final_factor)
+        case settings.Polynomial(power=power, final_factor=final_factor):
+            factor = schedules.polynomial(power=power, final_factor=final_factor)
+        case settings.Wsd(decay_fraction=decay_fraction, final_factor=final_factor):
+            factor = schedules.wsd(decay_fraction=decay_fraction, final_factor=final_factor)
+        case settings.Step(milestones=milestones, gamma=gamma):
+            factor = schedules.step(milestones=milestones, gamma=gamma)
+        case _:
+            factor = schedules.constant()
+    return schedules.with_warmup(factor, num_samples=warmup_samples(config, sizes))

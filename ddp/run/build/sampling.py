@@ -1,0 +1,170 @@
+"""From settings to who reads which sample: the order, the sharding, the steps.
+
+    data.order, data.sharding, batch.…, seed  ──▶  arguments of `ddp.fit`, or of a sampler of any rank
+
+Where data or sharding are the user's own, `noted` keeps what a sampler asks of them, and `Noted` stands for them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import numpy as np
+
+from ddp.data.orders.order import Blocks, Fixed, Order, Permutation, Stratified, Weighted
+from ddp.data.orders.sampler import TrainSampler, sampler_of
+from ddp.data.orders.sharding import OwnSharding
+from ddp.data.samples import Samples, Splits
+from ddp.data.sets.validation import selection_in
+from ddp.errors import ConfigError
+from ddp.run.build import optimizer as optimization
+from ddp.run.settings.address import from_address, is_address, own_parts
+from ddp.run.settings.config import Config
+
+
+def dealing(config: Config, splits: Splits) -> dict[str, Any]:
+    """Returns what says which samples are in which step, shard and forward, as arguments of `fit` and `sampler_of`."""
+    return {
+        "order": _order(config, splits.train),
+        "sharding": _sharding(config, splits.train),
+        "global_batch": optimization.batch_of(config, splits.train),
+        "num_shards": config.batch.num_shards,
+        "micro_size": config.batch.micro_size,
+        "seed": config.seed,
+        "skip_steps": tuple(config.data.skip_steps) or None,
+    }
+
+
+def check_dealing(config: Config, splits: Splits, state: Mapping[str, Any] | None = None) -> None:
+    """Checks that samples can be dealt as asked for.
+
+    Args:
+        state: of the sampler of the run to be resumed.
+
+    Raises:
+        ConfigError: they cannot, or not from that state on.
+    """
+    sampler = sampler_for(config, splits, rank=0)
+    if state is not None:
+        try:
+            sampler.load_state_dict(state)
+        except ConfigError as error:
+            if str(error).startswith("skip_steps="):
+                raise ConfigError(f"data.{error}") from error
+            if str(error).startswith("the run has set apart"):
+                raise ConfigError(f"resume={config.resume}: {error}") from error
+            raise ConfigError(
+                f"resume={config.resume}: {error}; the settings are data.order, data.window, data.sharding, "
+                "batch.global_size, and batch.num_shards, which is at least the number of workers"
+            ) from error
+    elif not sampler.end(epochs=config.epochs, num_steps=config.max_steps)[0]:
+        raise ConfigError(f"data.skip_steps={config.data.skip_steps}: leaves out all steps of the run; name fewer")
+
+
+def sampler_for(config: Config, splits: Splits, *, rank: int) -> TrainSampler:
+    """Returns the sampler of a rank, at the beginning of the run."""
+    choices = dealing(config, splits)
+    try:
+        sampler, _ = sampler_of(splits.train, rank=rank, world_size=config.cluster.workers, **choices)
+    except ConfigError as error:
+        prefix = f"data={config.data.name}: "
+        if str(error).startswith(("sharding=", "skip_steps=")):
+            prefix = "data."
+        elif str(error).startswith(("the sharding function", "shard ")):
+            prefix = f"data.sharding={config.data.sharding}: "
+        raise ConfigError(f"{prefix}{error}") from error
+    return sampler
+
+
+def _order(config: Config, samples: Samples) -> Order | None:
+    """Returns the order of the training samples; None for the usual one.
+
+    Raises:
+        ConfigError: the data set does not have what the order goes by.
+    """
+    match config.data.order:
+        case "auto" if config.data.window is not None:
+            return Blocks(_said_by(samples, config, "file_sizes"), window=config.data.window)
+        case "permutation":
+            return Permutation(len(samples))
+        case "fixed":
+            return Fixed(len(samples))
+        case "blocks":
+            return Blocks(_said_by(samples, config, "file_sizes"), window=config.data.window)
+        case "weighted":
+            return Weighted(_said_by(samples, config, "weights"))
+        case "stratified":
+            return Stratified(_said_by(samples, config, "targets"))
+    return None
+
+
+def _said_by(samples: Samples, config: Config, name: str) -> Any:
+    """Returns an attribute of a data set that has one number for each sample, or for each file."""
+    found = getattr(samples, name, None)
+    if found is None:
+        asked = f"window={config.data.window}" if config.data.order == "auto" else f"order={config.data.order}"
+        raise ConfigError(
+            f"data.{asked}: needs the {name} of data={config.data.name}, which that does not have; give the data set "
+            f"an attribute `{name}`, or leave the setting out"
+        )
+    return found
+
+
+def _sharding(config: Config, samples: Samples) -> str | OwnSharding:
+    """Returns the word for how shards are made, or the user's own function."""
+    name = config.data.sharding
+    if not is_address(name):
+        return name
+    whole = samples if (part := selection_in(samples)) is None else part.samples
+    if isinstance(whole, Noted):
+        return lambda shard, _: whole.shards[shard]
+    return cast(OwnSharding, from_address(name, key="data.sharding", folder=config.run.code))
+
+
+# ------------------------------------------------------------------------------------- without the user's own code
+
+
+class Noted:
+    """Stands for samples of the user's own, whose code is not at hand: what a sampler asks of them, and no sample.
+
+    Args:
+        facts: of `noted`.
+    """
+
+    shards: Sequence[Sequence[int]]  # of the user's own sharding, if there is one
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.num_samples: int = facts["num_samples"]
+        vars(self).update(facts)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(f"sample {index} is not at hand")
+
+
+def noted(config: Config, samples: Samples) -> dict[str, Any] | None:
+    """Returns, for JSON, what a sampler asks of data or a sharding of the user's own; None if nothing is their own."""
+    if not own_parts({"data": asdict(config.data)}):
+        return None
+    asked = {"file_sizes", "addresses"}
+    asked |= {"weights"} if config.data.order == "weighted" else set()
+    asked |= {"targets"} if config.data.order == "stratified" else set()
+    asked |= {"lengths"} if config.batch.tokens is not None else set()
+    whole = samples if (part := selection_in(samples)) is None else part.samples  # `where` sets the same share apart
+    found = {name: getattr(whole, name, None) for name in sorted(asked)}
+    facts = {"num_samples": len(whole), **{name: _plain(each) for name, each in found.items() if each is not None}}
+    sharding = _sharding(config, samples)
+    if callable(sharding):
+        num_shards = config.batch.num_shards or config.cluster.workers
+        facts["shards"] = [_plain(sharding(shard, num_shards)) for shard in range(num_shards)]
+    return facts
+
+
+def _plain(numbers: Any) -> list[Any]:
+    """Returns a tensor, an array, or another iterable as a list."""
+    plain: list[Any] = numbers.tolist() if hasattr(numbers, "tolist") else np.asarray(list(numbers)).tolist()
+    return plain

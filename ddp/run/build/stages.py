@@ -1,0 +1,260 @@
+"""A run: checked before any worker starts, made by every worker, and completed afterwards.
+
+    check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
+                             the checkpoint to be resumed; so one process says once what is wrong
+    run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+    finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ddp import streams
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.setup import init, shutdown
+from ddp.data.samples import Splits, WholeBatches
+from ddp.data.sets import standard_library
+from ddp.errors import ConfigError
+from ddp.models.gpt import GPT, generate
+from ddp.process.garbage import collect_from_now_on
+from ddp.process.invocation import setting_for, train_command, typed_settings
+from ddp.run.build import components
+from ddp.run.build import optimizer as optimization
+from ddp.run.build.load import load as load_trained
+from ddp.run.build.sampling import check_dealing, dealing, noted, sampler_for
+from ddp.run.settings import config as settings
+from ddp.run.settings.address import origins
+from ddp.run.settings.checks import available_cores
+from ddp.run.settings.config import Config
+from ddp.train.checkpoint import check_optimizer
+from ddp.train.early_stopping import EARLY
+from ddp.train.fit import fit
+from ddp.train.initial_weights import check_fits, load_initial_weights
+from ddp.train.report import draw_curves, print_summary, write_summary
+from ddp.train.stopping import StopFlag
+from ddp.train.stored_checkpoint import checkpoints_of, load, resume_from
+from ddp.train.tasks import ngram
+
+# ------------------------------------------------------------------------------------------- the three entry points
+
+
+def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Finds out in one process, before any worker starts, whether the run can work.
+
+    Returns:
+        Step and sampler's state of the checkpoint that the run goes on from, None for a new run; and `dealing.noted`.
+
+    Raises:
+        ConfigError: data are missing, or the model or its optimizer cannot be built.
+        CheckpointError: the checkpoint to resume, or the weights to start from, do not fit.
+    """
+    components.add_own_algorithm(config, check=True)
+    splits = components.load_data(config, download=True)
+    components.check_loss(config, splits)
+    components.check_transform(config, splits)
+    if config.loader.cache and isinstance(splits.train, WholeBatches):
+        raise ConfigError(
+            f"loader.cache=true: data={config.data.name} hand out whole batches, which need no cache; leave it out"
+        )
+    model = components.synchronised(config, components.make_model_without_memory(config, splits))
+    optimizer = optimization.make_optimizer(config, model)
+    if (which := _start_of(config, Path(config.run.dir))) is not None:
+        checkpoint = load(which, names=["model", "position"])
+        check_dealing(config, splits, state=checkpoint.parts["position"]["sampler"])
+        check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
+        check_optimizer(checkpoint, optimizer)
+        position = {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
+        return position, noted(config, splits.train)
+    check_dealing(config, splits)
+    if config.init_from.path:
+        _load_given_weights(config, components.make_model(config, splits))
+    return None, noted(config, splits.train)
+
+
+def run(config: Config, run_dir: Path) -> None:
+    """Runs as one worker: joins the others, trains, leaves."""
+    stop = StopFlag()
+    with joined(config) as comm, stop.listening():
+        _train(config, run_dir, comm, stop)
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[Communicator]:
+    """Yields the communicator of the run's workers; tells them at the end if this one has failed."""
+    torch.set_num_threads(config.cluster.threads_per_worker or 1)
+    torch.use_deterministic_algorithms(config.deterministic)
+    components.add_own_algorithm(config)
+    comm = init(
+        device=config.device,
+        backend=config.backend,
+        algorithm=config.comm.algorithm,
+        order=config.comm.order,
+        shared_memory=config.comm.shared_memory,
+        debug=config.comm.debug,
+        segment_bytes=config.comm.segment_bytes,
+        warn_s=config.comm.warn_s,
+        abort_s=config.comm.abort_s,
+    )
+    try:
+        yield comm
+    except BaseException as error:
+        shutdown(failed=f"{type(error).__name__}: {error}")
+        raise
+    shutdown()
+
+
+def finish(config: Config, run_dir: Path) -> None:
+    """Completes the results that the workers wrote, and prints them."""
+    if config.trial:
+        return
+    path = run_dir / "summary.json"
+    summary = json.loads(path.read_text())
+    if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
+        summary |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
+        write_summary(run_dir, summary)
+    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
+    print_summary(summary, run_dir, next_commands=_next_commands(config, summary, run_dir))
+
+
+# --------------------------------------------------------------------------------------------------- a worker's life
+
+
+def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
+    splits, task = components.load_data(config), components.make_task(config)
+    _check_data(config, splits, comm)
+    streams.init_stream(config.seed, device=comm.device)
+    module = components.make_model(config, splits).to(comm.device)
+    resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
+    if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
+        _load_given_weights(config, module)
+    model = components.make_replica(config, module, comm)
+    optimizer = optimization.make_optimizer(config, module)
+    sizes = sampler_for(config, splits, rank=comm.rank).sizes
+    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
+        print("\n".join(notes), flush=True)
+    collect_from_now_on()  # the optimizer has imported the last of torch
+    fit(
+        model,
+        splits.train,
+        optimizer,
+        loss=task,
+        **dealing(config, splits),
+        debug_data=config.data.debug,
+        max_unreadable=config.data.max_unreadable,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        validation_data=splits.validation,
+        test_data=splits.test,
+        evaluate_every_epochs=config.evaluate.every_epochs,
+        evaluate_every_steps=config.evaluate.every_steps,
+        evaluation_batch=config.loader.evaluation_batch,
+        loader_workers=config.loader.num_workers,
+        cache=config.loader.cache,
+        collate=splits.collate,
+        schedule=optimization.make_schedule(config, sizes),
+        clip_norm=config.clip_norm,
+        precision=config.precision,
+        checkpoint_dir=run_dir,
+        checkpoint_every_steps=config.checkpoint.every_steps,
+        keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        callbacks=components.make_callbacks(config),
+        trial=config.trial,
+        resume=None if config.resume == "none" else config.resume,
+        log_every=config.log_every,
+        noise_scale_every=config.noise_scale_every,
+        curves=False,  # `finish` draws them, with the yardsticks
+        stop=stop,
+        settings=bits_depend_on(config, splits),
+        comm=comm,
+    )
+
+
+def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
+    """Returns the settings that the bits of the result depend on, and the facts that the model was built from."""
+    plain = asdict(config)
+    keys = ("seed", "batch", "precision", "clip_norm", "deterministic", "data", "model", "loss", "optim", "schedule")
+    facts = {"sample_shape": splits.sample_shape and list(splits.sample_shape), "num_classes": splits.num_classes}
+    synchronised = {"sync_batchnorm": True} if config.replica.sync_batchnorm else {}
+    return {**{key: plain[key] for key in (*keys, "epochs", "max_steps")}, **facts, **synchronised}
+
+
+def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:
+    """Raises ConfigError, with hosts, unless all workers have loaded the same data: hosts need not share a disk."""
+    sides = [each for each in (splits.train, splits.validation, splits.test) if each is not None]
+    numbers = " + ".join(f"{len(each):,}" for each in sides)
+    mine = f"{splits.name}: {numbers} samples of {splits.sample_shape}, {splits.num_classes} classes"
+    found: dict[str, list[str]] = {}
+    for host, theirs in all_gather_object(comm, (socket.gethostname(), mine)):
+        found.setdefault(theirs, []).append(host)
+    if len(found) > 1:
+        each = "; ".join(f"on {', '.join(sorted(set(hosts)))}: {theirs}" for theirs, hosts in found.items())
+        raise ConfigError(
+            f"data={config.data.name} is not the same on all hosts ({each}); copy one host's data to the others"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- where to start from
+
+
+def _start_of(config: Config, run_dir: Path) -> Path | None:
+    """Returns the checkpoint, or folder of checkpoints, to resume from; None for a fresh start."""
+    return None if config.resume == "none" else resume_from(config.resume, run_dir)
+
+
+def _load_given_weights(config: Config, module: nn.Module) -> None:
+    start = config.init_from
+    path = checkpoints_of(Path(cast(str, start.path)))
+    load_initial_weights(path, module, strict=start.strict, rename=start.rename, skip=start.skip)
+
+
+# ------------------------------------------------------------------------------------------------------ at the end
+
+
+def _yardsticks() -> Mapping[str, float]:
+    """Returns what simple models of bytes reach on the same held-out text, in bits per byte."""
+    text = standard_library.corpus()
+    orders = {"bigram": 2, "trigram": 3, "5-gram": 5}
+    found = {
+        f"yardstick_{name}": ngram.ngram_bits_per_byte(text.train, text.held_out, order=order)
+        for name, order in orders.items()
+    }
+    return {**found, "yardstick_xz": ngram.xz_bits_per_byte(text.train, text.held_out)}
+
+
+def _written_by(config: Config, run_dir: Path) -> str:
+    """Returns a few lines that the trained model writes, or "" for a model of the user's own."""
+    if not isinstance(config.model, settings.Gpt):
+        return ""
+    model = cast(GPT, load_trained(run_dir, "latest").model())
+    prompt = b"\n    def "
+    written = generate(model, torch.tensor(list(prompt)), num_tokens=400, temperature=0.7, seed=config.seed)
+    return (prompt + bytes(written.tolist())).decode(errors="replace")
+
+
+def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Returns commands that continue a run that was stopped, or that work here after a first run."""
+    this_run = setting_for(run_dir, config.run.name)
+    if summary["stopped_by"] not in (None, EARLY):
+        return [train_command(this_run, "resume=auto")]
+    if not this_run.startswith("run.name="):  # a sweep's job
+        return []
+    on_gpu = str(summary["device"]).startswith("cuda")
+    most = min(8, torch.cuda.device_count() if on_gpu else max(2, available_cores()))
+    counts = [count for count in (1, 2, 4, 8) if count <= most]
+    typed = typed_settings("run.name", "resume", "cluster.workers")
+    workers = f"cluster.workers={','.join(map(str, counts))}"
+    sweep = [train_command("-m", workers, *typed)] if len(counts) > 1 else []
+    is_usual = config.data.name == "digits" and isinstance(config.model, settings.Cnn)
+    return [*sweep, *([train_command("recipe=gpt")] if is_usual else [])]

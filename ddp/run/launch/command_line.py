@@ -1,0 +1,451 @@
+"""From a command line to running workers: compose, check, start, wait, explain.
+
+    recipes/train.py, ddp train           recipes/train_torchrun.py              a script or notebook
+         │ main                                │ torchrun.main                        │ launch(function, …)
+         ▼                                     ▼                                      │
+    Hydra composes, once             rank 0: Hydra composes, once                     │
+    run_folder.prepare: validate, run directory, data, config.yaml                    │
+         │ train                               │ store: rank 0 ──config──▶ all        │
+         ▼                                     ▼                                      ▼
+    torchrun's engine ── worker      worker.train in this process                     torchrun's engine ── worker --call
+
+A worker that fails takes its neighbours with it. So the parent reads the reports of all workers and prints the root
+cause last.
+
+| how a run ends                         | status | where it is decided                    |
+|----------------------------------------|--------|----------------------------------------|
+| trained                                | 0      |                                        |
+| a worker failed or was killed          | 1      | `describe_failures`                    |
+| bad input                              | 2      | `run_folder.prepare`, `translated`     |
+| Ctrl-C, or SIGINT to any worker        | 130    | the workers agree, save and exit with  |
+| SIGTERM, to the parent or any worker   | 143    | 0; the parent ends with this status    |
+| a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
+
+This module alone imports Hydra and OmegaConf, and inside functions, so that importing it stays light and workers stay
+free of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import pickle
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp.comm.meeting.place import refuse_workers
+from ddp.errors import ConfigError, WorkersFailed, first_line
+from ddp.process.files import json_object
+from ddp.process.garbage import leave_out, skip_at_exit
+from ddp.process.invocation import program, setting_for, shown, train_command
+from ddp.process.log import log
+from ddp.process.terminal import keep_writing
+from ddp.run.launch import sweep
+from ddp.run.launch.engine import run_workers
+from ddp.run.launch.failures import Failure, describe_failures
+from ddp.run.launch.function_call import CALL, check_call, folder_for_call, result_file
+from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
+from ddp.run.launch.worker import USER_ERRORS, Report
+from ddp.run.settings.address import is_address
+from ddp.run.settings.checks import available_cores, most_workers
+from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
+from ddp.run.settings.page import page
+from ddp.run.settings.reader import chosen_in, from_plain, key_of_option, unknown_choice, unknown_key
+from ddp.units import counted
+
+CONF = Path(__file__).parents[1] / "settings" / "conf"
+
+# ---------------------------------------------------------------------------------------------- from a command line
+
+
+def main() -> NoReturn:
+    """Trains as the command line says: one run, or with `-m` a sweep of runs one after another. Ends the process."""
+    keep_writing()
+    with bad_input_to(exit_with_error):
+        refuse_workers("this command", instead=f"take {program()} train, or recipes/train_torchrun.py")
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(page(program()))
+        sys.exit(0)
+    skip_at_exit()
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    jobs: list[sweep.Job] = []
+    sweep_dir: Path | None = None
+
+    def job(composed: Any) -> None:
+        """Makes one run. Hydra has made its folder and set its interpolations."""
+        nonlocal sweep_dir
+        settings = HydraConfig.get()
+        run_dir, overrides = Path(settings.runtime.output_dir), list(settings.overrides.task)
+        jobs.append(sweep.Job(overrides, run_dir, status=2))
+        try:
+            with bad_input_to(print_error), only_writer(run_dir):
+                config = continued(_checked(composed, overrides), overrides, run_dir)
+                print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
+                with leave_out():
+                    importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
+                prepare(config, run_dir)
+                jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
+        except KeyboardInterrupt:
+            jobs[-1] = jobs[-1]._replace(status=128 + signal.SIGINT)
+            raise
+        finally:
+            if settings.mode is RunMode.MULTIRUN:
+                sweep_dir = Path(settings.runtime.cwd, settings.sweep.dir)
+                try:
+                    sweep.write(sweep.gather(jobs, varied), sweep_dir)
+                except OSError as error:
+                    raise unwritable(sweep_dir, error) from error
+        if jobs[-1].status >= 128:
+            sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
+
+    _offer_settings()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
+    with bad_input_to(exit_with_error):
+        arguments = _options_first(sys.argv[1:])
+    sys.argv[1:] = _quoted_paths(_free_keys(arguments), sweeps=arguments[:1] in (["-m"], ["--multirun"]))
+    varied: list[str] = []
+
+    def job_folder(overrides: Sequence[str], number: int) -> str:
+        """Names a job's folder; `hydra.sweep.subdir` in ddp/conf/train.yaml asks for it."""
+        varied[:] = varied or _varied_keys(sys.argv[1:])
+        return sweep.job_folder(overrides, varied, number=number)
+
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+    try:
+        with bad_input_to(exit_with_error):
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(job)()
+    except OSError as error:
+        if jobs:
+            raise
+        exit_with_error(str(unwritable(error.filename, error)))  # before its first job Hydra only makes the folder
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        if sweep_dir is not None:
+            sweep.show(sweep.gather(jobs, varied), sweep_dir)
+    sys.exit(next((job.status for job in jobs if job.status), 0))
+
+
+def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
+    """Composes one run as `hydra.main` does, without taking over the process. Returns config and run directory."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf, open_dict
+
+    _offer_settings()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
+        tree = compose("train", overrides=_quoted_paths(_free_keys(overrides)), return_hydra_config=True)
+        run_dir = Path(str(OmegaConf.select(tree, "hydra.run.dir"))).absolute()
+        with open_dict(tree):
+            del tree["hydra"]
+        return continued(_checked(tree, overrides), overrides, run_dir), run_dir
+
+
+@cache
+def _offer_settings() -> None:
+    """Gives Hydra the defaults of settings/config.py, the choices of groups those of an address, `${per_worker:…}`."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.object_type import ObjectType
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
+    from omegaconf import OmegaConf
+
+    def per_worker(*numbers: Any, _root_: Any) -> Any:
+        """Makes `batch.global_size='${per_worker:32}'` grow with the workers; leaves what is not a number."""
+        is_number = len(numbers) == 1 and isinstance(numbers[0], int)
+        return numbers[0] * _root_.cluster.workers if is_number else ",".join(map(str, numbers))
+
+    OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
+    store = ConfigStore.instance()
+    store.store("settings", plain_defaults())
+    for group, choices in CHOICES.items():
+        for name, settings in choices.items():
+            store.store(name, asdict(settings), group=group)
+
+    class Addresses(ConfigSource):
+        """Answers for every name with a colon, in the groups that take one."""
+
+        @staticmethod
+        def scheme() -> str:
+            return "address"
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            group, _, name = config_path.removesuffix(".yaml").partition("/")
+            content = OmegaConf.create(asdict(choose(group, name)))
+            return ConfigResult(self.provider, self.full_path(), content, header={"package": None})
+
+        def is_config(self, config_path: str) -> bool:
+            group, _, name = config_path.partition("/")
+            return group in OWN and is_address(name)
+
+        def is_group(self, config_path: str) -> bool:
+            return config_path in OWN
+
+        def available(self) -> bool:
+            return True
+
+        def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+            return []
+
+    Plugins.instance().register(Addresses)
+
+
+def _free_keys(overrides: Sequence[str]) -> list[str]:
+    """Marks the keys of mappings whose keys are the user's as new to Hydra."""
+    free = ("init_from.rename", "model.args", "data.args", "optim.args")
+    return [f"++{override}" if override.startswith(free) else override for override in overrides]
+
+
+HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i", "--info"}
+HYDRAS |= {"-cd", "--config-dir", "-cn", "--config-name", "--hydra-help", "--version"}
+
+
+def _options_first(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with `-m` in front, because Hydra reads no settings on both sides of it.
+
+    Raises:
+        ConfigError: a setting is written as an option, which Hydra would answer with its usage.
+    """
+    for number, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name.startswith("-") and name not in HYDRAS:
+            beside = [each for each in arguments[number + 1 :][:1] if "=" not in each and not each.startswith("-")]
+            example = f"{key_of_option(name)}={value or (beside or ['VALUE'])[0]}"
+            raise ConfigError(f"{' '.join([argument, *beside])}: settings have no dashes before them; write {example}")
+    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+
+
+PATHS = ("data.path", "data.test_path", "data.validation_path")
+
+
+def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str]:
+    """Quotes what Hydra could not read: a folder `cluster.workers=2` of a sweep, {00..99}.tar, or a column `a (b)`.
+
+    Args:
+        sweeps: commas that are not within brackets stand between values, a job each.
+    """
+
+    def readable(override: str) -> str:
+        key, _, value = override.partition("=")
+        if key in ("data.target", "data.text", "data.inputs"):
+            return f"{key}={_quoted_names(value)}"
+        is_pattern = key in PATHS and not value.startswith(('"', "'"))
+        if not is_pattern and not ("=" in value and Path(value).exists()):
+            return override
+        values = re.findall(r"(?:[^,{\[]|\{[^}]*\}|\[[^\]]*\]|[{\[])+", value) if sweeps and is_pattern else [value]
+        return f"{key}=" + ",".join(f'"{each}"' for each in values)
+
+    return [readable(override) for override in overrides]
+
+
+def _quoted_names(value: str) -> str:
+    """Returns names of columns, one or a list in brackets, of which those are in quotes that Hydra could not read."""
+    if value.startswith("[") and value.endswith("]"):
+        return f"[{','.join(_quoted_names(name.strip()) for name in value[1:-1].split(','))}]"
+    return f'"{value}"' if re.search(r"[^\w.,/+@%$?*-]", value) and value[:1] not in ('"', "'") else value
+
+
+def _varied_keys(arguments: Sequence[str]) -> list[str]:
+    """Returns the keys to which a sweep's command line gives several values."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    settings = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    overrides = OverridesParser.create().parse_overrides(settings)
+    return [override.key_or_group for override in overrides if override.is_sweep_override()]
+
+
+def _checked(composed: Any, overrides: Sequence[str]) -> Config:
+    """Returns the tree that Hydra composed as our dataclasses; `from_plain` checks it."""
+    from omegaconf import OmegaConf
+
+    for override in overrides:
+        key, _, name = override.partition("=")
+        if (group := key.removesuffix(".name")) in CHOICES and group != key:
+            raise ConfigError(f"{override}: a name is not set by itself; choose {group}={name}")
+    plain: Any = OmegaConf.to_container(composed, resolve=True)
+    return from_plain(plain)
+
+
+# ----------------------------------------------------------------------------------------------- bad input, in words
+
+
+@contextlib.contextmanager
+def bad_input_to(tell: Callable[[str], object]) -> Iterator[None]:
+    """Passes the one sentence of an error of the user's input to `tell`; every other exception is raised on."""
+    try:
+        yield
+    except Exception as error:
+        message = translated(error)
+        if message is None:
+            raise
+        tell(message)
+
+
+def translated(error: BaseException) -> str | None:
+    """Returns the sentence for a user's error, whichever library raised it, or None for any other error."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf import Node
+    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+    if isinstance(error, USER_ERRORS):
+        return str(error)
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").partition("/")
+        if group in CHOICES:
+            return str(unknown_choice(group, name))
+        asked = f"{group}={name}"
+        return str(unknown_key(asked, error.options, what="choice")) if error.options else first_line(error)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r}: {' '.join(error.message.split('See https')[0].split())}"
+    if isinstance(error, HydraException):
+        return (error.__cause__ and translated(error.__cause__)) or str(error)
+    if isinstance(error, InterpolationResolutionError):
+        return f"{error.full_key}: {first_line(error)}"
+    if isinstance(error, OmegaConfBaseException):
+        if not error.full_key:
+            return first_line(error)
+        known = [str(key) for key in error.parent_node or () if key != "hydra"]
+        root: Any = error.parent_node._get_root() if isinstance(error.parent_node, Node) else {}
+        return str(unknown_key(error.full_key, known, chosen=chosen_in(root)))
+    return None
+
+
+def print_error(message: str) -> None:
+    """Prints the one line for an error of the user's input."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """Prints the line and ends the process with the status for bad input."""
+    print_error(message)
+    sys.exit(2)
+
+
+# ------------------------------------------------------------------------------------------- from a script or notebook
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    threads_per_worker: int | None = None,
+    timeout_s: float | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs `function(*args, **kwargs)` on `workers` new processes of this host, and returns their results by rank.
+
+    Inside the function `ddp.init()` finds the other ranks. Function, arguments and results are sent by cloudpickle, so
+    a function of a notebook works. Rank 0 prints to this terminal.
+
+    Args:
+        workers: the world size.
+        threads_per_worker: None: cores ÷ workers, at least 1.
+        timeout_s: a worker that runs longer ends the launch, and says where it stood. None: no limit.
+
+    Raises:
+        ConfigError: an argument cannot work, or cannot be sent; or this process is one rank of several already.
+        WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first.
+        KeyboardInterrupt, SystemExit: Ctrl-C, or another signal, which has ended the workers, too.
+    """
+    check_call(function, args, kwargs)
+    _check_launch(workers, threads_per_worker, timeout_s)
+    name = getattr(function, "__name__", "function")
+    refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}(…) itself")
+    threads = threads_per_worker or max(1, available_cores() // workers)
+    if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
+        print(f"starting {counted(workers, 'worker')} …", flush=True)
+    with folder_for_call(workers, function, args, kwargs) as folder:
+        limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
+        ended = run_workers(["--call", str(folder / CALL), *limit], workers=workers, threads=threads)
+        if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
+            raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
+        if stopped_by is not None:
+            raise SystemExit(128 + stopped_by)
+        if ended.failures:
+            raise WorkersFailed(describe_failures(ended.failures, folder / "logs"))
+        results = [result_file(folder, rank) for rank in range(workers)]
+        for rank, path in enumerate(results):
+            if not path.exists():
+                raise WorkersFailed(f"rank {rank} ended without a result: does the function call sys.exit?")
+        return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def _check_launch(workers: Any, threads_per_worker: Any, timeout_s: Any) -> None:
+    """Raises ConfigError unless the arguments of `launch` are numbers that can work; warns of too many workers."""
+    for name, number in (("workers", workers), ("threads_per_worker", threads_per_worker)):
+        is_left_out = number is None and name != "workers"
+        if not is_left_out and (not hasattr(number, "__index__") or isinstance(number, bool) or number < 1):
+            raise ConfigError(f"{name}={number!r}: must be a whole number from 1 up")
+    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+        raise ConfigError(f"timeout_s={timeout_s!r}: must be seconds above 0; leave it out for no limit")
+    if workers > most_workers():
+        cores = counted(available_cores(), "core")
+        log.warning("workers=%d: they take turns on %s; %d or fewer train faster", workers, cores, available_cores())
+
+
+def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
+    """Returns the signal on which the workers have left in agreement, if only they got it."""
+    statuses = {failure.status for failure in failures.values()}
+    return next((number for number in signal.Signals if statuses == {128 + number}), None)
+
+
+# ------------------------------------------------------------------------------------------------- start and wait
+
+
+def train(config: Config, run_dir: Path) -> int:
+    """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
+    from ddp.run.build.stages import finish
+
+    threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
+    digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
+    arguments = ["--settings", digest, str(run_dir.resolve())]
+    try:
+        ended = run_workers(arguments, workers=config.cluster.workers, threads=threads)
+    finally:
+        if config.trial:
+            forget_trial(run_dir)
+
+    if ended.failures:
+        _restore_terminal()
+        print(describe_failures(ended.failures, run_dir / "logs"), file=sys.stderr, flush=True)
+        return 1
+    if config.trial or (run_dir / "summary.json").exists():  # it does not after a signal before the first step
+        finish(config, run_dir)
+    stopped_by = ended.signal or _agreed_stop(run_dir)
+    if stopped_by is None:
+        return 0
+    if _agreed_stop(run_dir) is not None:
+        outcome = f"continue with {train_command(setting_for(run_dir, config.run.name), 'resume=auto')}"
+    else:
+        outcome = "nothing was saved at the stop"
+        reports = [Report.read(run_dir / "logs", rank=rank) for rank in range(config.cluster.workers)]
+        failed = [report for report in reports if report is not None]
+        if failed:  # the stop itself went wrong
+            print(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), file=sys.stderr, flush=True)
+    print(f"stopped by {stopped_by.name}; {outcome}", file=sys.stderr, flush=True)
+    return 128 + stopped_by
+
+
+def _agreed_stop(run_dir: Path) -> signal.Signals | None:
+    """Returns the signal on which the workers agreed to stop, whichever of them got it."""
+    with contextlib.suppress(OSError, ValueError):
+        name = json_object((run_dir / "summary.json").read_text()).get("stopped_by")
+        return signal.Signals.__members__.get(str(name))  # else it has stopped early by itself
+    return None
+
+
+def _restore_terminal() -> None:
+    """Shows the cursor, which the progress bar of a killed rank 0 may have hidden."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\n")

@@ -1,0 +1,203 @@
+"""A run in the processes of torchrun, or of another launcher of `meeting/place.py`: rank 0 prepares it, and all train.
+
+    rank 0     compose, prepare ── "start" ──▶ every rank         config and run directory, or the error
+    one rank of each other host    fetch the data there
+    all ranks  ◀── "data/RANK" ──▶                                what fetching said
+    all ranks  train in this process
+
+The words travel through the store that torchrun keeps, so that an error at one rank ends all ranks at once and one
+message is seen. After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp.comm.meeting.place import Place, place
+from ddp.errors import ConfigError, PeerLost, first_line
+from ddp.process.garbage import collect_later
+from ddp.process.terminal import keep_writing, tolerant
+from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, print_error
+from ddp.run.launch.engine import CUBLAS_WORKSPACE
+from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
+from ddp.run.launch.worker import ORPHAN_GRACE_S, Report, follow_parent, leave
+from ddp.run.launch.worker import train as train_in_this_process
+from ddp.run.settings.config import Config
+from ddp.run.settings.reader import from_plain
+
+
+def main() -> NoReturn:
+    """Trains as one of the ranks that torchrun has started; ends the process. `cluster.workers` is the world size."""
+    collect_later()
+    keep_writing()
+    os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/run/launch/engine.py
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
+    with bad_input_to(exit_with_error):
+        here = place()
+    if here is None:
+        exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or train.py")
+    rank, world_size = here.rank, here.world_size
+    follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
+
+    import torch
+    from torch.distributed import DistError
+
+    from ddp.comm.meeting.private_store import part_of
+    from ddp.comm.meeting.rendezvous import open_store, rendezvous
+    from ddp.comm.setup import ABORT_S, WARN_S
+    from ddp.comm.watch.call import Call
+    from ddp.comm.watch.watchdog import Watchdog
+    from ddp.run.launch.loopback import ON_LOOPBACK
+
+    try:
+        job = part_of(open_store(here, warn_s=WARN_S, abort_s=ABORT_S), "ddp.run.launch.command_line")
+        attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        local_rank, local_workers = _on_this_host(here, attempt)
+        if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
+            os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
+        watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
+        if rank == 0:
+            earlier = json.loads(job.get("run")) if job.check(["run"]) else None
+            sent = prepared(world_size=world_size, local_workers=local_workers, earlier=earlier)
+            if "error" not in sent:
+                job.set("run", json.dumps(sent))
+            watchdog.say("start", json.dumps(sent))
+        else:
+            importlib.import_module("ddp.run.build.stages")  # it takes a second, while rank 0 prepares
+            sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
+        if "error" not in sent:
+            fetched = _prepare_host(sent) if rank and not local_rank else {}
+            watchdog.say(f"data/{rank}", json.dumps(fetched))
+            for other in range(world_size):
+                fetches = Call(0, f"rank {other} fetches the data of its host")
+                sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))
+        watchdog.leave()
+    except (DistError, PeerLost, ConfigError) as error:
+        print(f"rank {rank}: {first_line(error)}", file=sys.stderr, flush=True)
+        leave(2 if isinstance(error, ConfigError) else 1)
+    if "error" in sent:  # the rank that found it has printed it
+        if rank == 0:
+            _wait_for_readers(attempt, num_readers=world_size - 1)
+        else:
+            attempt.add("readers", 1)
+        _tell_torchrun(sent["error"])
+        sys.exit(2)
+
+    config, run_dir = from_plain(sent["config"]), Path(sent["run_dir"])
+    assert config.cluster.threads_per_worker is not None
+    torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
+    terminal = tolerant(os.dup(2), like=sys.stderr)
+    status = train_in_this_process(config, run_dir, rank=rank)
+    if config.trial and rank == 0:
+        forget_trial(run_dir)
+    report = Report.read(run_dir / "logs", rank=rank) if status else None
+    if report is not None and report.is_secondary:
+        print(f"rank {rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)
+    elif report is not None:
+        print(report.block(), file=terminal, flush=True)
+        _tell_torchrun(report.block())
+    if status:
+        leave(status)
+    if rank == 0:
+        from ddp.run.build.stages import finish
+
+        finish(config, run_dir)
+    sys.exit(0)
+
+
+def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Prepares the run on rank 0. Returns, as JSON can hold it, `config` and `run_dir` for all ranks, or an `error`.
+
+    Args:
+        earlier: what this returned in the attempt that torchrun has restarted.
+    """
+    sent: dict[str, Any] = {}
+
+    def refuse(message: str) -> None:
+        print_error(message)
+        sent["error"] = message
+
+    with bad_input_to(refuse):
+        if earlier is None:
+            config, run_dir = _asked_for(world_size=world_size, local_workers=local_workers)
+        else:
+            config, run_dir = _restarted(earlier, world_size=world_size)
+        with contextlib.ExitStack() as until_end:
+            until_end.enter_context(only_writer(run_dir))
+            prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
+            atexit.register(until_end.pop_all().close)
+        sent.update(config=asdict(config), run_dir=str(run_dir))
+    return sent
+
+
+def _asked_for(*, world_size: int, local_workers: int) -> tuple[Config, Path]:
+    """Returns the run that the command line asks for."""
+    overrides = sys.argv[1:]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "cluster.workers" and value != str(world_size):
+            raise ConfigError(f"{override}: torchrun has started {world_size} workers; leave this setting out")
+    return composed([*overrides, f"cluster.workers={world_size}", f"+cluster.local_workers={local_workers}"])
+
+
+def _restarted(earlier: Mapping[str, Any], *, world_size: int) -> tuple[Config, Path]:
+    """Returns the run of the earlier attempt, to go on from its last checkpoint, or from its beginning without one."""
+    config, run_dir = from_plain(earlier["config"]), Path(earlier["run_dir"])
+    if any((run_dir / "checkpoints").glob("*step-*")):
+        config.resume = "auto"
+    if config.cluster.workers != world_size:
+        config.cluster.workers, config.batch.num_shards = world_size, None
+    return config, run_dir
+
+
+def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
+    """Fetches the data for all ranks of this host, which need not share a disk with rank 0's.
+
+    One rank of each host calls it, except on that of rank 0, which has done so. Returns an `error` if there was one.
+    """
+    found: dict[str, str] = {}
+
+    def refuse(message: str) -> None:
+        found["error"] = f"host {socket.gethostname()}: {message}"
+        print_error(found["error"])
+
+    with bad_input_to(refuse):
+        from ddp.run.build.components import load_data
+
+        load_data(from_plain(sent["config"]), download=True)
+    return found
+
+
+def _on_this_host(here: Place, attempt: Any) -> tuple[int, int]:
+    """Returns this rank's number among the ranks of its host, and how many these are."""
+    if here.local_rank is not None and here.local_world_size is not None:
+        return here.local_rank, here.local_world_size
+    attempt.set(f"host/{here.rank}", socket.gethostname())
+    hosts = [attempt.get(f"host/{rank}").decode() for rank in range(here.world_size)]
+    mine = hosts[here.rank]
+    return hosts[: here.rank].count(mine), hosts.count(mine)
+
+
+def _wait_for_readers(store: Any, *, num_readers: int, limit_s: float = 10.0) -> None:
+    """Keeps rank 0, whose process may serve the store, until the others have read the error from it."""
+    deadline_s = time.monotonic() + limit_s
+    while store.add("readers", 0) < num_readers and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Puts `message` into torchrun's own last block, which otherwise says "To enable traceback see …"."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))

@@ -1,0 +1,311 @@
+"""One worker process: its log, its parent, its work, and the report that it leaves when it fails.
+
+    python -P …/bootstrap.py ddp.run.launch.worker --rank R --parent PID --private DIR … RUN_DIR      train
+    python -P …/bootstrap.py ddp.run.launch.worker --rank R --parent PID --private DIR --call FILE    for ddp.launch
+
+The life of a worker:
+
+    1  follow the parent     it ends when the parent ends, whatever it is doing
+    2  take the log          rank 0 keeps the terminal; any other rank's file descriptors 1 and 2 become logs/rank-R.log
+    3  work                  ddp.run.build.stages.run, or the function
+    4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
+
+A worker reads plain YAML and never imports Hydra. It imports nothing from the current folder, but for two things: parts
+of a run that are named by address (`address.py`), and a function, whose worker takes over its parent's `sys.path`. Its
+rank is an argument, not from the environment. The launcher has set the variables for threads and MKL's mode before this
+interpreter, and so torch, started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import hashlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from ddp.comm.meeting.secret import take_secret
+from ddp.errors import (
+    CheckpointError,
+    CommunicatorBroken,
+    ConfigError,
+    Diverged,
+    LoaderLost,
+    PeerLost,
+    ReplicaMismatch,
+    UnusedParameters,
+)
+from ddp.process.files import make_folder, read_own, to_append, write_whole
+from ddp.process.garbage import collect_from_now_on, collect_later
+from ddp.process.invocation import shown
+from ddp.process.log import add_handler, follow_rank
+from ddp.process.parent_death import ask_for_signal
+from ddp.process.stack import stack_of, users_frame
+from ddp.process.terminal import keep_writing
+from ddp.run.launch.function_call import write_result
+from ddp.run.settings.config import Config
+from ddp.run.settings.reader import from_plain
+
+ORPHAN_GRACE_S = 30.0
+"""After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
+
+USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters)
+"""Errors that the message alone explains; a traceback would hide it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one worker; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="ddp.run.launch.worker")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the launcher")
+    parser.add_argument("--private", type=Path, required=True, help="the launch's private folder")
+    parser.add_argument("--call", type=Path, help="a pickled function instead of a run directory")
+    parser.add_argument("--timeout", type=float, help="seconds after which a call is given up")
+    parser.add_argument("--settings", help="SHA-256 of the run directory's config.yaml, as the launcher has written it")
+    parser.add_argument("run_dir", type=Path, nargs="?")
+    options = parser.parse_args(argv)
+
+    collect_later()
+    keep_writing()
+    follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
+    take_secret(options.private)
+    if options.call is not None:
+        return _call(options.call, rank=options.rank, timeout_s=options.timeout)
+    import yaml
+
+    content = (options.run_dir / "config.yaml").read_bytes()
+    if hashlib.sha256(content).hexdigest() != options.settings:
+
+        def refuse() -> None:
+            raise ConfigError(f"{options.run_dir}/config.yaml was changed while the run was starting: start it again")
+
+        return guarded(refuse, logs=options.run_dir / "logs", rank=options.rank)
+    return train(from_plain(yaml.safe_load(content)), options.run_dir, rank=options.rank)
+
+
+def train(config: Config, run_dir: Path, *, rank: int) -> int:
+    """Trains as this rank of the run; returns the exit status (0, also after an agreed stop)."""
+    take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers)
+
+    def work() -> None:
+        from ddp.run.build.stages import run  # after the log is taken, because importing torch may print
+
+        run(config, run_dir)
+
+    return guarded(work, logs=run_dir / "logs", rank=rank)
+
+
+def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
+    """Runs the function in `file`, and writes its result beside it."""
+    logs = file.parent / "logs"
+
+    def work() -> None:
+        with file.open("rb") as stream:
+            world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
+            take_log(logs, rank=rank, world_size=world_size)
+            function, args, kwargs = pickle.load(stream)
+        collect_from_now_on()
+        write_result(file.parent, rank, function, function(*args, **kwargs))
+
+    if timeout_s is not None:
+        _give_up_after(timeout_s, logs=logs, rank=rank)
+    return guarded(work, logs=logs, rank=rank)
+
+
+# ---------------------------------------------------------------------------------------------- 1 follow the parent
+
+
+def follow_parent(parent: int, *, grace_s: float) -> None:
+    """Makes this process end when `parent` does, also when the parent is killed by SIGKILL.
+
+    Note "two ways to die". The kernel's parent-death signal (Linux) arrives at once, and ends a process without a
+    handler for SIGTERM even where the interpreter hangs. But during training SIGTERM only asks for an agreed stop. The
+    ranks may be unable to agree, because the store was in the parent. So a thread ends the process after `grace_s`.
+    """
+    asked = ask_for_signal(signal.SIGTERM)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        if not asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ddp-follow-parent", daemon=True).start()
+
+
+def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
+    """Ends this worker after `timeout_s` with a report that shows where its main thread stood."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def give_up() -> None:
+        where = "".join(traceback.format_list(stack_of(main_thread)))
+        message = f"still running after timeout_s={timeout_s:g}"
+        Report(rank=rank, type="TimeoutError", message=message, traceback=f"{where}TimeoutError: {message}").write(logs)
+        leave(1)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+
+
+# --------------------------------------------------------------------------------------------------- 2 take the log
+
+
+class _Terminal(logging.StreamHandler[Any]):
+    """Writes to the present `sys.stderr`, which a progress bar replaces to keep its own line whole."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
+class _LogFile(logging.FileHandler):
+    """Appends to a file of a run's folder."""
+
+    def _open(self) -> TextIOWrapper:
+        return to_append(Path(self.baseFilename))
+
+
+def take_log(logs: Path, *, rank: int, world_size: int) -> None:
+    """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
+
+    File descriptors are redirected, so that the output of C++ and of child processes goes there, too.
+    """
+    make_folder(logs)
+    path = logs / f"rank-{rank}.log"
+    if rank != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with to_append(path) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
+    follow_rank(rank, world_size)
+    add_handler(_LogFile(path))
+    if rank == 0:
+        add_handler(_Terminal(), logging.WARNING)
+
+
+# ------------------------------------------------------------------------------------------------- 3 work, 4 report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A failed worker's message to its parent.
+
+    Attributes:
+        step: the step that training was in; None outside of it.
+        is_secondary: this rank failed only because another one did.
+        is_user_error: the message explains the error, so that no traceback is shown.
+        user_line: the innermost line of the user's own code that the error went through; "" if there is none.
+        time_s: seconds since 1970; orders the reports of one host.
+    """
+
+    rank: int
+    type: str
+    message: str
+    traceback: str
+    step: int | None = None
+    is_secondary: bool = False
+    is_user_error: bool = False
+    user_line: str = ""
+    host: str = field(default_factory=socket.gethostname)
+    time_s: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int) -> Report:
+        """Describes an exception; the training loop gives it an attribute `step`."""
+        step = getattr(error, "step", None)
+        return cls(
+            rank=rank,
+            type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            step=step if isinstance(step, int) else None,
+            is_secondary=_is_consequence(error),
+            is_user_error=isinstance(error, USER_ERRORS),
+            user_line=user_line(error),
+        )
+
+    @classmethod
+    def read(cls, logs: Path, *, rank: int) -> Report | None:
+        """Returns the report of `rank`, or None if it wrote none, or died while it wrote."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads(read_own(logs / f"error-rank-{rank}.json")))
+        return None
+
+    def write(self, logs: Path) -> None:
+        make_folder(logs)
+        write_whole(logs / f"error-rank-{self.rank}.json", json.dumps(asdict(self), indent=1))
+
+    def block(self) -> str:
+        """Returns rank, host and step; the traceback, or the message where that explains the error; the user's line."""
+        step = "" if self.step is None else f" at step {self.step}"
+        body = f"{self.type}: {self.message}" if self.is_user_error else self.traceback.rstrip()
+        return "\n".join(filter(None, [f"rank {self.rank} on host {self.host} failed{step}:", body, self.user_line]))
+
+
+def user_line(error: BaseException) -> str:
+    """Returns the innermost line of the user's own code that an exception went through, in words; "" if none."""
+    frame = users_frame(error)
+    if frame is None:
+        return ""
+    where = f"{shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
+    return f"in your code: {where}: {frame.line or ''}".rstrip(": ")
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Returns True if this exception, or one that caused it, says that another rank is lost."""
+    while error is not None:
+        if isinstance(error, (PeerLost, CommunicatorBroken)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
+    """Runs `work`; returns 0, 1 after an exception, which it reports, or 130 after Ctrl-C outside of training."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        report = Report.of(error, rank=rank)
+        try:
+            report.write(logs)
+            with to_append(logs / f"rank-{rank}.log") as log:
+                log.write(f"{report.traceback}\n")
+        except (OSError, ConfigError):  # such as a full disk, which may have ended the work
+            print(report.block(), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process now, because after a failure a communicator's threads would wait at exit for lost peers."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,174 @@
+"""Parts of your own, by address: `my_package.models:Net` is the object `Net` of the module `my_package.models`.
+
+    scripts/ddp train model=my_package.models:Net data=mine:make loss=mine:my_loss comm.algorithm=mine:chain
+
+The folder that the command was given in is searched last. So a file `random.py` there replaces no module of Python, and
+a run without an address imports nothing from there. `RUN_DIR/config.yaml` keeps the folder as `run.code`, for the
+workers and for whoever continues the run from elsewhere.
+
+Everything that can go wrong is one sentence: it names the setting, the folder, and the line of the user's file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ddp.errors import ConfigError, nearest
+from ddp.process.stack import users_frame
+
+_origins: dict[str, str] = {}  # a package or module that an address has imported → its folder
+
+_question: str | None = None  # of a user about a run, while it is answered
+
+
+def is_address(name: str) -> bool:
+    """Returns True if a setting names a part of the user's own, and not a shipped one."""
+    return ":" in name
+
+
+def own_parts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the settings that hold an address, in a tree of plain settings: "model" → "mine:Net"."""
+    found = {}
+    for group, value in settings.items():
+        for name, each in (value if isinstance(value, Mapping) else {"name": value}).items():
+            if group != "run" and isinstance(each, str) and _is_whole(each):
+                found[group if name == "name" else f"{group}.{name}"] = each
+    return found
+
+
+def _is_whole(address: str) -> bool:
+    """Returns True for MODULE:NAME."""
+    name, colon, path = address.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*name.split("."), *path.split(".")))
+
+
+@contextmanager
+def no_own_code(question: str) -> Iterator[None]:
+    """Refuses every address inside the block, because a question about a run must not run what its files name."""
+    global _question
+    _question = question
+    try:
+        yield
+    finally:
+        _question = None
+
+
+def from_address(address: str, *, key: str, folder: str | Path) -> Any:
+    """Imports the module before the colon, and returns its object after the colon.
+
+    Args:
+        key: the setting that holds the address, for errors.
+        folder: searched after everything else on `sys.path`.
+
+    Raises:
+        ConfigError: there is no such module or object, or the module cannot be imported.
+    """
+    if not _is_whole(address):
+        raise ConfigError(f"{key}={address}: is no address; write MODULE:NAME, as my_package.models:Net")
+    if _question is not None:
+        raise ConfigError(f"{key}={address}: {_question} imports no code of a run, so it cannot answer this")
+    name, _, path = address.partition(":")
+    module = _imported(name, setting=f"{key}={address}", folder=Path(folder).resolve())
+    found: Any = module
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{key}={address}: {_file_of(module)} has no {path}{_nearest(part, found, name)}")
+        found = getattr(found, part)
+    return found
+
+
+def called(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) -> Any:
+    """Calls what an address names.
+
+    Args:
+        arguments: the setting `key`.args.
+
+    Raises:
+        ConfigError: it cannot be called, it takes other arguments, or it raised.
+    """
+    if not callable(found):
+        raise ConfigError(f"{key}={address}: is {found!r:.60}; give the address of a class or function")
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # some classes written in C have none
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(**arguments)
+    except TypeError as error:
+        setting = f"{key}.args={dict(arguments)}" if arguments else f"{key}={address}"
+        raise ConfigError(f"{setting}: {error}; {address} takes {signature}") from error
+    try:
+        return found(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}={address}: calling it failed: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """Returns in a line what an exception from the user's code says, and where in that code it was raised."""
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frame = users_frame(error)
+    return message if frame is None else f"{frame.filename}, line {frame.lineno}: {message}"
+
+
+def origins() -> list[str]:
+    """Returns a line for each folder that addresses have imported from, because a name may stand for another module."""
+    names: dict[str, list[str]] = {}
+    for name, folder in _origins.items():
+        names.setdefault(folder, []).append(name)
+    return [f"imported from {folder}: {', '.join(found)}" for folder, found in names.items()]
+
+
+def _imported(name: str, *, setting: str, folder: Path) -> ModuleType:
+    top = name.partition(".")[0]
+    _search_last(folder)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # it is missing inside of the user's module
+            raise ConfigError(f"{setting}: importing {name} failed: {told(error)}") from error
+        if error.name == top:
+            raise ConfigError(f"{setting}: there is no module {top} in {folder}, and none is installed") from error
+        raise ConfigError(f"{setting}: {_file_of(sys.modules[top])} has no module {error.name}") from error
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may exit
+        raise ConfigError(f"{setting}: importing {name} failed: {told(error)}") from error
+    if top != "torch":
+        _origins[top] = _home_of(sys.modules[top])
+    return module
+
+
+def _search_last(folder: Path) -> None:
+    """Makes every process search alike: `python -m` has put the current folder first, and workers begin without it."""
+    if sys.path and Path(sys.path[0]).resolve() == folder:
+        del sys.path[0]
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+
+
+def _file_of(module: ModuleType) -> str:
+    """Returns the module's file, or the folder of a package without `__init__.py`."""
+    file = getattr(module, "__file__", None)
+    return str(file or next(iter(getattr(module, "__path__", [])), module.__name__))
+
+
+def _home_of(module: ModuleType) -> str:
+    """Returns the folder in which `import` has found a module or a package."""
+    packages = getattr(module, "__path__", None)
+    return str(Path(next(iter(packages)) if packages else _file_of(module)).parent)
+
+
+def _nearest(part: str, found: Any, module: str) -> str:
+    near = nearest(part, [name for name in vars(found) if not name.startswith("__")])
+    return f". Did you mean {module}:{near}?" if near and isinstance(found, ModuleType) else ""

@@ -1,0 +1,377 @@
+"""Settings that cannot work, each with the reason and the remedy; and settings that follow from others.
+
+A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
+from ddp.errors import ConfigError, did_you_mean
+from ddp.process.clock import LONGEST_S
+from ddp.run.settings.address import is_address, own_parts
+from ddp.run.settings.config import (
+    Config,
+    DataFiles,
+    Falling,
+    Gpt,
+    ImageFolder,
+    Lines,
+    OwnData,
+    OwnModel,
+    RandomK,
+    Sgd,
+    StandardLibrary,
+    Step,
+    Tokens,
+    TopK,
+    Wsd,
+)
+from ddp.train.ending import ending_problems
+
+SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
+
+
+def validate(config: Config) -> None:
+    """Checks every value and every pair of values that can contradict. Call it again after changing one.
+
+    Raises:
+        ConfigError: a value cannot work, or two values contradict; the message names key, value and remedy.
+    """
+    for problem in _problems(config):
+        raise ConfigError(problem)
+
+
+def resolve(config: Config, *, local_workers: int | None = None, num_shards: int | None = None) -> None:
+    """Fills in what is derived from other settings, so that RUN_DIR/config.yaml has it.
+
+    Args:
+        local_workers: workers on this host; None: all of them.
+        num_shards: that of the run to be resumed, which is taken while it still fits.
+
+    Raises:
+        ConfigError: the result cannot work.
+    """
+    workers = config.cluster.workers
+    config.cluster.local_workers = local_workers or workers
+    if config.cluster.threads_per_worker is None:
+        config.cluster.threads_per_worker = max(1, available_cores() // config.cluster.local_workers)
+    if config.batch.num_shards is None:
+        fits = num_shards is not None and workers <= num_shards <= config.batch.global_size
+        config.batch.num_shards = num_shards if fits else workers
+    schedule = config.schedule
+    if all(_lookup(config, f"schedule.warmup_{unit}") is None for unit in WARMUPS):
+        schedule.warmup_fraction = 0.05 if isinstance(schedule, Falling) else 0.0
+    if not own_parts(asdict(config)):
+        config.run.code = ""
+    elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
+        config.run.code = str(Path.cwd())
+    validate(config)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """Yields one sentence per problem: key=value, what is wrong with it, the remedy."""
+    yield from _bound_problems(config)
+    yield from _choice_problems(config)
+    yield from _order_problems(config)
+    yield from _warmup_problems(config)
+    yield from _algorithm_problems(config)
+    yield from _cluster_problems(config)
+    yield from _device_problems(config)
+    yield from _start_problems(config)
+    yield from _end_problems(config)
+
+
+def _end_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with how a run ends."""
+    stopping, evaluate = config.early_stopping, config.evaluate
+    yield from ending_problems(
+        trial="trial=true" if config.trial else "",
+        resumes="" if config.resume == "none" else f"resume={config.resume}",
+        stops_early="" if stopping.patience is None else f"early_stopping.patience={stopping.patience}",
+        is_evaluated_meanwhile=(evaluate.every_epochs, evaluate.every_steps) != (None, None),
+        remedy="set evaluate.every_epochs or evaluate.every_steps",
+    )
+    if stopping.patience is None and stopping.min_delta:
+        yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
+
+
+def _bound_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with single values."""
+    for key in " ".join([*_AT_LEAST.values(), _SHARES, _POSITIVE]).split():
+        value = _lookup(config, key)
+        largest = LONGEST_S if key.endswith("_s") else LARGEST
+        if isinstance(value, float) and not abs(value) <= largest:
+            yield f"{key}={value}: must be a finite number, at most {largest:.2g}"
+    for bound, keys in _AT_LEAST.items():
+        for key in keys.split():
+            if (value := _lookup(config, key)) is not None and not value >= bound:
+                yield f"{key}={value}: must be at least {bound}"
+    for key in _SHARES.split():
+        if (value := _lookup(config, key)) is not None and not 0 <= value < 1:
+            yield f"{key}={value}: must be at least 0 and below 1"
+    for key in _POSITIVE.split():
+        if (value := _lookup(config, key)) is not None and not value > 0:
+            yield f"{key}={value}: must be greater than 0"
+
+
+LARGEST = 3.4e38  # of float32
+_AT_LEAST = {
+    0: "seed data.max_unreadable loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
+    "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every hook.dense_start_steps "
+    "hook.warmup_steps early_stopping.min_delta",
+    1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
+    "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
+    "checkpoint.keep_last checkpoint.keep_best early_stopping.patience "
+    "evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
+    "data.context data.vocab_size data.num_samples data.window batch.tokens model.hidden model.width model.depth "
+    "model.heads optim.base_batch hook.rank",
+    2: "data.num_classes",
+    1024: "comm.segment_bytes",
+}
+_SHARES = (
+    "ema.decay data.validation model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction "
+    "hook.momentum"
+)
+_POSITIVE = (
+    "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps "
+    "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs hook.ratio data.validation"
+)
+
+
+def _lookup(config: Config, key: str) -> Any:
+    """Returns the value under a dotted key, or None if this choice of a group has no such field."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+WAYS = (
+    *("auto", "shared_memory", *ALL_REDUCE, "two_dimensional", *BETWEEN_HOSTS),
+    *(f"shared_memory+{between}" for between in ALL_REDUCE),
+)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    """Yields an algorithm's name that no layout of workers has. The communicator checks it for this layout."""
+    name = config.comm.algorithm
+    if is_address(name):
+        return
+    workers = config.cluster.workers
+    if name not in WAYS:
+        yield f"comm.algorithm={name}: unknown.{did_you_mean(name, WAYS)} Choose one of {', '.join(WAYS)}"
+    elif name.startswith("shared_memory") and not config.comm.shared_memory:
+        yield f"comm.algorithm={name} with comm.shared_memory=false: leave one of them out"
+    elif config.cluster.local_workers not in (None, workers) or name == "auto":
+        return  # of several hosts only the ranks know which one each is on
+    elif name in BETWEEN_HOSTS or "+" in name:
+        yield f"comm.algorithm={name}: is for several hosts, and all workers are on this one; leave it out"
+    elif name == "shared_memory" and workers == 1:
+        yield f"comm.algorithm={name}: there is one worker, which shares memory with nobody; leave it out"
+    elif name == "two_dimensional" and name not in all_reduce_schedules((tuple(range(workers)),)):
+        yield f"comm.algorithm={name}: {workers} workers fill no grid of several rows and columns; take ring, say"
+
+
+def _choice_problems(config: Config) -> Iterator[str]:
+    """Yields where a group's choice contradicts itself or another group's."""
+    is_text = isinstance(config.data, StandardLibrary | Tokens) or getattr(config.data, "text", None) is not None
+    is_own = isinstance(config.data, OwnData) or isinstance(config.model, OwnModel)
+    if not is_own and is_text != isinstance(config.model, Gpt):
+        remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
+        kind = "text" if is_text else "images"
+        yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
+    if config.loss != "auto" and not is_address(config.loss):
+        yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME, as torch.nn.functional:cross_entropy"
+    match config.data:
+        case ImageFolder(path=None):
+            yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
+        case DataFiles(path=path, test_path=test_path) if path is None or test_path is None:
+            key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
+            yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
+        case DataFiles(validation=share, validation_path=path) if share is not None and path is not None:
+            yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
+        case Lines(text=str(text), inputs=inputs, target=target):
+            if inputs or target is not None:
+                yield f"data.text={text}: is in place of data.inputs and data.target; leave them out"
+        case Lines(inputs=inputs, target=target) if not inputs or target is None:
+            key = "target" if inputs else "inputs"
+            yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
+        case Lines(num_classes=None) if config.loss == "auto":
+            yield "loss=auto: is for classes; give data.num_classes, or take loss=torch.nn.functional:mse_loss"
+    match config.optim:
+        case Sgd(nesterov=True, momentum=0):
+            yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
+    if config.optim.sharded and config.replica.kind == "naive":
+        yield "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
+    wire = config.replica.wire
+    if wire != "none" and config.replica.kind == "naive":
+        yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
+    if config.precision == "bf16_pure" and config.optim.sharded:
+        yield "precision=bf16_pure: has master weights, which are not sharded; take bf16, or leave optim.sharded out"
+    if config.precision == "bf16_pure" and wire.startswith("int8"):
+        yield f"replica.wire={wire}: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
+    if config.precision != "bf16_pure" and wire == "fp32":
+        yield f"replica.wire=fp32: gradients of precision={config.precision} are fp32 already; leave it out"
+    if config.hook.name != "none":
+        yield from _hook_problems(config)
+    match config.schedule:
+        case Wsd(decay_fraction=share) if share > 1:
+            yield f"schedule.decay_fraction={share:g}: is a share of the run, at most 1"
+        case Step(milestones=milestones) if milestones != sorted(milestones) or not all(0 < m < 1 for m in milestones):
+            yield f"schedule.milestones={milestones}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
+
+
+def _order_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with the order of samples."""
+    data, batch = config.data, config.batch
+    if data.sharding not in SHARDINGS and not is_address(data.sharding):
+        hint = did_you_mean(data.sharding, SHARDINGS)
+        yield f"data.sharding={data.sharding}: unknown.{hint} Choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
+    if data.window is not None and data.order not in ("auto", "blocks"):
+        yield f"data.window={data.window}: mixes samples of files, and data.order={data.order} does not; leave one out"
+    if data.debug and data.sharding == "off":
+        yield "data.debug=true: refuses equal batches, which data.sharding=off is for; leave one out"
+    if data.skip_steps and not (len(data.skip_steps) == 2 and 1 <= data.skip_steps[0] <= data.skip_steps[1]):
+        yield f"data.skip_steps={data.skip_steps}: takes the first and the last step, counted from 1, as [4700,4710]"
+    if batch.tokens is None:
+        return
+    if data.order != "auto" or data.sharding not in ("auto", "sample"):
+        yield f"batch.tokens={batch.tokens}: orders samples by itself; leave data.order and data.sharding out"
+    if batch.warmup_size is not None:
+        yield f"batch.tokens={batch.tokens}: contradicts batch.warmup_size={batch.warmup_size}; leave one out"
+    if config.optim.lr_scaling != "none":
+        yield f"batch.tokens={batch.tokens}: says no number of samples for optim.lr_scaling={config.optim.lr_scaling}"
+
+
+def _hook_problems(config: Config) -> Iterator[str]:
+    """Yields what a hook contradicts."""
+    hook, key = config.hook, f"hook={config.hook.name}"
+    if config.replica.kind == "naive":
+        yield f"{key}: needs replica.kind=bucketed, whose buckets it gets; leave one out"
+    if config.replica.wire != "none":
+        yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
+    if hook.name == "sign" and not hook.error_feedback:
+        yield "hook.error_feedback=false: signs alone go astray; leave it out"
+    match hook:
+        case TopK(ratio=ratio) | RandomK(ratio=ratio) if ratio > 1:
+            yield f"hook.ratio={ratio:g}: is a share, at most 1"
+    match hook, config.optim:
+        case TopK(momentum=momentum, error_feedback=False), _ if momentum:
+            yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
+        case TopK(momentum=momentum), Sgd(momentum=other) if momentum and other:
+            yield (
+                f"hook.momentum={momentum:g}: contradicts optim.momentum={other:g}, both would act; set "
+                "optim.momentum=0 optim.nesterov=false"
+            )
+        case TopK(momentum=momentum), optim if momentum and not isinstance(optim, Sgd):
+            yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
+
+
+WARMUPS = ("steps", "samples", "epochs", "fraction")
+
+
+def _warmup_problems(config: Config) -> Iterator[str]:
+    """Yields warm-ups of the rate and of the batch that contradict."""
+    for group, units in (("schedule", WARMUPS), ("batch", WARMUPS[1:3])):
+        keys = [f"{group}.warmup_{unit}" for unit in units]
+        given = [f"{key}={value:g}" for key in keys if (value := _lookup(config, key)) is not None]
+        for other in given[1:]:
+            yield f"{given[0]}: contradicts {other}; leave one of them out"
+    batch, optim, fraction = config.batch, config.optim, config.schedule.warmup_fraction
+    ratio = batch.global_size / optim.base_batch
+    if optim.lr_scaling == "legw" and fraction and fraction * ratio >= 1:
+        yield (
+            f"optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction={fraction:g} becomes {ratio:g} times "
+            f"longer, more than the run; lower it, or set optim.base_batch={optim.base_batch} to the batch that lr was "
+            "found for"
+        )
+    lasts = batch.warmup_samples or batch.warmup_epochs
+    if batch.warmup_size is None and lasts is not None:
+        key = "samples" if batch.warmup_samples else "epochs"
+        yield f"batch.warmup_{key}={lasts:g}: from which batch on? Set batch.warmup_size"
+    if batch.warmup_size is not None and lasts is None:
+        yield f"batch.warmup_size={batch.warmup_size}: for how long? Set batch.warmup_epochs or batch.warmup_samples"
+    shards = max(config.cluster.workers, batch.num_shards or 0)
+    if batch.warmup_size is not None and not shards <= batch.warmup_size < batch.global_size:
+        yield (
+            f"batch.warmup_size={batch.warmup_size}: must be at least the number of shards, {shards}, and less than "
+            f"batch.global_size={batch.global_size}, which it grows to"
+        )
+
+
+def _cluster_problems(config: Config) -> Iterator[str]:
+    """Yields worker counts and batch sizes that do not go together."""
+    workers, batch = config.cluster.workers, config.batch
+    local_workers = config.cluster.local_workers or workers
+    most = most_workers()
+    if config.cluster.local_workers is not None and local_workers > workers:
+        yield f"cluster.local_workers={local_workers}: is more than cluster.workers={workers}"
+    if local_workers > most:
+        yield (
+            f"cluster.workers={workers}: {local_workers} workers here are too many for {available_cores()} cores; "
+            f"take at most {most}"
+        )
+    if batch.global_size < workers:
+        yield (
+            f"batch.global_size={batch.global_size}: smaller than cluster.workers={workers}, so some would have no "
+            f"sample; take a global batch of at least {workers}, or fewer workers"
+        )
+    if batch.num_shards is not None and not workers <= batch.num_shards <= batch.global_size:
+        yield (
+            f"batch.num_shards={batch.num_shards}: must be from cluster.workers={workers} to batch.global_size="
+            f"{batch.global_size}"
+        )
+    if config.comm.warn_s >= config.comm.abort_s:
+        yield f"comm.warn_s={config.comm.warn_s:g}: must be less than comm.abort_s={config.comm.abort_s:g}"
+
+
+def _device_problems(config: Config) -> Iterator[str]:
+    """Yields devices and backends that this machine does not have, or that do not go together."""
+    nccl = config.backend == "nccl"
+    if nccl and config.device == "cpu":
+        yield "backend=nccl: works with GPU memory only, but device=cpu; take backend=gloo, or device=cuda"
+    if not nccl and config.device != "cuda":
+        return
+    import torch  # this late, because the parent of a CPU run does not need it here
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        key = "backend=nccl" if nccl else "device=cuda"
+        yield f"{key}: no CUDA device is available here; take device=cpu backend=gloo"
+    local_workers = config.cluster.local_workers or config.cluster.workers
+    if nccl and local_workers > num_gpus:
+        yield (
+            f"backend=nccl: needs a GPU of its own for each of the {local_workers} workers here, and there are "
+            f"{num_gpus}; take backend=gloo, or cluster.workers={num_gpus}"
+        )
+
+
+def _start_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with where the run starts and when it ends."""
+    if config.epochs is None and config.max_steps is None:
+        yield "epochs=null: with max_steps=null, too, the run would never end; set one of them"
+    if config.resume not in ("none", "auto") and config.init_from.path is not None:
+        yield (
+            f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
+            "weights; set one of them"
+        )
+    if not config.resume:
+        yield "resume='': take none, auto, or the path of a checkpoint"
+
+
+def most_workers() -> int:
+    """Returns the number of workers beyond which this host is surely meant to have fewer."""
+    return max(8, 8 * available_cores())
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

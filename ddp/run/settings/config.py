@@ -1,0 +1,575 @@
+"""Every setting of a run, as plain dataclasses: one tree, and the one place for defaults and meanings.
+
+    `Config` with its defaults + conf/train.yaml + command line       Hydra, in the parent only (`launch/`)
+                 │  config_reader.from_plain
+                 ▼
+              Config  ── asdict ──▶  RUN_DIR/config.yaml  ── from_plain ──▶  Config, in every worker (PyYAML only)
+
+A new setting is one line, `name: type = setting(default, "meaning")`. The command line, its errors, --help and
+docs/settings.md take it from here.
+
+Five groups offer a choice: `data`, `model`, `optim`, `schedule`, `hook`. Each is a base dataclass of shared fields; a
+choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line. `CHOICES` is
+the table of all of them. Data and models of the user's own have an address as their name: see `address.py`.
+
+Components never see these classes: `components.py` and `optimizer.py` take them apart into plain arguments.
+"""
+
+# ruff: noqa: RUF009 (`setting` returns a dataclass field)
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import MISSING, asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from ddp.run.settings.address import is_address
+
+# ---------------------------------------------------------------------------------------------------- the words
+
+
+Device = Literal["auto", "cpu", "cuda"]
+Backend = Literal["auto", "gloo", "nccl"]
+Order = Literal["any", "canonical"]
+ReplicaKind = Literal["bucketed", "naive"]
+Wire = Literal["none", "bf16", "fp16", "int8", "int8_stochastic", "fp32"]
+Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
+TokenType = Literal["uint8", "uint16", "int32", "uint32"]
+LrScaling = Literal["none", "linear", "sqrt", "legw"]
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """Returns a field of a settings class.
+
+    Args:
+        default: MISSING where each choice of a group has its own.
+        meaning: one phrase, with the unit and with what null and the choices of a Literal stand for.
+    """
+    if isinstance(default, (list, dict)):
+        return field(default_factory=partial(copy, default), metadata={"meaning": meaning})
+    return field(default=default, metadata={"meaning": meaning})
+
+
+# ------------------------------------------------------------------------------------------------ the five groups
+
+
+@dataclass(kw_only=True, slots=True)
+class Data:
+    """The data set to train on and to evaluate on."""
+
+    name: str
+    root: str = setting("data", "folder that MNIST and CIFAR-10 are downloaded into")
+    order: DataOrder = setting(
+        "auto",
+        "order of an epoch: a permutation; blocks of shuffled files; fixed; weighted, by the weights of the data; "
+        "stratified, by their classes; auto: blocks where files are dealt, else a permutation",
+    )
+    window: int | None = setting(
+        None, "samples of blocks that are mixed with each other; null: 4096, or the samples of four files if fewer"
+    )
+    sharding: str = setting(
+        "auto",
+        "what shards of a batch are cut from: file, sample, full_shuffle, off, or MODULE:NAME of a function (shard, "
+        "number of shards) → samples: docs/data.md; auto: file where there are as many files as shards, else sample",
+    )
+    skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
+    max_unreadable: int = setting(
+        0, "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run"
+    )
+    validation: float | None = setting(
+        None,
+        "share of the training samples that is set apart, between 0 and 1; the run chooses by it (the best checkpoint, "
+        "say), and the test set is read at the end; null: it chooses by the test set",
+    )
+    debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
+
+
+TRANSFORM = "your own augmentation of training images, as MODULE:NAME: docs/data.md; null: as shipped"
+
+
+@dataclass(kw_only=True, slots=True)
+class Images(Data):
+    """Images and their classes."""
+
+    transform: str | None = setting(None, TRANSFORM)
+
+
+@dataclass(kw_only=True, slots=True)
+class ImageFolder(Images):
+    name: str = "image_folder"
+    path: str | None = setting(None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given")
+    index_dir: str = setting("data/index", "folder with the lists of images, which the parent makes")
+    image_size: int = setting(224, "height and width that images are brought to, in pixels")
+
+
+@dataclass(kw_only=True, slots=True)
+class StandardLibrary(Data):
+    name: str = "standard_library"
+    context: int = setting(256, "length of a sample, in bytes")
+
+
+@dataclass(kw_only=True, slots=True)
+class Synthetic(Images):
+    name: str = "synthetic"
+    num_samples: int = setting(4096, "training images; there are an eighth as many test images")
+    image_size: int = setting(32, "height and width of the images, in pixels")
+    num_classes: int = setting(10, "number of classes")
+
+
+@dataclass(kw_only=True, slots=True)
+class DataFiles(Data):
+    """Samples in files: tar shards, lines or tokens."""
+
+    path: str | None = setting(
+        None, "training files: a file, a pattern such as s3://bucket/train-{000..099}.tar, or a folder; must be given"
+    )
+    test_path: str | None = setting(None, "the same for the held-out files; must be given")
+    validation_path: str | None = setting(
+        None, "the same for held-out files that the run chooses by, in place of data.validation; null: there are none"
+    )
+    index_dir: str = setting("data/index", "folder with the indexes of files: where each sample begins")
+    cache_dir: str | None = setting(
+        None, "folder of each host into which remote files are copied; null: they are streamed"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TarImages(DataFiles):
+    name: str = "tar"
+    transform: str | None = setting(None, TRANSFORM)
+    image_size: int = setting(224, "height and width that images are brought to, in pixels")
+    num_classes: int = setting(1000, "number of classes")
+
+
+@dataclass(kw_only=True, slots=True)
+class Lines(DataFiles):
+    inputs: list[str] = setting([], "names of the columns that are a sample's inputs; must be given")
+    target: str | None = setting(None, "name of the column that is the target; must be given")
+    num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number")
+    text: str | None = setting(None, "name of the column with text for model=gpt, in place of inputs and target")
+    tokenizer: str = setting("bytes", "of data.text: bytes, or the path of a Hugging Face tokenizer.json")
+    context: int = setting(256, "length of a sample of data.text, in tokens")
+
+
+@dataclass(kw_only=True, slots=True)
+class Tokens(DataFiles):
+    name: str = "tokens"
+    context: int = setting(256, "length of a sample, in tokens")
+    dtype: TokenType = setting("uint16", "number format of raw files; .npy files say it themselves")
+    vocab_size: int = setting(50257, "number of different tokens")
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnData(Data):
+    """Data of your own: a function that returns a pair (train, test), or ddp.Splits."""
+
+    args: dict[str, Any] = setting({}, "keyword arguments, such as data.args.n=100")
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """The model to train."""
+
+    name: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Mlp(Model):
+    name: str = "mlp"
+    hidden: int = setting(256, "units of each of the two hidden layers")
+
+
+@dataclass(kw_only=True, slots=True)
+class Cnn(Model):
+    name: str = "cnn"
+    width: int = setting(32, "channels of the first convolution")
+    dropout: float = setting(0.3, "probability that an input of the last two layers is dropped")
+
+
+@dataclass(kw_only=True, slots=True)
+class Gpt(Model):
+    name: str = "gpt"
+    width: int = setting(192, "length of the vector of a position; a multiple of 2 · heads")
+    depth: int = setting(4, "number of blocks")
+    heads: int = setting(6, "attention heads of a block")
+    dropout: float = setting(0.0, "probability that an activation is dropped")
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnModel(Model):
+    """A model of your own: a class, or a function that returns a torch.nn.Module."""
+
+    args: dict[str, Any] = setting({}, "keyword arguments, such as model.args.width=64")
+
+
+@dataclass(kw_only=True, slots=True)
+class Optim:
+    """The optimizer."""
+
+    name: str
+    lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
+    weight_decay: float | None = setting(
+        MISSING, "weight decay, of weight matrices only (not of biases and norms); null: the preset's or torch's"
+    )
+    lr_scaling: LrScaling = setting(
+        "none",
+        "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k; legw: lr · "
+        "√k, and the warm-up takes k times more samples",
+    )
+    base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
+    sharded: bool = setting(
+        False, "each worker updates a slice of the parameters, and holds the optimizer's state of that alone (ZeRO 1)"
+    )
+    exclude: list[str] = setting([], "names of further parameters to treat like biases and norms, such as [embed.*]")
+
+
+@dataclass(kw_only=True, slots=True)
+class Sgd(Optim):
+    name: str = "sgd"
+    lr: float = 0.05
+    weight_decay: float | None = 5e-4
+    momentum: float = setting(0.9, "share of the last update that is carried on")
+    nesterov: bool = setting(True, "take the gradient's step from where momentum leads to (Nesterov)")
+
+
+@dataclass(kw_only=True, slots=True)
+class Adam(Optim):
+    beta1: float = setting(0.9, "decay of the running mean of gradients, per step")
+    beta2: float = setting(0.999, "decay of the running mean of squared gradients, per step")
+    eps: float = setting(1e-8, "added to the root of the mean squared gradient before the division by it")
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerwiseOptim(Optim):
+    preset: str = setting(MISSING, "paper or program whose choices hold: docs/large-batches.md")
+    args: dict[str, Any] = setting({}, "choices other than the preset's, such as optim.args.bias_correction=false")
+
+
+@dataclass(kw_only=True, slots=True)
+class Schedule:
+    """The learning-rate schedule, a factor on lr by samples."""
+
+    name: str
+    warmup_steps: int | None = setting(None, "steps in which lr rises linearly at the start; set this or another below")
+    warmup_samples: int | None = setting(None, "the same as samples of all workers")
+    warmup_epochs: float | None = setting(None, "the same as epochs")
+    warmup_fraction: float | None = setting(
+        None, "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Falling(Schedule):
+    """A schedule that falls steadily, for which a short warm-up is usual."""
+
+    final_factor: float = setting(0.0, "factor on lr at the end of the run")
+
+
+@dataclass(kw_only=True, slots=True)
+class Cosine(Falling):
+    name: str = "cosine"
+
+
+@dataclass(kw_only=True, slots=True)
+class Polynomial(Falling):
+    name: str = "polynomial"
+    power: float = setting(1.0, "power of what is left of the run; 1: a straight line")
+
+
+@dataclass(kw_only=True, slots=True)
+class Wsd(Falling):
+    name: str = "wsd"
+    decay_fraction: float = setting(0.2, "last share of the run, in which lr falls, above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class Step(Schedule):
+    name: str = "step"
+    milestones: list[float] = setting([0.5, 0.75], "when lr drops, as rising shares of the run between 0 and 1")
+    gamma: float = setting(0.1, "factor on lr at each milestone")
+
+
+@dataclass(kw_only=True, slots=True)
+class Hook:
+    """The hook that sends less than all of the gradients between hosts."""
+
+    name: str
+    error_feedback: bool = setting(True, "add to each gradient what the last steps have not sent of it")
+    dense_start_steps: int = setting(0, "first steps that send gradients as they are")
+
+
+@dataclass(kw_only=True, slots=True)
+class TopK(Hook):
+    name: str = "top_k"
+    ratio: float = setting(0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1")
+    momentum: float = setting(0.0, "momentum that the hook applies in the place of the optimizer")
+    warmup_steps: int = setting(0, "steps in which the ratio falls from 1/4 to this one")
+
+
+@dataclass(kw_only=True, slots=True)
+class RandomK(Hook):
+    name: str = "random_k"
+    ratio: float = setting(0.1, "share of the numbers of a tensor that is sent, above 0 and at most 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class PowerSgd(Hook):
+    name: str = "powersgd"
+    rank: int = setting(4, "columns of the two narrow matrices whose product stands for a gradient")
+    warm_start: bool = setting(True, "begin with the factor of the last step, and not with a random one")
+
+
+_ALL: dict[str, list[tuple[Any, str]]] = {
+    "data": [
+        (Images(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
+        (Images(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
+        (Images(name="cifar10"), "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)"),
+        (ImageFolder(), "your own images, in ImageNet's layout"),
+        (TarImages(), "images and classes in tar files, in WebDataset's layout"),
+        (Lines(name="jsonl"), "numbers and a target in JSON lines"),
+        (Lines(name="csv"), "numbers and a target in CSV files with a header"),
+        (Tokens(), "text as tokens, in flat files, for model=gpt"),
+        (StandardLibrary(), "source text of Python's standard library, byte by byte, for model=gpt"),
+        (Synthetic(), "made-up colour images of classes that can be learnt: to measure speed"),
+    ],
+    "model": [
+        (Mlp(), "fully connected layers, for images"),
+        (Cnn(), "small convolutional network, for small images"),
+        (Model(name="resnet18"), "torchvision's ResNet-18, for images"),
+        (Model(name="resnet34"), "torchvision's ResNet-34, for images"),
+        (Model(name="resnet50"), "torchvision's ResNet-50, for images"),
+        (Gpt(), "small GPT, for text: data=standard_library model=gpt"),
+    ],
+    "optim": [
+        (Sgd(), "stochastic gradient descent with momentum"),
+        (Adam(name="adam", lr=1e-3, weight_decay=0.0), "Adam; weight decay is added to the gradient"),
+        (Adam(name="adamw", lr=4e-3, weight_decay=0.01), "Adam with weight decay apart from the gradient"),
+        (
+            LayerwiseOptim(name="lars", lr=4.0, weight_decay=None, preset="paper"),
+            "momentum whose rate follows the size of each tensor, for large batches",
+        ),
+        (
+            LayerwiseOptim(name="larc", lr=0.2, weight_decay=None, preset="apex"),
+            "LARS whose rate is never above lr",
+        ),
+        (
+            LayerwiseOptim(name="lamb", lr=0.01, weight_decay=None, preset="paper"),
+            "Adam whose rate follows the size of each tensor, for large batches",
+        ),
+    ],
+    "schedule": [
+        (Schedule(name="constant"), "the same rate all the time, after the warm-up if there is one"),
+        (Cosine(), "half a cosine from lr down to lr · final_factor, after the warm-up"),
+        (Polynomial(), "a line or a power from lr down to lr · final_factor, after the warm-up"),
+        (Wsd(), "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)"),
+        (Step(), "lr is multiplied by gamma at each milestone"),
+    ],
+    "hook": [
+        (Hook(name="none"), "gradients are sent whole"),
+        (Hook(name="sign"), "one bit for each number, and a scale for each row"),
+        (TopK(), "the largest numbers of each tensor, with their positions"),
+        (RandomK(), "numbers drawn at random, the same ones on every worker"),
+        (PowerSgd(), "two narrow matrices for each matrix"),
+    ],
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    group: {choice.name: choice for choice, _ in choices} for group, choices in _ALL.items()
+}
+"""group → name → its default settings."""
+MEANINGS = {group: {choice.name: meaning for choice, meaning in choices} for group, choices in _ALL.items()}
+"""group → name → what the choice is."""
+
+OWN = {"data": OwnData, "model": OwnModel}
+"""The groups in which a name may be an address."""
+
+
+def choose(group: str, name: str, /, **settings: Any) -> Any:
+    """Returns a choice of a group: its default settings, some of them replaced."""
+    is_own = group in OWN and is_address(name)
+    return replace(OWN[group](name=name) if is_own else CHOICES[group][name], **settings)
+
+
+# -------------------------------------------------------------------------------------------------- the fixed parts
+
+
+@dataclass(kw_only=True, slots=True)
+class InitFrom:
+    """Starts from given weights, at step 0 with a fresh optimizer, unlike resume."""
+
+    path: str | None = setting(None, "run, checkpoint or file of weights to start from; null: fresh weights")
+    strict: bool = setting(True, "refuse the file unless every parameter is found and every key is used")
+    rename: dict[str, str] = setting({}, "prefix of keys in the file → prefix in the model, as {backbone: features}")
+    skip: list[str] = setting([], "prefixes of keys that keep their fresh values, such as a new head")
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """The run's folder."""
+
+    name: str = setting("", "name of the folder below runs/; date and time unless given")
+    dir: str = ""  # the run's folder; set by the launcher (hydra.run.dir)
+    code: str = ""  # where addresses are imported from; set by the launcher to the folder that the run was started in
+
+
+@dataclass(kw_only=True, slots=True)
+class Cluster:
+    """The processes that train."""
+
+    workers: int = setting(2, "number of workers, the world size")
+    local_workers: int | None = None  # of these, on this host; set by the launcher
+    threads_per_worker: int | None = setting(None, "CPU threads of a worker; null: cores ÷ workers of the host")
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """The samples of a step."""
+
+    global_size: int = setting(64, "samples of an optimizer step, over all workers")
+    warmup_size: int | None = setting(
+        None, "the same at the start of the run, from where it grows evenly, in multiples; null: global_size at once"
+    )
+    warmup_samples: int | None = setting(None, "samples of all workers in which it grows; set this or warmup_epochs")
+    warmup_epochs: float | None = setting(None, "the same as epochs")
+    tokens: int | None = setting(
+        None, "most tokens of a step, over all workers, for samples of unequal lengths; null: global_size samples"
+    )
+    num_shards: int | None = setting(
+        None, "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed"
+    )
+    micro_size: int | None = setting(
+        None, "most samples of one forward; a larger share is accumulated over several; null: no limit"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Comm:
+    """Communication between workers."""
+
+    algorithm: str = setting(
+        "auto", "how an all-reduce runs: shared_memory, ring, tree, …, MODULE:NAME; auto: in the least predicted time"
+    )
+    order: Order = setting(
+        "any", "canonical: use only algorithms that add along the same binary tree over the workers; any: use all"
+    )
+    shared_memory: bool = setting(True, "use shared memory inside a host; false: messages only")
+    debug: bool = setting(False, "before each collective, compare what the workers call")
+    segment_bytes: int = setting(4 << 20, "size of the pieces in which a long message travels, in bytes")
+    warn_s: float = setting(10.0, "seconds after which a waiting worker says whom it waits for")
+    abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run")
+
+
+@dataclass(kw_only=True, slots=True)
+class Replica:
+    """The copies of the model, and how their gradients are averaged."""
+
+    kind: ReplicaKind = setting(
+        "bucketed", "bucketed: buckets are reduced while backward runs; naive: one all-reduce per parameter, afterwards"
+    )
+    bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB")
+    first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early")
+    wire: Wire = setting(
+        "none",
+        "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
+        "precision=bf16_pure, whose gradients are added up as float32 then",
+    )
+    sync_batchnorm: bool = setting(False, "BatchNorm normalises over all workers' samples, by ddp.SyncBatchNorm")
+    verify_every: int = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
+
+
+@dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    """The checkpoints of the run."""
+
+    every_steps: int | None = setting(None, "steps between two checkpoints; null: one at the end of every epoch")
+    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best ones")
+    keep_best: int = setting(1, "how many of those with the best main metric are kept")
+
+
+@dataclass(kw_only=True, slots=True)
+class EarlyStopping:
+    """The end of a run whose main metric no longer becomes better."""
+
+    patience: int | None = setting(None, "evaluations in a row without a better main metric that end a run; null: off")
+    min_delta: float = setting(0.0, "a metric is better if it is better by more than this")
+
+
+@dataclass(kw_only=True, slots=True)
+class Ema:
+    """An exponential moving average of the weights, which evaluations and ddp.load use."""
+
+    decay: float | None = setting(None, "share of the average that a step keeps, such as 0.999; null: no average")
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluate:
+    """The evaluations on the held-out samples; the last one follows the last step."""
+
+    every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs")
+    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps")
+
+
+@dataclass(kw_only=True, slots=True)
+class Loader:
+    """Loading of samples."""
+
+    num_workers: int = setting(0, "loader processes of each worker; 0: the worker loads by itself")
+    cache: bool = setting(False, "keep samples in memory once they are read, one copy for all processes of a host")
+    evaluation_batch: int = setting(256, "samples per worker in one forward of an evaluation")
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """The settings of one run."""
+
+    seed: int = setting(0, "seed of all random numbers: first weights, order of samples, augmentation, dropout")
+    epochs: int | None = setting(15, "passes over the training samples; null: until max_steps")
+    max_steps: int | None = setting(None, "most optimizer steps; epochs may end the run earlier; null: no limit")
+    deterministic: bool = setting(False, "use deterministic kernels only, which can be slower")
+    device: Device = setting("auto", "where tensors live; auto: on CUDA where there is any, else on the CPU")
+    backend: Backend = setting(
+        "auto", "torch's transport; nccl needs a GPU per worker; auto: nccl where each worker has its own, else gloo"
+    )
+    precision: Precision = setting(
+        "fp32",
+        "number format of forward and backward; bf16, fp16: autocast, while parameters and gradients stay fp32; fp16 "
+        "also scales the loss; bf16_pure: parameters and gradients, too, with fp32 master weights",
+    )
+    clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl")
+    noise_scale_every: int = setting(
+        10,
+        "steps between two measurements of the gradient noise scale, the batch up to which more workers pay; 0: never",
+    )
+    resume: str = setting(
+        "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
+    )
+    trust: bool = setting(False, "run code that the files of a run to be resumed name, also if others may write them")
+    trial: bool = setting(False, "three steps, one evaluation and one save only, of which no file but logs is kept")
+    loss: str = setting(
+        "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
+    )
+    init_from: InitFrom = field(default_factory=InitFrom)
+    run: Run = field(default_factory=Run)
+    cluster: Cluster = field(default_factory=Cluster)
+    batch: Batch = field(default_factory=Batch)
+    comm: Comm = field(default_factory=Comm)
+    replica: Replica = field(default_factory=Replica)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    ema: Ema = field(default_factory=Ema)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    loader: Loader = field(default_factory=Loader)
+    data: Data = field(default_factory=lambda: choose("data", "digits"))
+    model: Model = field(default_factory=Cnn)
+    optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
+    schedule: Schedule = field(default_factory=Cosine)
+    hook: Hook = field(default_factory=lambda: choose("hook", "none"))
+
+
+def plain_defaults() -> dict[str, Any]:
+    """Returns the tree of defaults that the command line starts from: plain values, without the groups of choices."""
+    plain = {key: value for key, value in asdict(Config()).items() if key not in CHOICES}
+    del plain["run"], plain["cluster"]["local_workers"]  # conf/train.yaml names the run; the launcher counts workers
+    return plain

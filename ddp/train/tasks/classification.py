@@ -1,0 +1,81 @@
+"""Classification: which class is a sample of? The model returns [n, num_classes] scores.
+
+    loss       Σ over samples of  −ln p(class),  p = softmax(scores)            in nats
+    accuracy   the number of samples whose class has the highest score, of how many
+
+Label smoothing ε makes p(class) = 1 − ε + ε/num_classes, and ε/num_classes elsewhere, the target. It belongs to
+training, so the reported loss is without it. Source: Szegedy et al. 2015, section 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddp.errors import ConfigError
+from ddp.train.tasks.task import IGNORE, Batch, Task, at_least_float32
+
+
+@dataclass(frozen=True)
+class Classification(Task):
+    """Minimises the cross-entropy of the class; reports it with the accuracy.
+
+    Batches are (inputs, classes), the classes [n] whole numbers from 0, or −100 for none; the model returns scores
+    [n, num_classes]. Classes may also be one-hot, or a probability of each class, [n, num_classes]; the right class is
+    then the likeliest:
+
+        ddp.fit(model, data, optimizer, loss=ddp.Classification(), global_batch=64, epochs=3, test_data=test)
+
+    Raises:
+        ConfigError: `label_smoothing` is not within 0 … 1.
+    """
+
+    label_smoothing: float = 0.0
+    main_metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} is no share of a label; choose 0 … 1, often 0.1")
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """Returns (Σ cross-entropy over the samples, their number)."""
+        inputs, classes = batch
+        scores = at_least_float32(model(inputs))
+        targets = _targets(classes, scores)
+        loss_sum = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
+        return loss_sum, _count(targets)
+
+    @torch.no_grad()
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
+        """Returns `loss` (without label smoothing) and `accuracy`."""
+        inputs, classes = batch
+        scores = at_least_float32(model(inputs))
+        targets = _targets(classes, scores)
+        num_right = (scores.argmax(dim=1) == (targets.argmax(dim=1) if targets.is_floating_point() else targets)).sum()
+        return {
+            "loss": (F.cross_entropy(scores, targets, reduction="sum"), _count(targets)),
+            "accuracy": (num_right, _count(targets)),
+        }
+
+    @torch.no_grad()
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns log-probabilities [n, num_classes]; their argmax is the predicted class."""
+        inputs, _ = batch
+        return F.log_softmax(at_least_float32(model(inputs)), dim=1)
+
+
+def _targets(classes: Tensor, scores: Tensor) -> Tensor:
+    """Returns classes as numbers; or as probabilities of the scores' type, if there is one for each score."""
+    return classes.to(scores.dtype) if classes.shape == scores.shape else classes
+
+
+def _count(targets: Tensor) -> int:
+    """Returns the number of samples that have a class."""
+    if targets.is_floating_point():
+        return targets.numel() // max(1, targets.shape[1]) if targets.dim() > 1 else len(targets)
+    return int((targets != IGNORE).sum())

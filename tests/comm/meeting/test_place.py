@@ -1,0 +1,210 @@
+"""Which rank a process is, told by the environment of each launcher; and ranks that find each other by it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import ddp
+from ddp.comm.meeting.place import FIRST_PORT, NUM_PORTS, Place, _say_once, first_host, is_rank, place, refuse_workers
+from ddp.errors import ConfigError
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "2000"}
+BATCH_SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
+STEP = {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+SRUN = {**BATCH_SCRIPT, **STEP, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[07-10],x"}
+
+
+def open_mpi(rank: int, size: int, *, local_size: int) -> dict[str, str]:
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank % local_size, "LOCAL_SIZE": local_size}
+    return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
+
+
+def mpich(rank: int, size: int) -> dict[str, str]:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": str(size)}
+
+
+def tensorflow(kind: str, index: int, **cluster: list[str]) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+WORKERS = ["h:1", "h:2", "g:3"]
+TWO_HOSTS = open_mpi(3, 4, local_size=2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (BATCH_SCRIPT, None),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, None),
+        (tensorflow("worker", 0, worker=["h:1"]), None),
+        ({"RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
+        (ALONE, Place("torchrun", 0, 1)),
+        ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Place("torchrun", 0, 1, 1, 1)),
+        ({**SRUN, "RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
+        ({**TWO_HOSTS, **MEET}, Place("Open MPI", 3, 4, 1, 2, "a", 2000)),
+        ({**SRUN, **MEET, "WORLD_SIZE": "7"}, Place("srun", 3, 7, 1, 2, "a", 2000)),
+        ({**SRUN, **open_mpi(0, 1, local_size=1)}, Place("Open MPI", 0, 1, 0, 1)),
+        ({**SRUN, **mpich(1, 2), **MEET}, Place("mpiexec", 1, 2, 1, 2, "a", 2000)),
+        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "7", **MEET}, Place("srun", 3, 7, 1, 2, "a", 2000)),
+        (tensorflow("worker", 1, worker=WORKERS), Place("TF_CONFIG", 1, 3, 1, 2, "h", 1)),
+        (tensorflow("worker", 1, chief=["c:9"], worker=WORKERS), Place("TF_CONFIG", 2, 4, 1, 2, "c", 9)),
+    ],
+)
+def test_each_launcher_s_variables_are_understood(environment: dict[str, str], expected: Place | None) -> None:
+    assert place(environment) == expected
+
+
+@pytest.mark.parametrize("environment", [SRUN, mpich(0, 2), open_mpi(1, 2, local_size=2)])
+def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: dict[str, str]) -> None:
+    found = place(environment)
+    assert found is not None
+    assert found.address == ("n07" if environment is SRUN else "127.0.0.1")
+    assert FIRST_PORT <= found.port < FIRST_PORT + NUM_PORTS
+    assert place({**environment, "SLURM_JOB_ID": "78"}) != found or environment is not SRUN
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0"}, "RANK=0, but WORLD_SIZE is not set: start it with torchrun, or set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 shows several processes, but RANK is not set: start it with torchrun"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 shows several processes"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0, but WORLD_SIZE is not set: start it with torchrun"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 shows several processes, but RANK is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK=0, but OMPI_COMM_WORLD_SIZE is not set"),
+        ({"MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS=2 shows several processes"),
+        ({**BATCH_SCRIPT, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "SLURM_STEP_TASKS_PER_NODE=1(x2) shows several"),
+        ({**open_mpi(0, 1, local_size=1), "HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 shows several processes"),
+        ({**ALONE, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 contradicts RANK=0, WORLD_SIZE=1: leave"),
+        ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=3, OMPI_"),
+        ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "OMPI_COMM_WORLD_LOCAL_SIZE=5: leave it out, or mend it"),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2 shows several processes"),
+        ({"PET_NNODES": "2"}, "PET_NNODES=2 is for torchrun, which reads it: start this with torchrun PROGRAM"),
+        ({"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto is for torchrun"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **MEET}, "RANK=2 with WORLD_SIZE=2: ranks are 0 to WORLD_SIZE - 1"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "torchrun has started 2 ranks, but MASTER_PORT is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MEET, "MASTER_PORT": "0"}, "MASTER_PORT=0: must be from 1 to 65535"),
+        (TWO_HOSTS, "Open MPI has started 4 ranks, but MASTER_ADDR is not set: give all of them MASTER_ADDR"),
+        ({**SRUN, "WORLD_SIZE": "2"}, "WORLD_SIZE=2: srun says 7; leave it out, or set RANK, too"),
+        ({**SRUN, "RANK": "0"}, "RANK=0: srun says 3; leave it out, or set WORLD_SIZE, too"),
+        (tensorflow("ps", 0, worker=["h:1"], ps=["h:2"]), "TF_CONFIG: its task ps 0 is no worker of its cluster"),
+        ({"TF_CONFIG": "{"}, "TF_CONFIG={: cannot be read"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["h", "g"]}}'}, "cannot be read"),
+        ({"TF_CONFIG": '{"cluster": {"worker": {"0": "h:1", "1": "g:1"}}}'}, "a worker has an address HOST:PORT"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["h:1", "g:1"]}}'}, "its task None -1 is no worker of its cluster"),
+        ({"TF_CONFIG": '{"task": {"index": Infinity}}'}, "cannot be read"),
+    ],
+)
+def test_half_a_place_is_refused_in_one_sentence(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        place(environment)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+LAUNCHED = [
+    open_mpi(0, 2, local_size=2),
+    {**mpich(0, 2), "PMIX_RANK": "0"},
+    {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MEET},
+    {**SRUN, "PMIX_RANK": "3", "PMI_RANK": "3", "PMI_SIZE": "7"},
+    {**open_mpi(1, 2, local_size=2), "PMIX_RANK": "1"},
+    {name.replace("OMPI", "MV2"): value for name, value in open_mpi(1, 2, local_size=2).items()},
+    mpich(1, 2),
+    {name.replace("OMPI_COMM_WORLD", "HOROVOD"): value for name, value in open_mpi(1, 2, local_size=2).items()},
+    {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MEET},
+    {**tensorflow("worker", 1, worker=WORKERS), "RANK": "1", "WORLD_SIZE": "3"},
+]
+SHOWS_NOTHING = {"SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_STEP_NODELIST", *MEET}
+
+
+@pytest.mark.parametrize("variables", LAUNCHED)
+def test_of_any_part_of_a_launcher_s_variables_none_makes_a_rank_train_alone(variables: dict[str, str]) -> None:
+    told = sorted(variables.keys() - SHOWS_NOTHING)
+    silent = {name: variables[name] for name in variables.keys() & SHOWS_NOTHING}
+    for chosen in range(1, 1 << len(told)):
+        environment = {**silent, **{name: variables[name] for i, name in enumerate(told) if chosen >> i & 1}}
+        try:
+            found = place(environment)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+        else:
+            only_a_local_rank = {f"{name}=0" for name in told if "LOCAL" in name and "SIZE" not in name}
+            shown = {f"{name}={environment[name]}" for name in environment.keys() - SHOWS_NOTHING}
+            assert found is None if shown <= only_a_local_rank else found and found.world_size > 1, environment
+
+
+@pytest.mark.parametrize(
+    ("environment", "sign"),
+    [
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "SLURM_STEP_NUM_TASKS=7"),
+        ({**SRUN, **open_mpi(0, 1, local_size=1)}, "SLURM_STEP_NUM_TASKS=7"),
+        ({"PMIX_RANK": "1", "RANK": "0", "WORLD_SIZE": "1"}, "PMIX_RANK=1"),
+        ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2"),
+        ({**ALONE, "LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
+        ({**open_mpi(0, 1, local_size=1), "PMIX_RANK": "0"}, ""),
+        ({**BATCH_SCRIPT, "RANK": "0", "WORLD_SIZE": "1", "PMIX_RANK": "0"}, ""),
+    ],
+)
+def test_one_of_several_that_is_told_to_be_alone_says_so_once(
+    environment: dict[str, str], sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("ddp.comm.meeting.place.log.warning", lambda words, *given: said.append(words % given))
+    _say_once.cache_clear()
+    for _ in range(2):
+        found = place(environment)
+        assert found is not None and found.world_size == 1
+    assert len(said) == bool(sign)
+    assert not sign or f"though {sign} shows others beside it: if all of them are to train one model" in said[0]
+
+
+def test_the_first_host_of_slurm_s_list() -> None:
+    lists = {"n1": "n1", "n[3,5-7]": "n3", "gpu[007-012,15]-ib,x": "gpu007-ib", "r[1-2]n[5-6]": "r1n5", "a,b": "a"}
+    assert {nodes: first_host(nodes) for nodes in lists} == lists
+
+
+def test_one_task_may_start_workers_and_one_rank_of_several_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in open_mpi(0, 1, local_size=1).items():
+        monkeypatch.setenv(name, value)
+    refuse_workers("x", instead="y")
+    assert not is_rank()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    assert is_rank()
+    with pytest.raises(ConfigError, match=r"in each of the 2 processes that Open MPI .* or call float\(…\) itself"):
+        ddp.launch(float, workers=2)
+
+
+def train_as(rows: list[dict[str, str]]) -> tuple[int, int, list[list[float]]]:
+    """Takes the rank out of `tests/ranks.py`'s environment, and puts in its place what another launcher would have."""
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ |= {**rows[rank], "TORCHELASTIC_USE_AGENT_STORE": ""}
+    comm = ddp.init(abort_s=20)
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Linear(2, 1)
+    data = torch.arange(8.0).view(4, 2), torch.ones(4, 1)
+    options: dict[str, Any] = {"global_batch": 2, "epochs": 1, "checkpoint_dir": None, "progress": False}
+    ddp.fit(model, data, torch.optim.SGD(model.parameters(), 0.01), loss=torch.nn.functional.mse_loss, **options)
+    ddp.shutdown()
+    return comm.rank, comm.world_size, [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("launcher", ["Open MPI", "TensorFlow"])
+def test_ranks_of_another_launcher_train_together(launcher: str) -> None:
+    rows = [open_mpi(rank, 2, local_size=2) for rank in range(2)]
+    if launcher == "TensorFlow":
+        cluster = [f"localhost:{FIRST_PORT + (os.getpid() + i) % NUM_PORTS}" for i in range(2)]
+        rows = [tensorflow("worker", rank, worker=cluster) for rank in range(2)]
+    first, second = run_ranks(train_as, 2, rows)
+    assert [first[:2], second[:2]] == [(0, 2), (1, 2)]
+    assert first[2] == second[2], "they trained one model"

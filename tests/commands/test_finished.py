@@ -1,0 +1,193 @@
+"""`python -m ddp evaluate` and `predict`: the numbers are those of one process; what cannot work is said before."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ddp
+from ddp.__main__ import main
+from ddp.commands import finished
+from ddp.commands.finished import settings_for, write_rows
+from ddp.data.samples import Splits
+from ddp.run.build.components import load_data, load_held_out, make_model
+from ddp.run.launch.run_folder import prepare
+from ddp.run.settings.config import Config
+from ddp.run.settings.reader import from_plain
+from ddp.train.checkpoint_store import CheckpointStore
+
+COLUMNS = {"inputs": ["a", "b"], "target": "c", "num_classes": 3}
+COLUMN_WORDS = ["data.inputs=[a,b]", "data.target=c", "data.num_classes=3"]
+
+
+def write_samples(path: Path, *, num: int, seed: int) -> None:
+    draw = np.random.RandomState(seed)
+    rows = [f"{a:.3f},{b:.3f},{draw.randint(3)}" for a, b in draw.randn(num, 2)]
+    path.write_text("\n".join(["a,b,c", *rows]) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose paths are relative to the folder in which it was started, asked about from another folder."""
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path / "train.csv", num=20, seed=0)
+    write_samples(tmp_path / "test.csv", num=7, seed=1)
+    data = {"name": "csv", "path": "train.csv", "test_path": "test.csv", **COLUMNS}
+    config = from_plain({"data": data, "model": {"name": "mlp", "hidden": 8}, "loader": {"evaluation_batch": 2}})
+    (tmp_path / "run").mkdir()
+    prepare(config, tmp_path / "run")
+    splits = load_data(config)
+    facts = {"sample_shape": list(splits.sample_shape or ()), "num_classes": splits.num_classes}
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step, score in ((1, 0.5), (2, 0.4)):  # the first is the best
+        torch.manual_seed(step)
+        weights = make_model(config, splits).state_dict()
+        store.save(step, {"model": weights}, meta={"identity": facts}, score=score)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "run"
+
+
+def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes this process the one worker; returns how many workers were asked for."""
+    asked: list[int] = []
+
+    def launch(work: Any, *, workers: int, threads_per_worker: int | None) -> list[Any]:
+        asked.append(workers)
+        return [work()]
+
+    monkeypatch.setattr(finished, "launch", launch)
+    return asked
+
+
+def expected(run: Path, samples: Any) -> torch.Tensor:
+    inputs = torch.stack([inputs for inputs, _ in samples])
+    with torch.no_grad():
+        return torch.log_softmax(ddp.load(run).model()(inputs), dim=1)
+
+
+def test_evaluate_gives_the_metrics_of_the_best_checkpoint(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workers = here(monkeypatch)
+    write_samples(Path("other.csv"), num=11, seed=2)
+    for words, num in (([], 7), (["data.test_path=other.csv", "cluster.workers=9"], 11)):
+        assert main(["evaluate", str(run), *words]) == 0
+        samples = load_held_out(settings_for(run, words)).test
+        scores, classes = expected(run, samples), torch.stack([torch.as_tensor(c) for _, c in samples])  # type: ignore[attr-defined]
+        accuracy = (scores.argmax(dim=1) == classes).double().mean()
+        out = capfd.readouterr().out
+        assert f"step-00000001, on {num} samples of data=csv:" in out
+        assert f"test accuracy  {accuracy:.2%}" in out
+        assert f"test loss  {torch.nn.functional.nll_loss(scores, classes):.4f}" in out
+    assert workers == [2, 9]
+    assert repr(ddp.load(run)) == f"Trained(path={run / 'checkpoints' / 'step-00000001'!r}, step=1, score=0.5)"
+    assert main(["evaluate", str(run / "checkpoints" / "step-00000002")]) == 0
+    assert "step-00000002, on 7 samples" in capfd.readouterr().out
+
+
+def test_files_to_train_on_are_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what says how they were shared out and changed, by code that may be gone; the whole set may be evaluated."""
+    here(monkeypatch)
+    path = run / "config.yaml"
+    given = path.read_text().replace("  validation: null\n", "  validation: 0.9999\n")
+    path.write_text(given.replace("  sharding: auto\n", "  sharding: gone:deal\n"))
+    trained = run.parent / "train.csv"
+    for words in ([f"data.test_path={trained}"], [], ["data=csv", "data.test_path=../test.csv", *COLUMN_WORDS]):
+        assert main(["evaluate", str(run), *words]) == 0
+        trained.unlink(missing_ok=True)
+
+
+def test_predict_writes_a_row_for_each_sample_in_order(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Three real workers share seven samples, in batches of two."""
+    assert main(["predict", str(run), "cluster.workers=3", "--out", "scores.npy", "loader.evaluation_batch=1"]) == 0
+    assert "scores.npy: 7 rows, each with 3 of" in capfd.readouterr().out
+    found = np.load("scores.npy")
+    torch.testing.assert_close(torch.from_numpy(found), expected(run, load_held_out(settings_for(run, [])).test))
+    assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []
+
+
+def test_csv_is_read_back_as_the_same_numbers() -> None:
+    rows = np.random.RandomState(0).randn(5, 2, 2).astype(np.float32)
+    for each in (rows, rows[:, 0, 0], rows.astype(np.float64), np.arange(5)):
+        file = io.BytesIO()
+        write_rows(file, each, is_csv=True)
+        names, *lines = csv.reader(io.StringIO(file.getvalue().decode()))
+        assert names == (["output"] if each.ndim == 1 else [f"output_{column}" for column in range(4)])
+        back = np.array(lines, dtype=each.dtype).reshape(each.shape)
+        assert (back == each).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["evaluate", "none"], "none does not exist: give the folder of a run"),
+        (["evaluate", "."], r"\. is no run of .* train: .* use ddp.evaluate and ddp.predict there"),
+        (["evaluate", "RUN", "epochs=3"], "epochs=3: give KEY=VALUE, with a key of data, loader, "),
+        (["evaluate", "RUN", "data.test_pat=x"], r"unknown key data.test_pat. Did you mean data.test_path\?"),
+        (["evaluate", "RUN", "cluster.workers=two"], "cluster.workers=two: expected a whole number"),
+        (["evaluate", "RUN", "cluster.workers=0"], "cluster.workers=0: "),
+        (["evaluate", "RUN", "data.path=x.csv"], "data.path: .* give them as data.test_path=…"),
+        (["evaluate", "RUN", "data.test_path=none.csv"], "none.csv does not exist"),
+        (["evaluate", "RUN", "data=digits"], r"data=digits: their sample_shape is \(1, 8, 8\), .* with \(2,\)"),
+        (["evaluate", "RUN", "data.inputs=[a,b,a]"], r"data=csv: their sample_shape is \(3,\), and .* with \(2,\)"),
+        (["evaluate", "RUN", "--fast"], "unrecognized arguments: --fast"),
+        (["predict", "RUN"], "the following arguments are required: --out"),
+        (["predict", "RUN", "--out", "scores.txt"], "--out scores.txt: its name must end with .csv or .npy"),
+        (["predict", "RUN", "--out", "no/scores.csv"], "--out no/scores.csv: there is no folder /.*/no"),
+        (["predict", "RUN", "--out", "folder.csv"], "--out folder.csv: is a folder"),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_a_worker_starts(
+    words: list[str], says: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder.csv").mkdir()
+    workers = here(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        main([str(run) if word == "RUN" else word for word in words])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and not workers
+    assert re.search(says, err), err
+
+
+def test_a_model_that_cannot_take_the_samples_is_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown_facts(config: Config, **_: Any) -> Splits:
+        return Splits(train=[], test=[(torch.ones(5), 0)])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(finished.components, "load_held_out", unknown_facts)
+    for words in (["evaluate", str(run)], ["predict", str(run), "--out", "x.csv"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        err = capsys.readouterr().err
+        assert re.search(r"cannot take their first sample \(RuntimeError: .*mat1 and mat2 shapes", err)
+        assert err.count("\n") == 1
+
+
+def test_a_file_that_could_not_be_written_whole_is_what_it_was(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here(monkeypatch)
+    Path("scores.csv").write_text("before")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(finished, "write_rows", fail)
+    with pytest.raises(SystemExit):
+        main(["predict", str(run), "--out", "scores.csv"])
+    said = f"--out {Path('scores.csv').absolute()}: No space left on device; make room there, or take another folder\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert [path.name for path in Path().iterdir()] == ["scores.csv"] and Path("scores.csv").read_text() == "before"
+    assert asdict(settings_for(run, ["trust=true"]))["trust"] is True

@@ -1,0 +1,43 @@
+"""A program that runs already keeps its large blocks, too, unless the user has said otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ddp.process.allocator import VARIABLES, variables
+
+TAKE_AND_GIVE_BACK = """
+import resource
+from ddp.process.allocator import keep_large_blocks
+keep_large_blocks()
+for _ in range(10):
+    bytearray(64 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+PAGES = (64 << 20) // os.sysconf("SC_PAGESIZE")
+
+
+def page_faults(**environment: str) -> int:
+    plain = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", TAKE_AND_GIVE_BACK], env=plain | environment, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the GNU C library's allocator")
+def test_a_large_block_is_taken_from_the_kernel_once() -> None:
+    assert page_faults() < 3 * PAGES
+    assert page_faults(MALLOC_MMAP_THRESHOLD_="131072") > 9 * PAGES, "what the user has set stays"
+
+
+def test_variables_that_are_set_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert variables() == VARIABLES
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    assert "GLIBC_TUNABLES" not in variables()

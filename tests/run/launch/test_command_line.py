@@ -1,0 +1,570 @@
+"""From a command line to workers and back: real processes, with a stand-in (tests/standin) for the training itself."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ranks import without_gloo
+
+import ddp
+from ddp.errors import ConfigError, PeerLost, WorkersFailed
+from ddp.run.launch.command_line import _options_first, _quoted_paths, launch, translated
+from ddp.run.launch.failures import Failure, describe_failures
+from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
+from ddp.run.launch.torchrun import _asked_for, prepared
+from ddp.run.launch.worker import Report
+from ddp.run.settings.config import Config
+from ddp.run.settings.reader import from_plain
+
+ROOT = Path(__file__).parents[3]
+TRAIN = [sys.executable, str(ROOT / "recipes" / "train.py")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TRAIN_UNDER_TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
+
+
+def surroundings(standin: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "tests" / "standin"), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "STANDIN": standin}
+
+
+def start(command: list[str], folder: Path, *, standin: str = "train") -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=surroundings(standin), stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def wait_for(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "never came"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not merely waiting to be waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def seen(run_dir: Path, rank: int) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((run_dir / f"seen-{rank}.json").read_text())
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------ the recipes
+
+
+def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    status, out, err = finish(start([*TRAIN, "-m", "cluster.workers=1,2", "cluster.threads_per_worker=1"], tmp_path))
+    assert (status, err) == (0, "")
+    assert "this is rank 0" in out and "this is rank 1" not in out
+    assert "starting 1 worker for runs/sweep-" in out
+    assert "cluster.workers" in (table := out.partition("\nsweep in runs/")[2])
+    assert "cluster.threads" not in table, "it shows what differs"
+    assert out.count("finished 0.5") == 2
+    (sweep,) = (tmp_path / "runs").glob("sweep-*")
+    for job, workers in [("cluster.workers=1", 1), ("cluster.workers=2", 2)]:
+        run_dir = sweep / job
+        config = from_plain(yaml.safe_load((run_dir / "config.yaml").read_text()))
+        assert (config.cluster.workers, config.run.dir) == (workers, str(run_dir))
+        for rank in range(workers):
+            about = seen(run_dir, rank)
+            assert not about["hydra"], "a worker imported Hydra"
+            assert (about["workers"], about["threads"], about["omp"], about["mkl"]) == (workers, 1, "1", "AUTO")
+    assert "this is rank 1" in (sweep / "cluster.workers=2" / "logs" / "rank-1.log").read_text()
+    assert not list(tmp_path.rglob(".hydra"))
+
+
+def test_signal_to_the_parent_or_to_one_worker_ends_in_the_documented_status(tmp_path: Path) -> None:
+    runs = {name: tmp_path / "runs" / name for name in ("parent", "worker", "slurm")}
+    started = {name: start([*TRAIN, f"run.name={name}"], tmp_path, standin="wait") for name in runs}
+    for run_dir in runs.values():
+        wait_for(lambda run_dir=run_dir: all((run_dir / f"ready-{rank}").exists() for rank in (0, 1)))
+    started["parent"].send_signal(signal.SIGTERM)
+    os.kill(seen(runs["worker"], 1)["pid"], signal.SIGINT)
+    started["slurm"].send_signal(signal.SIGUSR1)
+    for name, expected, word in [("parent", 143, "SIGTERM"), ("worker", 130, "SIGINT"), ("slurm", 138, "SIGUSR1")]:
+        status, _, err = finish(started[name])
+        assert status == expected
+        assert err == f"stopped by {word}; continue with {' '.join(TRAIN)} run.name={name} resume=auto\n"
+        assert json.loads((runs[name] / "summary.json").read_text())["stopped_by"] == word
+
+
+def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwritten(tmp_path: Path) -> None:
+    status, _, err = finish(start([*TRAIN, "run.name=mine"], tmp_path, standin="raise"))
+    assert status == 1
+    assert err.splitlines()[-2] == "ArithmeticError: scripted"
+    assert re.fullmatch(r"in your code: .*sitecustomize.py, line \d+, in run: raise error", err.splitlines()[-1])
+    assert "rank 1 on host" in err and "failed at step 7:" in err
+    assert err.count("Traceback") == 1, "the parent adds none of its own"
+
+    status, _, err = finish(start([*TRAIN, "run.name=mine"], tmp_path))
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("error: run.name=mine:") and "resume=auto" in err
+
+    status, _, err = finish(start([*TRAIN, "run.name=mine", "resume=auto"], tmp_path))
+    assert (status, err) == (0, "")
+    assert not list((tmp_path / "runs" / "mine" / "logs").glob("error-*")), "the old failure is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "words"),
+    [
+        (["cluster.worker=3"], "", "Did you mean cluster.workers?"),
+        (["hydra.run.dir=/dev/null/x"], "", "run directory /dev/null/x: Not a directory"),
+        (["seed=404", "run.name=a"], "starting 2 workers for runs/a/ …\n", "data.root=data: no such data"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(arguments: list[str], said: str, words: str, tmp_path: Path) -> None:
+    status, out, err = finish(start([*TRAIN, *arguments], tmp_path))
+    assert (status, out, err.count("\n")) == (2, said, 1)
+    assert err.startswith("error: ") and words in err
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
+def test_torchrun_trains_with_rank_0_alone_composing(tmp_path: Path) -> None:
+    settings = ["data=digits", "cluster.threads_per_worker=2", "run.name=t"]
+    status, out, err = finish(start([*TRAIN_UNDER_TORCHRUN, *settings], tmp_path))
+    assert status == 0, err
+    assert "this is rank 0" in out and "this is rank 1" not in out and out.count("finished 0.5") == 1
+    about = [seen(tmp_path / "runs" / "t", rank) for rank in (0, 1)]
+    assert [each["hydra"] for each in about] == [True, False]
+    assert all((each["workers"], each["torch_threads"], each["mkl"]) == (2, 2, "AUTO") for each in about)
+
+
+def test_torchrun_s_bad_input_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+    status, _, err = finish(start([*TORCHRUN, "-m", "ddp", "train", "data=digit"], tmp_path))
+    assert status == 1
+    assert err.count("error: unknown choice data=digit. Did you mean data=digits?") == 1
+    assert 'ddp/__main__.py", line' not in err, "no traceback of a rank"
+
+
+# ------------------------------------------------------------------------------------------------------------ launch
+
+
+def collector() -> tuple[bool, bool]:
+    """Returns True if Python's collector runs, and True if it leaves out what stood before the function."""
+    return gc.isenabled(), gc.get_freeze_count() > 0
+
+
+def describe_self(word: str, *, times: int) -> tuple[str, str, str | None, str | None, bool]:
+    hydra = any(name.split(".")[0] in ("hydra", "omegaconf") for name in sys.modules)
+    return word * times, os.environ["RANK"], os.environ.get("OMP_NUM_THREADS"), os.environ.get("MKL_CBWR"), hydra
+
+
+def test_launch_returns_results_by_rank_and_two_at_once_do_not_meet() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    other: list[Any] = []
+    word = "closure"
+    thread = threading.Thread(
+        target=lambda: other.extend(launch(lambda: (word, os.environ["RANK"], collector()), workers=3))
+    )
+    thread.start()
+    results = launch(describe_self, "ab", times=2, workers=2, threads_per_worker=3)
+    thread.join()
+    assert results == [("abab", str(rank), "3", "AUTO", False) for rank in range(2)]
+    assert other == [("closure", str(rank), (True, True)) for rank in range(3)]
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
+class Payload:
+    """Makes a file in whichever process unpickles it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.file,)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Address, in the kernel's hexadecimal, and port of every TCP socket on which the process listens."""
+    addresses: dict[str, tuple[str, int]] = {}
+    for family in ("tcp", "tcp6"):
+        for line in Path("/proc/net", family).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                address, _, port = words[1].partition(":")
+                addresses[f"socket:[{words[9]}]"] = address, int(port, 16)
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError, KeyError):  # closed since, or no socket that listens
+            found.add(addresses[str(link.readlink())])
+    return found
+
+
+def be_attacked(proof: Path, before: set[tuple[str, int]]) -> tuple[set[str], set[str]]:
+    """The addresses on which the launcher and this rank listen; rank 0 attacks the launcher, as a stranger would.
+
+    Args:
+        proof: what only a launcher that unpickles makes.
+        before: where the launcher's process listened before, for reasons of its own.
+    """
+    from torch.distributed import TCPStore
+
+    comm = ddp.init(shared_memory=False)
+    launcher, worker = listening(os.getppid()) - before, listening(os.getpid())
+    if comm.rank == 0:
+        state = base64.b64encode(pickle.dumps(Payload(proof))).decode()
+        for _, port in launcher:
+            stranger = TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=5))
+            stranger.set(f"torch.rendezvous.{os.environ['TORCHELASTIC_RUN_ID']}", state)
+    ddp.shutdown()
+    return {address for address, _ in launcher}, {address for address, _ in worker}
+
+
+def test_a_launch_listens_on_loopback_only_and_unpickles_nothing_of_its_store(tmp_path: Path) -> None:
+    results = launch(be_attacked, tmp_path / "proof", listening(os.getpid()), workers=2)
+    loopback = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}  # the last one: 127.0.0.1 as IPv6
+    assert all(launcher and launcher <= loopback for launcher, _ in results)
+    assert all(worker and worker <= loopback for _, worker in results)
+    assert list(tmp_path.iterdir()) == [], "the launcher ran what a stranger had written"
+
+
+def fail_as_told(tell: Mapping[str, str], folder: Path) -> None:
+    pid = folder / f"pid-{os.environ['RANK']}"
+    pid.with_suffix(".partial").write_text(str(os.getpid()))
+    pid.with_suffix(".partial").rename(pid)
+    match tell.get(os.environ["RANK"]):
+        case "raise":
+            raise ArithmeticError("scripted")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "lost":  # as a neighbour does: when rank 1 is gone, and whatever the engine says meanwhile
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            wait_for((folder / "pid-1").exists)
+            wait_for(lambda: not is_running(int((folder / "pid-1").read_text())))
+            raise PeerLost(1, "here", 0, 3, "all_reduce")
+        case "exit":
+            print("last words", flush=True)
+            os._exit(7)
+        case "hang":
+            threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("tell", "last", "elsewhere"),
+    [
+        ({"0": "lost", "1": "raise"}, "ArithmeticError: scripted", "rank 0 stopped because rank 1 failed"),
+        ({"0": "lost", "1": "kill"}, "rank 1 was killed by SIGKILL (out of memory?)", "rank 0 stopped because rank 1"),
+        ({"1": "exit"}, "last words", "rank 1 exited with status 7"),
+    ],
+)
+def test_launch_names_the_root_cause_last(tell: dict[str, str], last: str, elsewhere: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed) as error:
+        launch(fail_as_told, tell, tmp_path)
+    lines = str(error.value).splitlines()
+    assert last in (lines[-1], lines[-1].startswith("in your code: ") and lines[-2])
+    assert elsewhere in str(error.value)
+
+
+def test_a_launch_past_its_time_says_where_it_stood(tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed, match=r"(?s)in fail_as_told.*TimeoutError: still running after timeout_s=1$"):
+        launch(fail_as_told, {"0": "hang"}, tmp_path, workers=1, timeout_s=1)
+
+
+def test_launch_needs_a_worker() -> None:
+    with pytest.raises(ConfigError, match="workers=0"):
+        launch(print, workers=0)
+
+
+# ----------------------------------------------------------------------------------------------- who failed, in words
+
+
+def reported(logs: Path, rank: int, *, time_s: float, secondary: bool = False) -> None:
+    words = {"message": f"of {rank}", "traceback": f"E: of {rank}"}
+    Report(rank=rank, type="E", **words, is_secondary=secondary, time_s=time_s).write(logs)
+
+
+@pytest.mark.parametrize(
+    ("failures", "reports", "root"),
+    [
+        ({0: (1, 100), 1: (1, 100)}, {0: (100.2, False), 1: (100.1, False)}, 1),  # the earlier one
+        ({0: (1, 100), 1: (1, 100)}, {0: (100.1, True), 1: (100.2, False)}, 1),  # the one that lost nobody
+        ({0: (1, 100), 1: (-9, 100)}, {0: (100.1, False)}, 1),  # a death beside what it caused
+        ({1: (1, 100), 0: (-9, 130)}, {1: (100.1, False)}, 1),  # killed by the engine, 30 s later
+        ({1: (1, 100), 0: (-15, 100)}, {1: (100.1, True)}, 1),  # ended by the engine; all that is known is of rank 1
+        ({0: (1, 100), 1: (-9, 130)}, {0: (100.1, True)}, 0),  # rank 1 hung: what lost it knows more
+        ({1: (-11, 100), 0: (-15, 100)}, {}, 1),
+        ({2: (3, 100)}, {}, 2),
+    ],
+)
+def test_root_cause(
+    failures: dict[int, tuple[int, float]], reports: dict[int, tuple[float, bool]], root: int, tmp_path: Path
+) -> None:
+    for rank, (time_s, secondary) in reports.items():
+        reported(tmp_path, rank, time_s=time_s, secondary=secondary)
+    text = describe_failures({rank: Failure(*how) for rank, how in failures.items()}, tmp_path)
+    *others, block = text.split(f"rank {root} ", 1) if len(failures) == 1 else text.rsplit(f"\nrank {root} ", 1)
+    assert block.startswith(("on host", "was killed", "exited"))
+    assert all(f"rank {rank} " in others[0] for rank in failures if rank != root)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers? Valid in cluster: "),
+        ("+cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers?"),
+        ("nothing=3", "unknown key nothing. Valid: "),
+        ("data.context=3", "unknown key data.context: it belongs to data=jsonl or data=csv or data=tokens or"),
+        ("data=xyz", "unknown choice data=xyz. Valid: cifar10, csv, digits, image_folder"),
+        ("batch.global_size=abc", "batch.global_size=abc: expected a whole number"),
+        ("batch.global_size=null", "batch.global_size=null: expected a whole number"),
+        ("epochs=1.5", "epochs=1.5: expected a whole number or null"),
+        ("device=gpu", "device=gpu: expected one of auto, cpu, cuda"),
+        ("precision=BF16", "expected one of fp32, bf16, bf16_pure, fp16. Did you mean bf16?"),
+        ("model=CNN", "unknown choice model=CNN. Did you mean model=cnn?"),
+        ("comm.algorithm=RING", "comm.algorithm=RING: unknown. Did you mean ring? Choose one of auto"),
+        ("comm.algorithm=hierarchical", "is for several hosts, and all workers are on this one; leave it out"),
+        ("comm.algorithm=shared_memory+ring", "is for several hosts, and all workers are on this one; leave it out"),
+        ("data.sharding=Sample", "data.sharding=Sample: unknown. Did you mean sample? Choose one of"),
+        ("batch_size=64", "unknown key batch_size. Did you mean batch.global_size?"),
+        ("validation_split=0.1", "unknown key validation_split. Did you mean data.validation?"),
+        ("data.shuffle=true", "unknown key data.shuffle. Did you mean data.order?"),
+        ("steps_per_epoch=3", "unknown key steps_per_epoch. Did you mean max_steps?"),
+        ("optim.lr=[1]", "optim.lr=[1]: expected a number"),
+        ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2"),
+        ("cluster.workers=3", "torchrun has started 2 workers"),
+        ("a b", "cannot read 'a b': "),
+        ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
+    ],
+)
+def test_every_error_of_hydra_becomes_one_sentence(
+    override: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path}", override])
+    with pytest.raises(Exception) as error:
+        _asked_for(world_size=2, local_workers=2)
+    message = translated(error.value)
+    assert message is not None and words in message
+    assert "\n" not in message and "schema_" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--epochs", "3"], "--epochs 3: settings have no dashes before them; write epochs=3"),
+        (["epochs=3", "--batch-size=8"], "settings have no dashes before them; write batch.global_size=8"),
+        (["--workers", "2", "seed=1"], "write cluster.workers=2"),
+        (["-lr", "seed=1"], "-lr: settings have no dashes before them; write optim.lr=VALUE"),
+    ],
+)
+def test_a_setting_that_is_written_as_an_option_is_told_how(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _options_first(arguments)
+    assert str(refused.value).endswith(words)
+
+
+def test_the_word_for_a_sweep_may_stand_anywhere_and_its_paths_are_split_at_commas() -> None:
+    assert _options_first(["epochs=3", "-m", "seed=1,2"]) == ["-m", "epochs=3", "seed=1,2"]
+    paths = ["data.path=a.csv,{b,c}.tar", "data.test_path=d", 'data.path="e,f"', "seed=1,2"]
+    quoted = ['data.path="a.csv","{b,c}.tar"', 'data.test_path="d"', 'data.path="e,f"', "seed=1,2"]
+    assert _quoted_paths(paths, sweeps=True) == quoted
+    assert _quoted_paths(paths) == ['data.path="a.csv,{b,c}.tar"', *quoted[1:]]
+    names = ["data.target=a (b)", "data.target=label", "data.inputs=[x, petal (cm)]", "data.validation_path={a,b}"]
+    assert _quoted_paths(names) == [
+        *('data.target="a (b)"', "data.target=label", 'data.inputs=[x,"petal (cm)"]', 'data.validation_path="{a,b}"')
+    ]
+
+
+@pytest.mark.parametrize("of_several", [{"cluster": {"workers": 4, "local_workers": 2}}, {"cluster": {"workers": 4}}])
+def test_an_algorithm_between_hosts_is_refused_on_one_host_alone(of_several: dict[str, Any]) -> None:
+    plain = {**of_several, "comm": {"algorithm": "hierarchical"}}
+    if "local_workers" in of_several["cluster"]:
+        assert from_plain(plain).comm.algorithm == "hierarchical"
+    else:
+        with pytest.raises(ConfigError, match="is for several hosts"):
+            from_plain(plain)
+
+
+def test_a_run_s_folder_that_is_not_in_utf_8_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    run_dir = tmp_path / os.fsdecode(b"r\xff")
+    with pytest.raises(ConfigError, match="this name is not in UTF-8"), only_writer(run_dir):
+        pytest.fail("it was made")
+    assert not run_dir.exists()
+
+
+def test_an_error_of_ours_is_not_made_the_user_s() -> None:
+    assert translated(KeyError("x")) is None
+    assert translated(pickle.PicklingError()) is None
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """A disk that ends: the kernel refuses to write more into one file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Replaces ddp.run.build.stages by a check that only remembers what it was given."""
+    calls: list[Config] = []
+    monkeypatch.setitem(sys.modules, "ddp.run.build.stages", type(sys)("ddp.run.build.stages"))
+
+    def check(config: Config) -> tuple[None, None]:
+        calls.append(config)
+        return None, None
+
+    monkeypatch.setattr(sys.modules["ddp.run.build.stages"], "check", check, raising=False)
+    return calls
+
+
+def test_a_full_disk_is_met_before_training(checked: list[Config], tmp_path: Path) -> None:
+    with largest_file(1 << 20), pytest.raises(ConfigError, match=r"run directory .*: File too large; make room"):
+        prepare(Config(), tmp_path)
+    assert checked == [] and list(tmp_path.iterdir()) == []
+
+
+def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: list[Config], tmp_path: Path) -> None:
+    first = from_plain({"cluster": {"workers": 4}, "run": {"name": "a"}})
+    prepare(first, tmp_path)
+    assert checked == [first]
+    assert from_plain(yaml.safe_load((tmp_path / "config.yaml").read_text())) == first
+    assert first.batch.num_shards == 4 and first.cluster.threads_per_worker is not None
+
+    with pytest.raises(ConfigError, match="holds a run; continue it with resume=auto"):
+        prepare(Config(), tmp_path)
+    for resume in ("auto", str(tmp_path / "checkpoints" / "step-5")):
+        second = from_plain({"cluster": {"workers": 2}, "resume": resume})
+        prepare(second, tmp_path)
+        assert second.batch.num_shards == 4
+
+    written = (tmp_path / "config.yaml").stat()
+    prepare(second, tmp_path)
+    assert (tmp_path / "config.yaml").stat().st_mtime_ns == written.st_mtime_ns, "the same is not written again"
+
+
+def test_a_trial_leaves_no_run_also_if_it_was_killed(checked: list[Config], tmp_path: Path) -> None:
+    for _ in range(2):  # the first one was killed
+        prepare(from_plain({"trial": True}), tmp_path)
+    forget_trial(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    prepare(from_plain({"trial": True}), tmp_path)
+    prepare(Config(), tmp_path)
+    with pytest.raises(ConfigError, match="holds a run; continue it with resume=auto"):
+        prepare(from_plain({"trial": True}), tmp_path)
+
+
+def test_a_folder_that_another_run_writes_is_refused_and_a_fresh_one_left_empty(
+    checked: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["train_torchrun.py", f"hydra.run.dir={run_dir}"])
+    for folder in (run_dir, run_dir / "checkpoints"):
+        folder.mkdir()
+        code = "import pathlib, sys; from ddp.process.files import hold; held = hold(pathlib.Path(sys.argv[1]))\n"
+        code += "print(flush=True); sys.stdin.read(); held.close()"
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", code, folder], stdin=pipe, stdout=pipe) as other:
+            assert other.stdout is not None and other.stdout.readline()
+            before = sorted(tmp_path.rglob("*"))
+            sent = prepared(world_size=2, local_workers=2)
+            assert f"{folder} is being written by process {other.pid} on host" in sent["error"]
+            assert sorted(tmp_path.rglob("*")) == before and checked == []
+    (run_dir / "checkpoints").rmdir()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "resume=nowhere/config"])
+    monkeypatch.setattr(sys.modules["ddp.run.build.stages"], "check", _refuse)
+    assert prepared(world_size=2, local_workers=2)["error"] == "no such data"
+    assert not run_dir.exists()
+
+
+def _refuse(_: Config) -> None:
+    raise ConfigError("no such data")
+
+
+@pytest.mark.parametrize(
+    "share", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0, "", "[" * 100_000, "- a", "\0", "seed: x", "optim: {name: []}"]
+)
+def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
+    share: float | str, checked: list[Config], tmp_path: Path
+) -> None:
+    prepare(Config(), tmp_path)
+    path = tmp_path / "config.yaml"
+    whole = path.read_text()
+    path.write_text(share if isinstance(share, str) else whole[: int(share * whole.rindex("\n", 0, -1)) + 1])
+    with pytest.raises(
+        ConfigError, match=rf"^{path} is damaged: .*resume={tmp_path}/checkpoints run.name=NEW"
+    ) as error:
+        continued(from_plain({"resume": "auto"}), [], tmp_path)
+    assert "\n" not in str(error.value)
+    again = from_plain({"resume": str(tmp_path / "checkpoints")})
+    prepare(again, tmp_path)
+    assert from_plain(yaml.safe_load(path.read_text())) == again
+
+    path.write_text(whole[:-1])  # a value that is cut can be another one
+    with pytest.raises(ConfigError, match="damaged: it ends in the middle of a line"):
+        continued(from_plain({"resume": "auto"}), [], tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"damaged: .*Is a directory"):
+        continued(from_plain({"resume": "auto"}), [], tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------ Ctrl-Z and fg
+
+
+PAUSED = """
+import os, sys, ddp
+def f():
+    comm = ddp.init(abort_s=1.5, warn_s=3)
+    open(f"pid-{comm.rank}", "w").write(str(os.getpid()))
+    while not (comm.agree_any(os.path.exists("resumed"))):
+        pass
+    ddp.shutdown()
+    return comm.rank
+print(ddp.launch(f, workers=2))
+"""
+
+
+def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_with_them(tmp_path: Path) -> None:
+    """The terminal's signal reaches the launcher alone, because each worker has a session of its own."""
+    pipe, variables = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PAUSED]
+    launched = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=pipe, stderr=pipe, text=True)
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    processes = [launched.pid, *(int(file.read_text()) for file in files)]
+
+    def states() -> set[str]:
+        return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in processes}
+
+    launched.send_signal(signal.SIGTSTP)
+    wait_for(lambda: states() == {"T"})
+    time.sleep(3.5)  # longer than the deadline, and than the wait that is worth a warning
+    (tmp_path / "resumed").touch()
+    launched.send_signal(signal.SIGCONT)
+    status, printed, errors = finish(launched)
+    assert (status, without_gloo(printed), errors) == (0, "[0, 1]\n", "")

@@ -1,0 +1,146 @@
+"""What `ddp.launch` sends to its workers and back, in one process: mistakes in one sentence, before a worker starts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import ddp
+from ddp.errors import ConfigError
+from ddp.run.launch.command_line import _left_by
+from ddp.run.launch.failures import Failure
+from ddp.run.launch.function_call import CALL, folder_for_call, write_result
+from ddp.train.state import TrainState
+
+LOCK = threading.Lock()
+
+
+def plain() -> int:
+    return 7
+
+
+def of_two(x: int, y: int = 0) -> int:
+    return x + y
+
+
+def with_global() -> bool:
+    return LOCK.locked()
+
+
+def with_closure() -> Callable[[], bool]:
+    mine = threading.Lock()
+    return lambda: mine.locked()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: ddp.launch(plain()),
+            "needs a function, and got 7: give it train, and not train(), which runs it here",
+        ),  # type: ignore[arg-type]
+        (lambda: ddp.launch(plain, 2), r"too many positional arguments. Did you mean ddp.launch(plain, workers=2)?"),
+        (lambda: ddp.launch(plain, nprocs=2), "unexpected keyword argument 'nprocs'. Did you mean workers=2?"),
+        (lambda: ddp.launch(plain, worker=2), "Did you mean workers=2?"),
+        (lambda: ddp.launch(plain, xyz=5, worker=2), "Did you mean workers=2?"),
+        (
+            lambda: ddp.launch(of_two),
+            "calls of_two(x: 'int', y: 'int' = 0) -> 'int' with the other arguments: missing a required",
+        ),
+        (lambda: ddp.launch(plain, workers="2"), "workers='2': must be a whole number from 1 up"),  # type: ignore[arg-type]
+        (lambda: ddp.launch(plain, workers=True), "workers=True: must be a whole number"),
+        (lambda: ddp.launch(plain, threads_per_worker=0), "threads_per_worker=0: must be a whole number"),
+        (lambda: ddp.launch(plain, timeout_s=0), "timeout_s=0: must be seconds above 0"),
+        (lambda: ddp.launch(of_two, 1, LOCK), "ddp.launch(of_two, …): argument 2 cannot be sent to another process"),
+        (lambda: ddp.launch(of_two, x=LOCK), "ddp.launch(of_two, …): x= cannot be sent"),
+        (lambda: ddp.launch(with_closure()), "mine, which <lambda> uses cannot be sent"),
+        (lambda: ddp.launch(functools.partial(of_two, LOCK)), "ddp.launch(partial, …): the function cannot be sent"),
+    ],
+)
+def test_a_call_that_cannot_work_is_refused_before_workers_start(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        call()
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_more_workers_than_the_cores_can_serve_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ddp.run.settings.checks.available_cores", lambda: 2)
+    monkeypatch.setattr("ddp.run.launch.command_line.available_cores", lambda: 2)
+    monkeypatch.setattr("ddp.run.launch.command_line.folder_for_call", lambda *_: pytest.fail("far enough"))
+    with caplog.at_level(logging.WARNING, "ddp"), pytest.raises(pytest.fail.Exception, match="far enough"):
+        ddp.launch(plain, workers=64)
+    assert [record.getMessage() for record in caplog.records] == [
+        "workers=64: they take turns on 2 cores; 2 or fewer train faster"
+    ]
+
+
+def sent(folder: Path) -> Any:
+    with (folder / CALL).open("rb") as stream:
+        pickle.load(stream)
+        function, args, kwargs = pickle.load(stream)
+    return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["__mp_main__", "only_loaded"])
+def test_what_a_worker_cannot_import_travels_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the main program of a child that multiprocessing has spawned, or a file that was loaded by its path."""
+    module = ModuleType(name)
+    exec("class Two:\n    value = 2\ndef twice(two):\n    return two.value * Two.value", module.__dict__)
+    monkeypatch.setitem(sys.modules, name, module)
+    with folder_for_call(1, module.twice, (module.Two(),), {}) as folder:
+        monkeypatch.delitem(sys.modules, name)
+        assert sent(folder) == 4
+    assert not folder.exists()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_temporary_folder_is_one_sentence_on_both_ways(tmp_path: Path) -> None:
+    large = torch.zeros(1 << 16)
+    with (
+        full_disk(),
+        pytest.raises(ConfigError, match=r"File too large; make room there, or set TMPDIR to another"),
+        folder_for_call(2, of_two, (large,), {}),
+    ):
+        pytest.fail("it was written")
+    with full_disk(), pytest.raises(ConfigError, match="make room there, or set TMPDIR"):
+        write_result(tmp_path, 0, plain, large)
+    assert list(tmp_path.iterdir()) == [], "the report has room"
+
+
+def test_a_result_that_cannot_be_sent_says_what_to_return(tmp_path: Path) -> None:
+    state = TrainState.__new__(TrainState)
+    state.comm = LOCK  # type: ignore[assignment]
+    words = r"plain returned a TrainState, .*_thread.lock.*: return what you need of it, such as state.evaluation"
+    with pytest.raises(ConfigError, match=words):
+        write_result(tmp_path, 0, plain, state)
+    with pytest.raises(ConfigError, match=r"plain returned a lock, .*: return what you need of it$"):
+        write_result(tmp_path, 0, plain, LOCK)
+
+
+def test_workers_that_leave_by_a_signal_s_status_are_a_stop_and_no_failure() -> None:
+    assert _left_by({rank: Failure(130, 0.0) for rank in range(2)}) is not None
+    assert _left_by({0: Failure(130, 0.0), 1: Failure(1, 0.0)}) is None
+    assert _left_by({}) is None

@@ -1,0 +1,155 @@
+"""A sweep's folders and its table, from jobs whose results are written down here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from ddp.process.invocation import setting_for, train_command
+from ddp.run.launch.command_line import _varied_keys
+from ddp.run.launch.sweep import Job, gather, job_folder, show, write
+from ddp.units import counted
+
+ACCURATE = {"main_metric": "test_accuracy", "higher_is_better": True}
+LONG = "/data/" + "a-rather-long-name/" * 12
+
+
+def jobs_of(folder: Path, summaries: Mapping[str, Mapping[str, Any] | None], *, failed: int = 1) -> list[Job]:
+    """Makes a sweep over data.root; a job without a summary has `failed`."""
+    jobs = []
+    for number, (value, summary) in enumerate(summaries.items()):
+        overrides = [f"data.root={value}", "epochs=1"]
+        run_dir = folder / job_folder(overrides, ["data.root"], number=number)
+        run_dir.mkdir(parents=True)
+        if summary is not None:
+            main = {"main_metric": "test_loss", "higher_is_better": False} if "test_loss" in summary else {}
+            (run_dir / "summary.json").write_text(json.dumps(main | summary))
+        jobs.append(Job(overrides, run_dir, status=failed if summary is None else 0))
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("summaries", "order", "mark"),
+    [
+        ({"a": {"test_accuracy": 0.1} | ACCURATE, "b": {"test_accuracy": 0.2} | ACCURATE}, "ba", "best"),
+        ({"a": {"test_loss": 0.1, "test_accuracy": 0.1}, "b": {"test_loss": 0.2, "test_accuracy": 0.2}}, "ab", "best"),
+        ({"a": {"test_x": 2, "main_metric": "test_x", "higher_is_better": False}, "b": {"test_x": 1}}, "ba", "best"),
+        ({"a": None, "b": {"test_loss": math.nan}, "c": {"test_loss": 9.0}}, "cba", "best"),
+        ({"a": {"samples_per_s": 1.0}, "b": {"samples_per_s": 2.0}, "c": None}, "bac", "fastest"),
+        ({"a": {"test_loss": 1, "samples_per_s": 1}, "b": {"test_loss": 1, "samples_per_s": 2}}, "ba", "best"),
+        ({"a": None, "b": None}, "ab", ""),
+    ],
+)
+def test_the_best_job_comes_first_and_is_marked(
+    summaries: dict[str, Any], order: str, mark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = gather(jobs_of(tmp_path, summaries), ["data.root"])
+    assert [row.settings["data.root"] for row in results.rows] == list(order)
+    show(results, Path("runs"))
+    out = capsys.readouterr().out
+    marked = [line for line in out.splitlines() if "best" in line or "fastest" in line]
+    assert len(marked) == bool(mark)
+    assert not mark or f"│ {mark} │ {order[0]} │" in " ".join(marked[0].split())
+
+
+@pytest.mark.parametrize("status", [1, 2, 130])
+def test_at_80_columns_no_value_is_cut_off_and_how_a_job_ended_is_said(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = {"test_accuracy": 0.1234, "samples_per_s": 12345.6} | ACCURATE
+    results = gather(jobs_of(tmp_path, {LONG: summary, LONG + "b": None}, failed=status), [])
+    for name, value in [("TTY_COMPATIBLE", "1"), ("FORCE_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "80")]:
+        monkeypatch.setenv(name, value)
+    show(results, Path("runs"))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "sweep in runs/  (sweep.csv, sweep.json)"
+    assert max(map(len, lines)) <= 80
+    cells = [line.split("│") for line in lines if line.startswith("│")]
+    assert "".join(cell[2].strip() for cell in cells) == LONG + LONG + "b"
+    assert [cell.strip() for cell in cells[0][3:6]] == ["12.34%", "12,346", "done"]
+    ended = {1: "failed (status 1)", 2: "refused (status 2)", 130: "stopped by SIGINT (status 130)"}
+    assert ended[status] in [cell[5].strip() for cell in cells]
+
+
+def test_the_files_hold_what_varied_and_what_came_out(tmp_path: Path) -> None:
+    jobs = jobs_of(tmp_path, {"a,b": {"test_loss": 2.0, "seconds": 3, "steps": 5}, "c": {"test_loss": 1.0}, "d": None})
+    for number in range(len(jobs) + 1):  # as after each job, also when the sweep is interrupted
+        write(gather(jobs[:number], ["data.root"]), tmp_path)
+    with (tmp_path / "sweep.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["data.root"], row["test_loss"], row["seconds"], row["status"]) for row in rows] == [
+        ("c", "1.0", "", "0"),
+        ("a,b", "2.0", "3", "0"),
+        ("d", "", "", "1"),
+    ]
+    entries = json.loads((tmp_path / "sweep.json").read_text())
+    assert [entry["folder"] for entry in entries] == [row["folder"] for row in rows]
+    assert entries[1]["settings"] == {"data.root": "a,b", "epochs": "1"} and entries[1]["summary"]["steps"] == 5
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"sweep.csv", "sweep.json"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "varied", "name"),
+    [
+        (["cluster.workers=2", "epochs=3", "optim.lr=0.1"], ["cluster.workers", "optim.lr"], None),
+        (["+model=mlp"], ["model"], "model=mlp"),
+        (["epochs=3"], [], "job=7"),
+        (['data.path="a.csv"'], ["data.path"], "data.path=a.csv"),
+        (["data.path=/a/../b"], ["data.path"], "data.path=_a_.._b,job=7"),
+        (["run.name='a b'"], ["run.name"], "run.name=_a_b_,job=7"),
+    ],
+)
+def test_a_job_s_folder_is_named_by_what_varies(overrides: list[str], varied: list[str], name: str | None) -> None:
+    assert job_folder(overrides, varied, number=7) == name or "cluster.workers=2,optim.lr=0.1"
+    long = job_folder([f"data.root={LONG}"], ["data.root"], number=7)
+    assert long.endswith(",job=7") and "/" not in long and len(long) <= 140
+
+
+def test_what_a_sweep_varies_is_what_hydra_would_vary() -> None:
+    arguments = ["-m", "--config-dir=/x", "a=1,2", "b='1,2'", "+c=range(1,3)", "d=[1,2]", "model=cnn,mlp"]
+    assert _varied_keys(arguments) == ["a", "c", "model"]
+
+
+@pytest.mark.parametrize("name", ["mine", "2026-11-21_09-19-32.7", "a=1,b=2", "with space", 'a"b', "back\\"])
+def test_a_folder_s_setting_is_read_back_by_hydra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = {"run.name": tmp_path / "runs" / name, "hydra.run.dir": tmp_path / "runs" / "sweep" / name}
+    for key, folder in folders.items():
+        (override,) = OverridesParser.create().parse_overrides([setting_for(folder, name)])
+        assert override.key_or_group == key
+        expected = name if key == "run.name" else os.path.relpath(folder)
+        assert override.value() == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "arguments", "environment", "expected"),
+    [
+        ("python recipes/train.py a=1", ["a=1"], {}, "python recipes/train.py b=2 'c d'"),
+        (".venv/bin/python -m ddp train a=1 b=2", ["a=1", "b=2"], {}, ".venv/bin/python -m ddp train b=2 'c d'"),
+        ("/x/python -P -m ddp train", [], {"DDP_COMMAND": "../my clone/ddp"}, "'../my clone/ddp' train b=2 'c d'"),
+        ("python -u a.py a=1", ["a=1"], {"TORCHELASTIC_RUN_ID": "1"}, "python -m ddp train b=2 'c d'"),
+        ("python -m pytest", ["a=1"], {}, "python -m ddp train b=2 'c d'"),
+    ],
+)
+def test_a_command_begins_as_the_user_s(
+    typed: str, arguments: list[str], environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DDP_COMMAND", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.orig_argv", typed.split())
+    monkeypatch.setattr("sys.argv", ["x", *arguments])
+    assert train_command("b=2", "c d") == expected
+
+
+def test_counts() -> None:
+    assert [counted(number, "worker") for number in (0, 1, 1234)] == ["0 workers", "1 worker", "1,234 workers"]

@@ -1,0 +1,263 @@
+"""The configuration: what round-trips, what is refused and in which words, and Hydra against the dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddp.errors import ConfigError
+from ddp.run.launch.command_line import CONF, composed, translated
+from ddp.run.settings.checks import available_cores, resolve, validate
+from ddp.run.settings.config import CHOICES, Config, Sgd, choose
+from ddp.run.settings.reader import from_plain
+
+EVERY_CHOICE = [(group, name) for group, choices in CHOICES.items() for name in choices]
+BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"]}
+FILES = {"path": "x", "test_path": "y"}
+COLUMNS = {**FILES, "inputs": ["a"], "target": "b", "num_classes": 2}
+GIVEN = {"image_folder": {"path": "x"}, "tar": FILES, "tokens": FILES, "csv": COLUMNS, "jsonl": COLUMNS}
+BESIDE |= {name: [f"data.{key}={value}" for key, value in given.items()] for name, given in GIVEN.items()}
+BESIDE["tokens"].append("model=gpt")
+
+
+def compose(tmp_path: Path, *overrides: str) -> Config:
+    return composed([f"hydra.run.dir={tmp_path}", *overrides])[0]
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
+def test_every_choice_composes_to_its_dataclass(group: str, name: str, tmp_path: Path) -> None:
+    config = compose(tmp_path, f"{group}={name}", *BESIDE.get(name, []))
+    chosen = getattr(config, group)
+    expected = choose(group, name, **GIVEN.get(name, {}))
+    assert type(chosen) is type(expected)
+    assert chosen == expected
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (CONF / "recipe").glob("*.yaml")])
+def test_every_recipe_composes_and_the_command_line_wins_over_it(name: str, tmp_path: Path) -> None:
+    config = compose(tmp_path, f"recipe={name}", "optim.lr=0.125", "seed=3")
+    assert (config.optim.lr, config.seed) == (0.125, 3)
+    assert config != compose(tmp_path, "optim.lr=0.125", "seed=3")
+
+
+def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> None:
+    config = compose(tmp_path, "run.name=x")
+    config.run = Config().run  # named by the clock or by the user
+    assert config == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("lr=0.1", "unknown key lr. Did you mean optim.lr? Valid: "),
+        ("+lr=0.1", "unknown key lr. Did you mean optim.lr? Valid: "),
+        ("workers=4", "Did you mean cluster.workers?"),
+        ("name=mine", "Did you mean run.name?"),
+        ("width=8", "Did you mean model.width?"),
+        ("every_steps=9", "Did you mean checkpoint.every_steps or evaluate.every_steps?"),
+        ("optim.warmup_steps=9", "Did you mean schedule.warmup_steps? Valid in optim: base_batch, "),
+        ("heads=3", "Did you mean model.heads (of model=gpt)?"),
+        ("momentum=0", "Did you mean optim.momentum (of optim=sgd) or hook.momentum (of hook=top_k)?"),
+        ("model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
+        ("+model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
+        ("optim.beta3=1", "Did you mean optim.beta2?"),
+        ("num_worker=1", "Did you mean loader.num_workers?"),
+    ],
+)
+def test_an_unknown_key_is_looked_for_everywhere(override: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception) as error:
+        compose(tmp_path, override)
+    assert words in str(translated(error.value))
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
+def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
+    plain: dict[str, Any] = {group: {"name": name, **GIVEN.get(name, {})}}
+    for override in BESIDE.get(name, []):
+        key, value = override.split("=")
+        plain |= {key: {"name": value}} if "." not in key else {}
+    config = from_plain(plain | {"init_from": {"rename": {"fc": "head"}, "skip": ["a"]}, "clip_norm": 1})
+    resolve(config)
+    assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
+
+
+def test_a_batch_can_grow_with_the_workers(tmp_path: Path) -> None:
+    per_worker = "batch.global_size=${per_worker:%s}"
+    assert compose(tmp_path, "cluster.workers=3", per_worker % 32).batch.global_size == 96
+    for odd in ("", "a", "1.5", "1,2"):
+        with pytest.raises(ConfigError, match=rf"batch.global_size={odd}: expected a whole number"):
+            compose(tmp_path, per_worker % odd)
+
+
+BAD = {
+    "cluster.workers": [0, -1, 10_000],
+    "cluster.threads_per_worker": [0],
+    "batch.global_size": [0, 1],
+    "batch.num_shards": [1, 65],
+    "batch.micro_size": [0],
+    "epochs": [0, None],
+    "max_steps": [0],
+    "clip_norm": [0.0, -1.0],
+    "optim.lr": [0.0, float("nan")],
+    "optim.momentum": [1.0, -0.1],
+    "optim.weight_decay": [-0.1, 1e300],
+    "comm.abort_s": [1e30],
+    "model.dropout": [1.0, -0.5],
+    "model.width": [0],
+    "schedule.warmup_fraction": [1.0],
+    "schedule.warmup_steps": [-1],
+    "schedule.warmup_samples": [-1],
+    "schedule.warmup_epochs": [-0.5, float("inf"), float("nan")],
+    "batch.warmup_size": [0, 1, 64, 8],  # 1 is less than the shards, 64 does not grow, and 8 does not say how long
+    "batch.warmup_samples": [0, 9],
+    "batch.warmup_epochs": [0.0, 0.5, float("inf")],
+    "comm.warn_s": [0.0, 601],
+    "comm.segment_bytes": [1],
+    "checkpoint.keep_last": [0],
+    "log_every": [0],
+    "loader.num_workers": [-1],
+    "resume": [""],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
+    config = Config(optim=Sgd())
+    *above, last = key.split(".")
+    holder = config if not above else getattr(config, above[0])
+    setattr(holder, last, value)
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    shown = "null" if value is None else "''" if value == "" else value
+    assert str(error.value).startswith(f"{key}={shown}: ")
+
+
+@pytest.mark.parametrize(
+    ("plain", "words"),
+    [
+        ({"model": {"name": "gpt"}}, "model=gpt: does not read the images of data=digits"),
+        ({"data": {"name": "standard_library"}}, "model=cnn: does not read the text of data=standard_library"),
+        ({"data": {"name": "image_folder"}}, "data.path=null"),
+        ({"backend": "nccl", "device": "cpu"}, "backend=nccl"),
+        ({"optim": {"name": "sgd", "momentum": 0.0}}, "optim.nesterov=true"),
+        ({"schedule": {"name": "step", "milestones": [0.7, 0.2]}}, "schedule.milestones"),
+        ({"resume": "x", "init_from": {"path": "y"}}, "init_from.path=y"),
+        ({"schedule": {"name": "wsd", "decay_fraction": 2.0}}, "schedule.decay_fraction=2"),
+        (
+            {"schedule": {"name": "cosine", "warmup_steps": 9, "warmup_epochs": 0.5}},
+            "schedule.warmup_steps=9: contradicts schedule.warmup_epochs=0.5; leave one",
+        ),
+        (
+            {"batch": {"warmup_size": 8, "warmup_samples": 9, "warmup_epochs": 1.0}},
+            "batch.warmup_samples=9: contradicts batch.warmup_epochs=1; leave one",
+        ),
+        (
+            {
+                "batch": {"global_size": 2048},
+                "optim": {"name": "sgd", "lr_scaling": "legw"},
+                "schedule": {"name": "cosine", "warmup_fraction": 0.05},
+            },
+            "optim.lr_scaling=legw: the warm-up of schedule.warmup_fraction=0.05 becomes 32 times longer, more",
+        ),
+        (
+            {"replica": {"kind": "naive", "wire": "int8"}},
+            "replica.wire=int8: needs replica.kind=bucketed, whose buckets travel in it; leave one out",
+        ),
+        (
+            {"hook": {"name": "sign", "error_feedback": False}},
+            "hook.error_feedback=false: signs alone go astray; leave it out",
+        ),
+        (
+            {"hook": {"name": "powersgd"}, "replica": {"kind": "naive"}},
+            "hook=powersgd: needs replica.kind=bucketed, whose buckets it gets; leave one out",
+        ),
+        (
+            {"hook": {"name": "top_k"}, "replica": {"wire": "bf16"}},
+            "hook=top_k: does the sending by itself; leave replica.wire=bf16 out",
+        ),
+        ({"trial": True, "resume": "auto"}, "trial=true: with resume=auto; a trial begins anew, so leave one out"),
+        ({"early_stopping": {"min_delta": 0.1}}, "early_stopping.min_delta=0.1: does nothing without"),
+        (
+            {"early_stopping": {"patience": 2}, "evaluate": {"every_epochs": None}},
+            "early_stopping.patience=2: goes by evaluations, of which there is one, at the end; set",
+        ),
+        ({"ema": {"decay": 1.0}}, "ema.decay=1.0: must be at least 0 and below 1"),
+        ({"hook": {"name": "top_k", "ratio": 1.5}}, "hook.ratio=1.5: is a share, at most 1"),
+        ({"hook": {"name": "random_k", "ratio": 0.0}}, "hook.ratio=0.0: must be greater than 0"),
+        ({"hook": {"name": "powersgd", "rank": 0}}, "hook.rank=0: must be at least 1"),
+        ({"hook": {"name": "top_k", "momentum": 1.0}}, "hook.momentum=1.0: must be at least 0 and below 1"),
+        ({"hook": {"name": "sign", "dense_start_steps": -1}}, "hook.dense_start_steps=-1: must be at least 0"),
+        (
+            {"hook": {"name": "top_k", "momentum": 0.9, "error_feedback": False}},
+            "hook.momentum=0.9: needs hook.error_feedback=true",
+        ),
+        (
+            {"hook": {"name": "top_k", "momentum": 0.9}, "optim": {"name": "sgd"}},
+            "hook.momentum=0.9: contradicts optim.momentum=0.9, both would act; set optim.momentum=0 "
+            "optim.nesterov=false",
+        ),
+        (
+            {"hook": {"name": "top_k", "momentum": 0.9}, "optim": {"name": "lamb"}},
+            "hook.momentum=0.9: optim=lamb has momentum, too; take optim=sgd optim.momentum=0",
+        ),
+        (
+            {"optim": {"name": "lamb", "sharded": True}, "replica": {"kind": "naive"}},
+            "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out",
+        ),
+        ({"cluster": {"worker": 3}}, "unknown key cluster.worker. Did you mean cluster.workers?"),
+        ({"bach": 3}, "unknown key bach. Did you mean batch?"),
+        ({"model": {"name": "gtp"}}, "unknown choice model=gtp. Did you mean model=gpt?"),
+        ({"seed": "a"}, "seed=a: expected a whole number"),
+        ({"seed": True}, "seed=True: expected a whole number"),
+        ({"deterministic": 1}, "deterministic=1: expected true or false"),
+        ({"device": "gpu"}, "device=gpu: expected one of auto, cpu, cuda"),
+        ({"cluster": 3}, "cluster=3: expected a mapping"),
+        ({"init_from": {"skip": "head"}}, "init_from.skip=head: expected a list"),
+    ],
+)
+def test_contradictions_unknown_keys_and_wrong_types(plain: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_plain(plain)
+    assert words in str(error.value)
+
+
+def test_a_choice_is_not_renamed_in_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="choose optim=adam"):
+        compose(tmp_path, "optim.name=adam")
+
+
+def test_values_become_what_their_key_needs(tmp_path: Path) -> None:
+    config = compose(tmp_path, "run.name=7", "optim.lr=1", "init_from.rename.fc=head", "init_from.skip=[a,b]")
+    assert (config.run.name, config.optim.lr) == ("7", 1.0)
+    lamb = compose(tmp_path, "optim=lamb", "optim.args.bias_correction=false", "optim.args.betas=[0.8,0.9]").optim
+    assert lamb.args == {"bias_correction": False, "betas": [0.8, 0.9]}
+    assert (config.init_from.rename, config.init_from.skip) == ({"fc": "head"}, ["a", "b"])
+    assert (
+        compose(tmp_path, "init_from.rename={fc: head}").init_from
+        == compose(tmp_path, "init_from.rename.fc=head").init_from
+    )
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+def test_resolve_derives_threads_and_shards(workers: int) -> None:
+    config = Config()
+    config.cluster.workers = workers
+    resolve(config)
+    assert config.cluster.local_workers == config.batch.num_shards == workers
+    assert config.cluster.threads_per_worker == max(1, available_cores() // workers)
+
+
+def test_resumed_number_of_shards_wins_while_it_fits() -> None:
+    for earlier, expected in [(3, 3), (1, 2), (65, 2), (None, 2)]:
+        config = Config()
+        resolve(config, num_shards=earlier)
+        assert config.batch.num_shards == expected
+
+
+def test_many_hosts_may_have_many_workers() -> None:
+    config = from_plain({"cluster": {"workers": 512, "local_workers": 2}, "batch": {"global_size": 512}})
+    assert config.cluster.workers == 512

@@ -1,0 +1,37 @@
+"""What other libraries call things: every remedy names something that is there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from operator import attrgetter
+
+import pytest
+import torch
+
+import ddp
+import ddp.data
+from ddp.run.launch.function_call import OURS
+from ddp.run.settings.config import CHOICES
+from ddp.run.settings.reader import _homes
+from ddp.train.foreign_words import MEANINGS, meaning
+
+ARGUMENTS = inspect.signature(ddp.fit).parameters.keys()
+SETTINGS = {*_homes({}), *CHOICES, "hydra.run.dir"}
+LIBRARIES = {"ddp": ddp, "torch": torch}
+
+
+@pytest.mark.parametrize("word", MEANINGS)
+def test_what_a_foreign_word_means_is_there(word: str) -> None:
+    here = meaning(word)
+    assert {here.setting} <= SETTINGS | {""} and {here.fit} <= {*ARGUMENTS, ""} and {here.launch} <= {*OURS, ""}
+    assert word not in ARGUMENTS or (not here.instead and here.fit == word), "a word of ours needs no other"
+    assert word not in SETTINGS or here.setting in (word, "")
+    assert any(here) and not (here.fit and here.instead)
+    for library, name in re.findall(r"\b(ddp|torch)\.([\w.]*\w)", here.instead):
+        assert attrgetter(name)(LIBRARIES[library]) is not None
+    assert set(re.findall(r"\b[a-z]+_[a-z]+\b", here.instead)) - {"cross_entropy"} <= ARGUMENTS
+
+
+def test_any_other_word_means_nothing() -> None:
+    assert not any(meaning("epochs"))
