@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ddp.data.files.file_set import FileSet, lines
+from ddp.data.files import lines
+from ddp.data.files.file_set import FileSet
 from ddp.data.files.lines import Csv, JsonLines
 from ddp.errors import ConfigError, UnreadableSample
 

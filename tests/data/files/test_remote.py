@@ -17,7 +17,7 @@ import fsspec
 import pytest
 from file_systems import EveryFifthFails, Hangs, Odd
 
-from ddp.data.files.file_set import remote
+from ddp.data.files import remote
 from ddp.data.files.listing import listed
 from ddp.data.files.local_copies import _locked, local_copy
 from ddp.data.files.readers import Facts, ReadFailed
