@@ -1,4 +1,5 @@
-"""README's commands are run as they stand there, cut short by settings that come after them."""
+"""The commands of README and docs/features.md are run as they stand there, cut short by settings that come after them;
+README's code is that of the files that it names."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ from ddp.run.launch.command_line import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+FEATURES = (ROOT / "docs" / "features.md").read_text()
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 SHORT = ["max_steps=2", "log_every=1"]
 SMALL = {"data=synthetic": ["data.num_samples=128"], "recipe=gpt": ["model.width=12", "model.depth=1"]}
 
 
 def commands() -> list[str]:
-    section = README.split("## From the command line")[1].split("## More")[0]
-    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    return re.findall(r"`((?:scripts/ddp|[.]venv/bin/torchrun) [^`]*)`", table)
+    table = FEATURES.split("## From the command line")[1]
+    shown = re.findall(r"^(scripts/ddp (?:check|draw) .*?)(?: +#.*)?$", README, re.MULTILINE)
+    return [*shown, *re.findall(r"`((?:scripts/ddp|[.]venv/bin/torchrun) [^`]*)`", table)]
 
 
 def run(command: str, folder: Path) -> str:
@@ -85,18 +87,40 @@ def test_command(
     assert ("the trial went well" if "trial=true" in words else "results: runs/") in capfd.readouterr().out
 
 
+def python_of(page: str) -> list[str]:
+    """Returns the programs and parts of programs that a page shows."""
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
 def test_python_examples(tmp_path: Path) -> None:
-    mine, step = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "mine.py").write_text(mine)
+    (tmp_path / "mine.py").write_text(python_of(README)[-1])
     said = [run("python mine.py", tmp_path) for _ in range(2)]
     assert ast.literal_eval(said[0].splitlines()[-1])["test_loss"] < 0.1
     assert "all of the run's steps are done" in said[1] and said[1].splitlines()[-1] == said[0].splitlines()[-1]
-    (tmp_path / "step.py").write_text(step)
+    (tmp_path / "step.py").write_text(*python_of(FEATURES))
     assert run("python step.py", tmp_path).strip() == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
 
 
+def functions_of(code: str) -> dict[str, str]:
+    """Returns each function as the interpreter sees it: without comments and docstrings."""
+    found = {}
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.FunctionDef):
+            if ast.get_docstring(node):
+                del node.body[0]
+            found[node.name] = ast.unparse(node)
+    return found
+
+
+def test_code_is_that_of_the_files() -> None:
+    ring, by_hand, _ = map(functions_of, python_of(README))
+    assert ring.items() < functions_of((ROOT / "ddp" / "collectives" / "ring.py").read_text()).items()
+    (chapter,) = (ROOT / "recipes" / "tutorial").glob("07_*.py")
+    assert by_hand and by_hand.items() < functions_of(chapter.read_text()).items()
+
+
 def test_it_is_short() -> None:
-    assert len(README.replace("|", " ").split()) <= 1200
+    assert len(README.replace("|", " ").split()) <= 800
 
 
 @pytest.mark.parametrize("page", PAGES)
