@@ -31,13 +31,13 @@ from ddp.collectives.cost import about_messages, bus_bandwidth
 from ddp.collectives.draw import draw
 from ddp.collectives.schedule import ScheduleError
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate, whole_chunks
+from ddp.commands.tutorial import exercise_question, tutorial_question
 from ddp.errors import WorkersFailed, did_you_mean
 from ddp.pictures.schedule import svg
 from ddp.process.arguments import Parser, checked, positive, whole
 from ddp.process.invocation import program
 from ddp.run.settings.address import from_address, is_address
 from ddp.run.settings.checks import most_workers
-from ddp.tutorial.holes import SOURCES
 from ddp.units import format_bandwidth, format_size, format_time, parse_delay, parse_rate, parse_size
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def overlap_question(questions: Questions) -> None:
 def overlap_here(bucket_mb: float) -> tuple[object, ...]:
     """Returns, as one rank of a new world, the timelines of a step."""
     import ddp
-    from ddp.tutorial.measure import overlap
+    from ddp.bench.overlap import overlap
 
     measured = overlap(ddp.init(device="cpu"), bucket_mb=bucket_mb)
     ddp.shutdown()
@@ -357,19 +357,6 @@ def add_run(questions: Questions, name: str, meaning: str, answer: Callable[[arg
     return parser
 
 
-def tutorial_question(questions: Questions) -> None:
-    """Adds `tutorial`: how does data-parallel training come about, step by step?"""
-
-    def answer(options: argparse.Namespace) -> str:
-        from ddp.tutorial.web import write_site
-
-        return write_site(options.html)
-
-    parser = questions.add_parser("tutorial", help="writes the read-along, prose beside code, as pages for a browser")
-    parser.add_argument("--html", type=Path, required=True, metavar="FOLDER", help="the folder to write them into")
-    parser.set_defaults(answer=answer)
-
-
 def explained(nbytes: int, *, shared_memory: bool, compute_s: float | None) -> str:
     """Returns, as rank 0 of a new world, what its communicator says about an all-reduce of `nbytes`; elsewhere "".
 
@@ -384,34 +371,6 @@ def explained(nbytes: int, *, shared_memory: bool, compute_s: float | None) -> s
     rank = comm.rank
     ddp.shutdown()
     return answer if rank == 0 else ""
-
-
-def exercise_question(questions: Questions) -> None:
-    """Adds `exercise`: is the reader's solution right, and if it is not, what is wrong with it?"""
-
-    def answer(options: argparse.Namespace) -> str:
-        from ddp.run.launch.command_line import launch
-        from ddp.tutorial.exercise import checked, checked_schedule, passed
-        from ddp.tutorial.own_schedule import TRAINED
-
-        if options.number != "schedule":
-            number = options.number.zfill(2)
-            if not passed(checked(number, options.file)):
-                sys.exit(1)
-            return f"solved; the library has it in ddp/{SOURCES[number]}"
-        name = options.file or ""
-        if not is_address(name):
-            raise ValueError(f"schedule {name!r}: give the address of an all-reduce of yours, e.g. my_module:chain")
-        schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
-        train = partial(launch, workers=TRAINED, threads_per_worker=1, timeout_s=60)
-        if not passed(checked_schedule(name, schedule, train=train)):
-            sys.exit(1)
-        return f"train with it: {program()} train comm.algorithm={name}"
-
-    parser = questions.add_parser("exercise", help="checks your solution of an exercise of recipes/tutorial")
-    parser.add_argument("number", help=f"{', '.join(SOURCES)}; or schedule, for an all-reduce of your own")
-    parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
-    parser.set_defaults(answer=answer)
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,6 @@ FLOORS = [
     ["train"],
     ["run"],
     ["bench"],
-    ["tutorial"],
     ["commands"],
     ["__main__", "__init__"],
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import without_gloo
 
-from ddp.tutorial.chapters import parse
+from recipes.tutorial.tools.chapters import parse
 
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = ROOT / "recipes" / "tutorial"

@@ -21,11 +21,11 @@ from ddp.__main__ import main
 from ddp.collectives import Recv, Round, Send
 from ddp.collectives.catalog import SCHEDULES, own_all_reduce
 from ddp.collectives.schedule import Goal, Schedule
-from ddp.tutorial import exercise, gradient_checks, own_schedule, sampler_checks, schedule_checks
-from ddp.tutorial.holes import FOLDER, LIBRARY, SOURCES, holes, name_of
-from ddp.tutorial.holes import exercise as cut
-from ddp.tutorial.mistake import Mistake
-from ddp.tutorial.own_schedule import open_exercise
+from recipes.tutorial.tools import exercise, gradient_checks, own_schedule, sampler_checks, schedule_checks
+from recipes.tutorial.tools.holes import FOLDER, LIBRARY, SOURCES, holes, name_of
+from recipes.tutorial.tools.holes import exercise as cut
+from recipes.tutorial.tools.mistake import Mistake
+from recipes.tutorial.tools.own_schedule import open_exercise
 
 # The same checks, with fewer ranks: most mistakes show with two.
 QUICK: dict[str, Callable[[ModuleType], Iterator[str]]] = {
@@ -62,7 +62,7 @@ def verdict(number: str, module: ModuleType) -> str:
 @pytest.mark.parametrize("number", SOURCES)
 def test_the_files_are_the_library_as_it_is(number: str) -> None:
     written = (FOLDER / name_of(number)).read_text(encoding="utf-8")
-    assert written == cut(number), "write them anew: python -m ddp.tutorial.holes"
+    assert written == cut(number), "write them anew: python -m recipes.tutorial.tools.holes"
     library = (LIBRARY / SOURCES[number]).read_text(encoding="utf-8")
     kept, cut_out = set(written.splitlines()), sum(hole.stop - hole.first for hole in holes(number))
     assert 5 <= cut_out <= 12  # about ten lines

@@ -9,8 +9,8 @@ import pytest
 
 from ddp.pictures.svg import marks
 from ddp.pictures.timeline import timeline_text
-from ddp.tutorial import pictures
-from ddp.tutorial.chart import Axis, Panel
+from recipes.tutorial.tools import pictures
+from recipes.tutorial.tools.chart import Axis, Panel
 from tests.ranks import run_ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_drawn_again_it_has_the_same_bytes(name: str) -> None:
     drawn = pictures.PICTURES[name]()
-    assert drawn == (pictures.FOLDER / name).read_text(encoding="utf-8"), "run python -m ddp.tutorial.pictures"
+    assert drawn == (pictures.FOLDER / name).read_text(encoding="utf-8"), f"run python -m {pictures.__name__}"
     assert ElementTree.fromstring(drawn).findtext(f"{SVG}title")
     assert len(drawn) < 200_000
 
@@ -61,10 +61,12 @@ def test_marks_are_round_numbers(most: float, expected: list[float]) -> None:
 
 def test_measurements_can_be_made_again() -> None:
     def measure() -> dict[str, Any]:
+        from ddp.bench import overlap
         from ddp.comm.setup import init, shutdown
-        from ddp.tutorial import measure
+        from recipes.tutorial.tools import measure
 
-        measure.WARM_UP, measure.NUM_STEPS, measure.NUM_TURNS, measure.TURN_S = 1, 3, 1, 0.05
+        measure.WARM_UP, measure.NUM_TURNS, measure.TURN_S = 1, 1, 0.05
+        overlap.WARM_UP, overlap.NUM_STEPS = 1, 3
         comm = init(device="cpu", shared_memory=False)
         measured = {name: measured(comm) for name, measured in measure.MEASUREMENTS.items()}
         shutdown()

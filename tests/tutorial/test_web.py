@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from ddp.__main__ import main
+from ddp.commands import tutorial
 from ddp.errors import ConfigError
-from ddp.tutorial.chapters import FOLDER, parse, read_chapters
-from ddp.tutorial.prose import inline_picture
-from ddp.tutorial.web import pages
+from recipes.tutorial.tools.chapters import FOLDER, parse, read_chapters
+from recipes.tutorial.tools.prose import inline_picture
+from recipes.tutorial.tools.web import pages
 
 PAGES = pages(FOLDER)
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -176,7 +177,7 @@ def test_what_is_not_there_is_named(folder: Path) -> None:
     (folder / "pictures" / "p.svg").unlink()
     with pytest.raises(ConfigError, match=r"shows pictures/p\.svg, which cannot be read"):
         pages(folder)
-    with pytest.raises(ConfigError, match="recipes/tutorial/ of a clone of the repository"):
+    with pytest.raises(ConfigError, match="recipes/tutorial/ of a clone"):
         read_chapters(folder / "pictures")
     with pytest.raises(ValueError, match="viewBox"):
         inline_picture("<svg xmlns='http://www.w3.org/2000/svg'/>", label="", name="p")
@@ -195,3 +196,14 @@ def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit) as ended:
             main(["tutorial", *words])
         assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["tutorial", "--html", "site"], ["exercise", "02"]])
+def test_an_installed_package_says_where_the_tutorial_is(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tutorial, "CLONE", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "are in recipes/tutorial/ of the repository, and an installed package has none" in capsys.readouterr().err

@@ -46,7 +46,6 @@ from typing import SupportsInt
 import torch
 from torch import Tensor
 
-from ddp.process.clock import Stopwatch, now_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.wire_format import WireName
@@ -56,6 +55,7 @@ from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import GlobalCount, Parts, Totals, Verdicts
+from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.broadcast import check_same_layout
 from ddp.replica.unused import Use, complaint, greatest_uses
 

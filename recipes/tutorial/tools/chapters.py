@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from ddp.errors import ConfigError
 
-FOLDER = Path(__file__).parents[2] / "recipes" / "tutorial"
-"""The chapters lie beside the package in a clone; an installed package has none."""
+FOLDER = Path(__file__).parent.parent
 
 
 class Block(NamedTuple):
@@ -63,10 +62,7 @@ def read_chapters(folder: Path) -> list[Chapter]:
     """
     chapters = [parse(path) for path in sorted(folder.glob("[!._]*.py"))]
     if not chapters:
-        raise ConfigError(
-            f"there is no chapter in {folder}: the chapters are in recipes/tutorial/ of a clone of the repository, "
-            "not in an installed package; call this there"
-        )
+        raise ConfigError(f"there is no chapter in {folder}: name recipes/tutorial/ of a clone")
     return chapters
 
 

@@ -29,9 +29,9 @@ from ddp.gradients.totals import Totals
 from ddp.replica.backward import Backward, BucketReduction, State
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
-from ddp.tutorial.mistake import Mistake, raised
-from ddp.tutorial.schedule_checks import SILENCE_S
 from ddp.units import counted
+from recipes.tutorial.tools.mistake import Mistake, raised
+from recipes.tutorial.tools.schedule_checks import SILENCE_S
 
 BUCKET_MB = 200 / 2**20  # in these nets, a bucket for each layer
 BOTH, SWAPPED, LEFT = ("left", "right"), ("right", "left"), ("left",)

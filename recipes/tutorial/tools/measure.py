@@ -4,71 +4,29 @@
     costs      α, β and γ of the link between two ranks, in seconds, as `ddp/comm/calibrate.py` measures them
     scaling    samples per second of a training with a global batch of 240 images
 
-`python -m torch.distributed.run --standalone --nproc-per-node 2 -m ddp.tutorial.measure costs` prints one of them.
+`torchrun --standalone --nproc-per-node 2 -m recipes.tutorial.tools.measure costs` prints one of them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from statistics import median, median_low
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
+from ddp.bench.overlap import overlap
 from ddp.bench.workloads import WORKLOADS
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object
 from ddp.comm.setup import init, shutdown
-from ddp.pictures.timeline import Run, ended_s
 from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
 
-WIDTH, DEPTH, BATCH = 1024, 5, 64  # of the network whose step is drawn; samples of a rank
-WARM_UP, NUM_STEPS = 3, 15
+WARM_UP = 3
 GLOBAL_BATCH, NUM_TURNS, TURN_S = 240, 3, 0.7
-
-
-class Overlap(NamedTuple):
-    """The timelines of two steps.
-
-    Attributes:
-        default: what the replica does here if it is not told: "in the background" or "in the foreground".
-    """
-
-    background: Run
-    foreground: Run
-    default: str
-
-
-def overlap(comm: Communicator, *, bucket_mb: float = 4.0) -> Overlap:
-    """Trains a network for some steps in either way, and returns the step of median length. Collective."""
-    runs = [_timeline(comm, bucket_mb=bucket_mb, overlap=overlap) for overlap in (True, False)]
-    return Overlap(runs[0], runs[1], "in the background" if comm.overlaps else "in the foreground")
-
-
-def _timeline(comm: Communicator, *, bucket_mb: float, overlap: bool) -> Run:
-    layers = OrderedDict[str, nn.Module]()
-    for number in range(1, DEPTH + 1):
-        layers[f"hidden{number}"], layers[f"relu{number}"] = nn.Linear(WIDTH, WIDTH), nn.ReLU()
-    model = BucketedDataParallel(
-        nn.Sequential(layers | {"output": nn.Linear(WIDTH, 10)}), bucket_cap_mb=bucket_mb, overlap=overlap, comm=comm
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs, classes = torch.randn(BATCH, WIDTH), torch.randint(0, 10, (BATCH,))
-    mine = []
-    for _ in range(WARM_UP + NUM_STEPS):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        optimizer.step()
-        mine.append(model.logging_data())
-    steps = list(zip(*all_gather_object(comm, mine[WARM_UP:]), strict=True))
-    lengths_s = [max(map(ended_s, step)) for step in steps]
-    return steps[lengths_s.index(median_low(lengths_s))]
 
 
 def costs(comm: Communicator) -> dict[str, float]:

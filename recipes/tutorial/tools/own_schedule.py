@@ -25,8 +25,8 @@ from ddp.collectives.simulate import ELEMENT_BYTES, Link, Network, equal_hosts, 
 from ddp.comm.setup import init, shutdown
 from ddp.pictures.schedule import svg
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.tutorial.mistake import Mistake, raised
 from ddp.units import counted, format_time
+from recipes.tutorial.tools.mistake import Mistake, raised
 
 MOST_PROVEN, MOST_PRICED, DRAWN, TRAINED = 64, 10_000, 4, 3  # ranks
 NUM_STEPS = 20

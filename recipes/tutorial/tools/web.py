@@ -32,9 +32,9 @@ from markdown_it.token import Token
 
 from ddp.errors import ConfigError
 from ddp.process.files import make_folder, write_whole
-from ddp.tutorial.chapters import FOLDER, Chapter, read_chapters, read_prose
-from ddp.tutorial.prose import Prose, code_block, drawing, is_wide, parse, parse_line, plain
 from ddp.units import counted
+from recipes.tutorial.tools.chapters import FOLDER, Chapter, read_chapters, read_prose
+from recipes.tutorial.tools.prose import Prose, code_block, drawing, is_wide, parse, parse_line, plain
 
 PRINTED = "One run has printed this. Times, and what depends on the cores, differ from machine to machine."
 FRAME, STYLE = (Path(__file__).with_name(name) for name in ("page.html", "page.css"))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from ddp.data.orders.order import Fixed
 from ddp.data.orders.sampler import Micro, StepPlan
-from ddp.tutorial.mistake import Mistake, raised
 from ddp.units import counted
+from recipes.tutorial.tools.mistake import Mistake, raised
 
 LENGTH, GLOBAL_BATCH = 33, 10  # steps of 10, 10, 10 and 3 samples
 

@@ -17,17 +17,21 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from ddp.collectives.catalog import own_all_reduce
 from ddp.collectives.schedule import Schedule
-from ddp.process.invocation import shown
-from ddp.tutorial import gradient_checks, sampler_checks, schedule_checks
-from ddp.tutorial.holes import FOLDER, holes, name_of
-from ddp.tutorial.mistake import Check, Mistake, raised
-from ddp.tutorial.own_schedule import Train, open_exercise
+from ddp.process.invocation import program, shown
+from ddp.run.launch.command_line import launch
+from ddp.run.settings.address import from_address, is_address
+from recipes.tutorial.tools import gradient_checks, sampler_checks, schedule_checks
+from recipes.tutorial.tools.holes import FOLDER, SOURCES, holes, name_of
+from recipes.tutorial.tools.mistake import Check, Mistake, raised
+from recipes.tutorial.tools.own_schedule import TRAINED, Train, open_exercise
 
 DEADLINE_S = 60.0
 CHECKS: dict[str, Check] = {
@@ -37,6 +41,31 @@ CHECKS: dict[str, Check] = {
     "07": gradient_checks.buckets,
     "08": sampler_checks.sampler,
 }
+
+
+def answer(number: str, file: str | None) -> str:
+    """Checks the reader's solution, and prints what it finds; ends the process if it is wrong. Returns what comes next.
+
+    Args:
+        number: of the exercise; or "schedule".
+        file: the reader's; for "schedule" the address of the all-reduce, MODULE:NAME.
+
+    Raises:
+        ValueError: there is no such exercise, file or schedule.
+    """
+    if number != "schedule":
+        number = number.zfill(2)
+        if not passed(checked(number, file)):
+            sys.exit(1)
+        return f"solved; the library has it in ddp/{SOURCES[number]}"
+    name = file or ""
+    if not is_address(name):
+        raise ValueError(f"schedule {name!r}: give the address of an all-reduce of yours, e.g. my_module:chain")
+    schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
+    train = partial(launch, workers=TRAINED, threads_per_worker=1, timeout_s=60)
+    if not passed(checked_schedule(name, schedule, train=train)):
+        sys.exit(1)
+    return f"train with it: {program()} train comm.algorithm={name}"
 
 
 def checked(number: str, file: str | None) -> Iterator[str]:

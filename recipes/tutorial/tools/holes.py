@@ -1,6 +1,6 @@
 """Exercises: files of the library whose central lines are cut out, for the reader to write them again.
 
-    python -m ddp.tutorial.holes        writes recipes/tutorial/exercises/02_ring.py and the others anew
+    python -m recipes.tutorial.tools.holes        writes recipes/tutorial/exercises/02_ring.py and the others anew
 
 A hole is a comment in the library, such as `# exercise 02: …`, and all that follows it in the same block: every line
 up to the first that is indented less. The comment stays in the exercise, where it says what to write. So an exercise
@@ -16,16 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import ddp
 from ddp.collectives.schedule import Recv, Send
 
-LIBRARY = Path(__file__).parent.parent
-FOLDER = LIBRARY.parent / "recipes" / "tutorial" / "exercises"
+LIBRARY = Path(ddp.__file__).parent
+FOLDER = Path(__file__).parent.parent / "exercises"
 SOURCES = {
     "02": "collectives/ring.py",
     "03": "collectives/butterfly.py",
     "06": "replica/naive.py",
     "07": "replica/backward.py",
-    "08": "data/sampler.py",
+    "08": "data/orders/sampler.py",
 }
 MARK = re.compile(r"( +)# exercise (\d\d): ")
 

@@ -19,8 +19,8 @@ from ddp.collectives.chunks import offsets, one_per_rank
 from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send
 from ddp.comm.execute import Scratch, execute, program
 from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
-from ddp.tutorial.mistake import Mistake, raised
 from ddp.units import counted
+from recipes.tutorial.tools.mistake import Mistake, raised
 
 SILENCE_S = 5.0  # longest wait for a rank that runs in a thread beside
 

@@ -1,7 +1,7 @@
 """Draws the pictures of the read-along, recipes/tutorial/pictures/, from schedules and from what was measured.
 
-    python -m ddp.tutorial.pictures              draws all of them again, from the JSON files beside them
-    python -m ddp.tutorial.pictures --measure    measures first: minutes on a machine with nothing else to do
+    python -m recipes.tutorial.tools.pictures              draws all of them again, from the JSON files beside them
+    python -m recipes.tutorial.tools.pictures --measure    measures first: minutes on a machine with nothing else to do
 
 A JSON file says on what it was measured. Drawing is exact: the same files give the same bytes. A machine whose speed
 drifts spoils a comparison, so the numbers of workers take turns. Other programs can only slow a round down, so the
@@ -27,10 +27,10 @@ from ddp.pictures.epoch import Epoch, epoch_svg
 from ddp.pictures.schedule import svg
 from ddp.pictures.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
 from ddp.pictures.timeline import timeline_svg
-from ddp.tutorial.chart import Axis, Panel
 from ddp.units import format_size, format_time
+from recipes.tutorial.tools.chart import Axis, Panel
 
-FOLDER = Path(__file__).parents[2] / "recipes" / "tutorial" / "pictures"
+FOLDER = Path(__file__).parent.parent / "pictures"
 
 
 class Plan(NamedTuple):
@@ -174,11 +174,11 @@ def measure(name: str) -> None:
     rounds: dict[str, list[Any]] = {str(workers): [] for workers in plan.workers}
     for workers in plan.workers * plan.num_rounds:
         ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-        command = [sys.executable, "-m", *ranks, "-m", "ddp.tutorial.measure", name]
+        command = [sys.executable, "-m", *ranks, "-m", "recipes.tutorial.tools.measure", name]
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         rounds[str(workers)].append(json.loads(said.splitlines()[-1], parse_float=_four_digits))
     kept = {
-        "command": "python -m ddp.tutorial.pictures --measure",
+        "command": "python -m recipes.tutorial.tools.pictures --measure",
         "cores": available_cores(),
         "torch": torch.__version__.partition("+")[0],
         "rounds": rounds,
