@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal
 
-from ddp.comm.transport.edge import InVain, Pending, Transfer, Transport, TransportError
+from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError
 
 
 class Faulty:
@@ -40,9 +40,9 @@ class Faulty:
         """Returns the inner transport's: faults are scripted by round of the whole group."""
         return self._inner.for_message(number, kind)
 
-    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> Transport:
+    def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> Transport:
         """Returns the inner transport's: faults are scripted by round of the whole group."""
-        return self._inner.among(ranks, channel, in_vain)
+        return self._inner.among(ranks, channel, hopeless_because)
 
 
 class _Silence:

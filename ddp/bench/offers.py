@@ -55,7 +55,7 @@ def compared(comm: Communicator, nbytes: int, *, compute_s: float) -> str:
     Args:
         compute_s: seconds of a step's forward and backward.
     """
-    num_hosts = comm.carriers.num_hosts
+    num_hosts = comm.host_partition.num_hosts
     if num_hosts == 1:
         why = "there is one worker" if comm.world_size == 1 else "all workers share a host's memory"
         return f"{why}: no gradient travels, and any wire format or hook would only cost time"

@@ -18,7 +18,7 @@ In each repetition the slowest rank's time counts, because a collective ends wit
 median counts, because a minimum would promise what is rarely reached, and one interruption would spoil a mean. All
 ranks exchange all their times and compute the figures from them, so all have the same figures.
 
-`select.py` finds out how far off the predictions from these figures are: it times some all-reduces, and says so.
+`plan.py` finds out how far off the predictions from these figures are: it times some all-reduces, and says so.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ import torch
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.simulate import Link, Network
+from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.host_links import HostLinks
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
-from ddp.comm.links import Links
 from ddp.comm.settings import Settings
 from ddp.comm.transport.topology import Gather
-from ddp.comm.wire import Wire
 from ddp.process.clock import now_s
 
 Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
@@ -81,28 +81,28 @@ class Measured:
     allocated: Curve | None = None
 
 
-def calibrate(links: Links, settings: Settings) -> Measured:
+def calibrate(collectives: FlatCollectives, settings: Settings) -> Measured:
     """Measures links and memory. Collective.
 
     Raises:
         TransportError: a rank did not take part in time.
     """
-    wire, hosts, device = links.wire, links.hosts, settings.device
+    links, hosts, device = collectives.links, collectives.hosts, settings.device
     here, arrived = (torch.zeros(BULK_BYTES // 4, dtype=torch.float32, device=device) for _ in range(2))
     mine = timed({"adding": partial(here.add_, arrived)}, device=device)
     rings = {
-        "inside": next(host for host in hosts if wire.rank in host),
+        "inside": next(host for host in hosts if links.rank in host),
         "between": tuple(host[0] for host in hosts),
     }
     for name, ring in rings.items():
-        if wire.rank in ring and len(ring) > 1:
-            exchange = partial(_exchange, wire, ring, device=device)
+        if links.rank in ring and len(ring) > 1:
+            exchange = partial(_exchange, links, ring, device=device)
             small = {f"{name} alpha": exchange(1, SMALL_BYTES), f"{name} gap": exchange(NUM_MESSAGES, SMALL_BYTES)}
             mine |= timed(small, IN_A_ROW, device=device)
             mine |= timed({f"{name} beta": exchange(1, BULK_BYTES)}, device=device)
-    if links.group is not None:
-        mine |= _in_memory(links.group, max(map(len, hosts)))
-    return figures(agreed(mine, wire.gather_bytes), hosts)
+    if collectives.group is not None:
+        mine |= _in_memory(collectives.group, max(map(len, hosts)))
+    return figures(agreed(mine, links.gather_bytes), hosts)
 
 
 def figures(times: Mapping[str, float], hosts: Hosts) -> Measured:
@@ -150,16 +150,16 @@ def agreed(mine: Times, gather: Gather) -> dict[str, float]:
 
 
 def _exchange(
-    wire: Wire, ring: Sequence[int], num_messages: int, num_bytes: int, *, device: torch.device
+    links: HostLinks, ring: Sequence[int], num_messages: int, num_bytes: int, *, device: torch.device
 ) -> Callable[[], object]:
     """Returns a round in which this rank sends to the next one of a ring and receives from the one before."""
-    place = ring.index(wire.rank)
+    place = ring.index(links.rank)
     sends = [Send(ring[(place + 1) % len(ring)], range(k, k + 1)) for k in range(num_messages)]
     receives = [Recv(ring[place - 1], range(k, k + 1), add=False) for k in range(num_messages, 2 * num_messages)]
     schedule = Schedule(
         lambda rank, num_ranks: iter([(*sends, *receives)]), Goal.ALL_TO_ALL, lambda num_ranks: 2 * num_messages
     )
-    return partial(wire.run, schedule, torch.zeros(2 * num_messages * num_bytes, dtype=torch.uint8, device=device))
+    return partial(links.run, schedule, torch.zeros(2 * num_messages * num_bytes, dtype=torch.uint8, device=device))
 
 
 def _link(times: Mapping[str, float], name: str) -> Link | None:

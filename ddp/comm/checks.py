@@ -10,7 +10,7 @@ from typing import SupportsIndex, SupportsInt
 import torch
 from torch import Tensor
 
-from ddp.comm.arithmetic import COMBINE, SIGNED
+from ddp.comm.reduction import COMBINE, SIGNED
 from ddp.comm.wire_format import WireName, wire_format
 from ddp.errors import ConfigError
 

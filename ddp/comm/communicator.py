@@ -15,9 +15,8 @@
     comm.subgroup(ranks)                  a communicator of some of the ranks
     comm.explain(nbytes)                  the predicted time of every way, and the one that "auto" takes
 
-Each verb checks its tensors, flattens them, and runs either in the memory that all ranks share or as a schedule over
-the wire. `Turns` numbers the calls and gives them their turn. Only an all-reduce has more ways than these two; `auto`
-chooses. A message always goes over the wire.
+Each verb checks its tensors, and gives the call a number and a turn (`CallQueue`); then `FlatCollectives` runs it. Only
+an all-reduce has several algorithms to choose from: `Plan` chooses for "auto".
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
 from ddp.comm import checks
-from ddp.comm.arithmetic import Reduction
-from ddp.comm.carrier import Carriers
+from ddp.comm.call_queue import CallQueue
+from ddp.comm.connect import Channels, connect
 from ddp.comm.flat import bounds_of, by_rank, flatten, in_place, sum_overflows, together, with_rows, write_back
+from ddp.comm.flat_collectives import FlatCollectives, HostPartition
+from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
-from ddp.comm.links import Channels, Links, connect
 from ddp.comm.messages import Messages
-from ddp.comm.select import Auto
+from ddp.comm.plan import Plan
+from ddp.comm.reduction import Reduction
+from ddp.comm.routes import IN_MEMORY, possible_routes
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport
-from ddp.comm.turn import Turns
 from ddp.comm.watch.call import Call, recorded
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.way import IN_MEMORY, possible_ways
-from ddp.comm.wire import Wire, by_size
 from ddp.comm.wire_format import Narrow, WireName, widened, wire_format
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import log
@@ -100,27 +99,27 @@ class Communicator:
         self._watchdog = watchdog or Watchdog(
             HashStore(), self.rank, 1, generation=self.generation, warn_s=math.inf, abort_s=self.abort_s
         )
-        wire = Wire(transport, self._watchdog, settings)
-        gather = wire.gather_bytes if settings.debug else None
+        links = HostLinks(transport, self._watchdog, settings)
+        gather = links.gather_bytes if settings.debug else None
         self.warn_s = self._watchdog.warn_s
-        self._turns = Turns(self._watchdog, self.rank, self._world_ranks, device=self.device, gather=gather)
+        self._queue = CallQueue(self._watchdog, self.rank, self._world_ranks, device=self.device, gather=gather)
         if hosts is not None:
-            self._links = Links(wire, hosts, possible_ways(hosts, shared_memory=False))
+            self._collectives = FlatCollectives(links, hosts, possible_routes(hosts, shared_memory=False))
         else:
-            starting = partial(connect, wire, self._watchdog, settings, self._channels)
-            self._links = self._turns.run(Call(0, "start-up"), starting)
-            if self._links.across is not None:
-                self._turns.end_too(self._links.across.runner)
-        if world_ranks and not self._links.offers(settings.algorithm):
+            starting = partial(connect, links, self._watchdog, settings, self._channels)
+            self._collectives = self._queue.run(Call(0, "start-up"), starting)
+            if self._collectives.cross_host is not None:
+                self._queue.end_too(self._collectives.cross_host.runner)
+        if world_ranks and not self._collectives.offers(settings.algorithm):
             settings = replace(settings, algorithm="auto")  # a group of one rank shares no memory, for example
         try:
-            self.auto = Auto(self._links, settings)
+            self.plan = Plan(self._collectives, settings)
         except ConfigError:
-            self._links.close()
+            self._collectives.close()
             raise
-        self.settings, self.slices = settings, self._links.slices
-        self._messages = Messages(transport, self._turns, timeout_s=self.abort_s)
-        self._watchdog.know_messages(self._messages.posted, self._messages.in_flight)
+        self.settings, self.slices = settings, self._collectives.slices
+        self._messages = Messages(transport, self._queue, timeout_s=self.abort_s)
+        self._watchdog.set_messages(self._messages.posted, self._messages.in_flight)
         self._groups: list[Communicator] = []
         self._is_closed = False
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
@@ -144,7 +143,7 @@ class Communicator:
         Args:
             tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
             op: "sum", "mean" (floating point only), "product", "min" or "max". Of bools, sum means any, product all.
-            algorithm: a way from `ways()`, or "auto".
+            algorithm: a way from `algorithms()`, or "auto".
             divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
                 object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
             wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`wire_format.py`); sums
@@ -165,23 +164,23 @@ class Communicator:
             checks.wire(wire, op, one.dtype)
             checks.holds_result(one)
             checks.divisor(divide_by, op, one.dtype)
-        self.auto.check(algorithm)
-        call = self._turns.number("all_reduce", op, tensor, label, how=(algorithm, wire))
+        self.plan.check(algorithm)
+        call = self._queue.number("all_reduce", op, tensor, label, how=(algorithm, wire))
         if op == "mean":
             divide_by = self.world_size
 
         def reduce(flat: Tensor) -> None:
             wide, narrow_wire = widened(flat, wire)
-            way = self.auto.way(wide, algorithm, narrow_wire)
-            run = partial(self._links.all_reduce, wide, way, sequence=call.sequence)
+            route = self.plan.route(wide, algorithm, narrow_wire)
+            run = partial(self._collectives.all_reduce, wide, route, sequence=call.sequence)
             if profiler._is_profiler_enabled:
-                run = partial(recorded, f"ddp: {way.name}", run)  # inside of the call's own range
+                run = partial(recorded, f"ddp: {route.name}", run)  # inside of the call's own range
             self._divided_by(int(divide_by), run, wide, wide, op=op, wire=narrow_wire)
             if wide is not flat:
                 flat.copy_(wide)
 
         run = partial(in_place, reduce, tensor) if isinstance(tensor, Tensor) else partial(together, reduce, tensor)
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Returns this rank's chunk of the combined tensor; `tensor` itself is left as it was.
@@ -191,19 +190,19 @@ class Communicator:
         """
         checks.on(self.device, tensor)
         checks.operation(op, tensor.dtype)
-        call = self._turns.number("reduce_scatter", op, tensor)
+        call = self._queue.number("reduce_scatter", op, tensor)
 
         def run() -> Tensor:
             flat = self._divided(flatten(tensor).clone(), op)
             bounds = offsets(flat.numel(), self.world_size)
-            if memory := self._links.memory_of(flat):
+            if memory := self._collectives.memory_of(flat):
                 memory.reduce_scatter(flat, bounds, _adding(op), sequence=call.sequence)
             else:
                 schedule = by_size("reduce_scatter", flat.nbytes, self.world_size)
-                self._links.wire.run(schedule, flat, bounds, Reduction(_adding(op)))
+                self._collectives.links.run(schedule, flat, bounds, Reduction(_adding(op)))
             return self._averaged(flat[bounds[self.rank] : bounds[self.rank + 1]].clone(), op).view(tensor.dtype)
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def reduce_scatter_(
         self,
@@ -230,18 +229,18 @@ class Communicator:
         checks.slices(flat, bounds, self.world_size)
         checks.divisor(divide_by, op, flat.dtype)
         checks.wire(wire, op, flat.dtype)
-        call = self._turns.number("reduce_scatter_", op, flat, label, how=(*bounds, wire))
+        call = self._queue.number("reduce_scatter_", op, flat, label, how=(*bounds, wire))
         if op == "mean":
             divide_by = self.world_size
         mine = slice(bounds[self.slices[self.rank]], bounds[self.slices[self.rank] + 1])
 
         def run() -> Tensor:
             wide, narrow_wire = widened(flat, wire)
-            scatter = partial(self._links.reduce_scatter, wide, bounds, sequence=call.sequence)
+            scatter = partial(self._collectives.reduce_scatter, wide, bounds, sequence=call.sequence)
             self._divided_by(int(divide_by), scatter, wide, wide[mine], op=op, wire=narrow_wire)
             return flat[mine] if wide is flat else flat[mine].copy_(wide[mine])
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: bool = False, label: str = "") -> Any:
         """Gives everyone slice s of `flat` from the rank whose number in `slices` is s, in place.
@@ -252,13 +251,13 @@ class Communicator:
         """
         checks.on(self.device, flat)
         checks.slices(flat, bounds, self.world_size)
-        call = self._turns.number("all_gather_", "", flat, label, how=tuple(bounds))
+        call = self._queue.number("all_gather_", "", flat, label, how=tuple(bounds))
 
         def run() -> Tensor:
-            self._links.all_gather(flat, bounds, sequence=call.sequence)
+            self._collectives.all_gather(flat, bounds, sequence=call.sequence)
             return flat
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Any:
         """Returns every rank's tensor, by rank. All dimensions but the first must agree.
@@ -268,14 +267,14 @@ class Communicator:
         """
         checks.on(self.device, tensor)
         mine = with_rows(tensor)
-        call = self._turns.number("all_gather", how=_alike(mine))  # first dimensions may differ by rank
+        call = self._queue.number("all_gather", how=_alike(mine))  # first dimensions may differ by rank
 
         def run() -> list[Tensor]:
             flat, rows = self._laid_out(mine, call)
             self._all_gather(flat, bounds_of(rows, mine), call)
             return by_rank(flat, rows, mine)
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def chain(self, function: Callable[[], Any], *, async_op: bool = False, label: str = "") -> Any:
         """Runs a function that calls collectives of this communicator, as if it were one.
@@ -286,12 +285,12 @@ class Communicator:
         Returns:
             What the function returns; with `async_op` a `Work`.
         """
-        return self._turns.run_chain(self._turns.number("chain", label=label), function, async_op=async_op)
+        return self._queue.run_chain(self._queue.number("chain", label=label), function, async_op=async_op)
 
     @property
-    def carriers(self) -> Carriers:
+    def host_partition(self) -> HostPartition:
         """The part of each tensor that every rank carries from its host to the others."""
-        return self._links.carriers
+        return self._collectives.host_partition
 
     def sum_in_host(self, flat: Tensor, *, divide_by: SupportsInt = 1, label: str = "") -> None:
         """Sums over the ranks that share this host's memory, in place; alone, a rank only divides.
@@ -304,35 +303,35 @@ class Communicator:
         checks.operation("sum", flat.dtype)
         checks.is_flat(flat)
         checks.divisor(divide_by, "sum", flat.dtype)
-        call = self._turns.number("sum_in_host", "sum", flat, label)
+        call = self._queue.number("sum_in_host", "sum", flat, label)
 
         def run() -> None:
-            in_host = partial(self._links.sum_in_host, flat, sequence=call.sequence)
+            in_host = partial(self._collectives.sum_in_host, flat, sequence=call.sequence)
             self._divided_by(int(divide_by), in_host, flat, flat, op="sum")
 
-        self._turns.run(call, run)
+        self._queue.run(call, run)
 
     def _all_gather(self, flat: Tensor, bounds: Sequence[int], call: Call) -> None:
         """Gives everyone rank r's flat[bounds[r]:bounds[r + 1]]."""
-        if memory := self._links.memory_of(flat):
+        if memory := self._collectives.memory_of(flat):
             memory.all_gather(flat, bounds, sequence=call.sequence)
         else:
-            self._links.wire.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
+            self._collectives.links.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Any:
         """Gives every rank the root's values, in place."""
         checks.root(root, self.world_size)
         checks.on(self.device, tensor)
         checks.holds_result(tensor)
-        call = self._turns.number("broadcast", f"from {root}", tensor, label)
+        call = self._queue.number("broadcast", f"from {root}", tensor, label)
 
         def run(flat: Tensor) -> None:
-            if memory := self._links.memory_of(flat):
+            if memory := self._collectives.memory_of(flat):
                 memory.broadcast(flat, root, sequence=call.sequence)
             else:
-                self._links.wire.run(rooted(SCHEDULES["tree_broadcast"], root), flat)
+                self._collectives.links.run(rooted(SCHEDULES["tree_broadcast"], root), flat)
 
-        return self._turns.run(call, partial(in_place, run, tensor), async_op=async_op)
+        return self._queue.run(call, partial(in_place, run, tensor), async_op=async_op)
 
     def reduce(self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
@@ -340,14 +339,14 @@ class Communicator:
         checks.on(self.device, tensor)
         checks.operation(op, tensor.dtype)
         checks.holds_result(tensor)
-        call = self._turns.number("reduce", f"{op} to {root}", tensor)
+        call = self._queue.number("reduce", f"{op} to {root}", tensor)
 
         def run() -> Tensor:
             flat = self._divided(flatten(tensor).clone(), op)  # inner ranks of the tree add up in it
-            self._links.wire.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=Reduction(_adding(op)))
+            self._collectives.links.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=Reduction(_adding(op)))
             return write_back(self._averaged(flat, op), tensor) if self.rank == root else tensor
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def gather(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Any:
         """Returns every rank's tensor, by rank, on the root; an empty list elsewhere.
@@ -358,14 +357,14 @@ class Communicator:
         checks.root(root, self.world_size)
         checks.on(self.device, tensor)
         mine = with_rows(tensor)
-        call = self._turns.number("gather", f"to {root}", how=_alike(mine))
+        call = self._queue.number("gather", f"to {root}", how=_alike(mine))
 
         def run() -> list[Tensor]:
             flat, rows = self._laid_out(mine, call)
-            self._links.wire.run(rooted(SCHEDULES["tree_gather"], root), flat, bounds_of(rows, mine))
+            self._collectives.links.run(rooted(SCHEDULES["tree_gather"], root), flat, bounds_of(rows, mine))
             return by_rank(flat, rows, mine) if self.rank == root else []
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def scatter(self, tensors: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False) -> Any:
         """Returns rank r's tensor out of the root's list; shapes may differ. The other ranks pass nothing.
@@ -378,20 +377,20 @@ class Communicator:
             checks.pieces(tensors, self.world_size)
             for one in tensors or ():
                 checks.on(self.device, one)
-        call = self._turns.number("scatter", f"from {root}")
+        call = self._queue.number("scatter", f"from {root}")
 
         def run() -> Tensor:
             pieces = [] if tensors is None or self.rank != root else list(tensors)
             about = [[list(piece.shape) for piece in pieces], str(pieces[0].dtype)[len("torch.") :]] if pieces else ""
-            shapes, dtype = json.loads(self._links.wire.gather_bytes(json.dumps(about).encode())[root])
+            shapes, dtype = json.loads(self._collectives.links.gather_bytes(json.dumps(about).encode())[root])
             bounds = [0, *accumulate(map(math.prod, shapes))]
             flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=self.device)
             if pieces:
                 torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
-            self._links.wire.run(rooted(SCHEDULES["tree_scatter"], root), flat, bounds)
+            self._collectives.links.run(rooted(SCHEDULES["tree_scatter"], root), flat, bounds)
             return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def all_to_all(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Any:
         """Sends tensors[r] to rank r; returns what rank 0, 1, … sent here.
@@ -404,7 +403,7 @@ class Communicator:
             checks.on(self.device, one)
         pieces = [with_rows(piece) for piece in tensors]
         checks.rows(pieces)
-        call = self._turns.number("all_to_all", how=_alike(pieces[0]))
+        call = self._queue.number("all_to_all", how=_alike(pieces[0]))
 
         def run() -> list[Tensor]:
             table = self._gathered([len(piece) for piece in pieces], call)  # [from][to], in rows
@@ -413,31 +412,31 @@ class Communicator:
             outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
             incoming = outgoing.new_empty(coming[-1])
             longest = max(map(max, table)) * pieces[0].shape[1:].numel()
-            self._links.wire.exchange(outgoing, going, incoming, coming, longest=longest)
+            self._collectives.links.exchange(outgoing, going, incoming, coming, longest=longest)
             return by_rank(incoming, rows, pieces[0])
 
-        return self._turns.run(call, run, async_op=async_op)
+        return self._queue.run(call, run, async_op=async_op)
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
-        call = self._turns.number("barrier")
-        self._turns.run(call, partial(self._barrier, call.sequence))
+        call = self._queue.number("barrier")
+        self._queue.run(call, partial(self._barrier, call.sequence))
 
     def _barrier(self, sequence: int) -> None:
-        links = self._links
-        if links.across is not None:
-            links.across.barrier(sequence=sequence)
-        elif links.group is not None:
-            links.group.barrier(sequence=sequence)
+        collectives = self._collectives
+        if collectives.cross_host is not None:
+            collectives.cross_host.barrier(sequence=sequence)
+        elif collectives.group is not None:
+            collectives.group.barrier(sequence=sequence)
         else:
             flag = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            links.wire.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
+            collectives.links.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
 
     def agree_any(self, flag: bool) -> bool:
         """Returns True on every rank if `flag` is true on any."""
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
-        way = IN_MEMORY if IN_MEMORY in self._links.ways else "recursive_doubling"
-        return bool(self.all_reduce(votes, "max", algorithm=way, label="agree_any").item())
+        route = IN_MEMORY if IN_MEMORY in self._collectives.routes else "recursive_doubling"
+        return bool(self.all_reduce(votes, "max", algorithm=route, label="agree_any").item())
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -489,7 +488,7 @@ class Communicator:
         Raises:
             PeerLost: rank 0 failed, left, or shows no sign of life.
         """
-        self._turns.wait_for_rank_zero(label)
+        self._queue.wait_for_rank_zero(label)
 
     def wait_for(self, wait: Callable[[float], bool], *, label: str) -> None:
         """Waits for what the ranks do together by other means (a future of torch.distributed, say), with this
@@ -501,22 +500,22 @@ class Communicator:
         Raises:
             PeerLost: it was not there within the deadline.
         """
-        self._turns.wait_for(wait, self.abort_s, label=label)
+        self._queue.wait_for(wait, self.abort_s, label=label)
 
     def find_lost(self, label: str) -> PeerLost | None:
         """Returns the rank that is surely lost after an error outside of this communicator, if any. Not collective."""
-        return self._turns.find_lost(label)
+        return self._queue.find_lost(label)
 
     # --- which way an all-reduce goes --------------------------------------------------------------------------------
 
     @property
     def hosts(self) -> Hosts:
         """The ranks of every host."""
-        return self._links.hosts
+        return self._collectives.hosts
 
-    def ways(self) -> list[str]:
+    def algorithms(self) -> list[str]:
         """Returns every way that an all-reduce can go here: what `algorithm=` accepts besides "auto"."""
-        return list(self._links.ways)
+        return list(self._collectives.routes)
 
     @property
     def overlaps(self) -> bool:
@@ -525,15 +524,15 @@ class Communicator:
         It does if there is a wire to wait for, or a processor to spare. Otherwise the foreground takes less time,
         because it needs no thread switches.
         """
-        group = self._links.group
-        in_memory = self.auto.algorithm in ("auto", IN_MEMORY) and IN_MEMORY in self._links.ways
+        group = self._collectives.group
+        in_memory = self.plan.algorithm in ("auto", IN_MEMORY) and IN_MEMORY in self._collectives.routes
         if group is None or not in_memory:
             return self.world_size > 1
         return group.num_processors >= group.size * (torch.get_num_threads() + 1)
 
     def explain(self, nbytes: int) -> str:
         """Returns a table of every way of such an all-reduce, fastest first. Collective: the first call measures."""
-        return str(self._ask("explain", self.auto.explain, nbytes))
+        return str(self._ask("explain", self.plan.explain, nbytes))
 
     def predict(
         self,
@@ -548,22 +547,22 @@ class Communicator:
 
         Args:
             nbytes: of the tensor; of an "all_gather", that of all ranks' parts together.
-            algorithm: a way from `ways()`, or "auto", of an all-reduce.
+            algorithm: a way from `algorithms()`, or "auto", of an all-reduce.
             operation: "all_reduce", "all_gather" or "sum_in_host".
             allocated: the tensor lies in memory from `allocate`.
             wire: the format in which an all-reduce sends.
         """
-        self.auto.check(algorithm)
-        question = partial(self.auto.predict, operation, algorithm, allocated=allocated, wire=wire)
+        self.plan.check(algorithm)
+        question = partial(self.plan.predict, operation, algorithm, allocated=allocated, wire=wire)
         return float(self._ask("predict", question, nbytes))
 
     def choose(self, nbytes: int) -> str:
         """Returns the way that "auto" takes for a buffer of this size. Collective: the first call may measure."""
-        return str(self._ask("choose", self.auto.choose, nbytes))
+        return str(self._ask("choose", self.plan.choose, nbytes))
 
     def _ask(self, operation: str, question: Callable[[int], Any], nbytes: int) -> Any:
         checks.size(nbytes)
-        return self._turns.run(self._turns.number(operation, how=(nbytes,)), partial(question, nbytes))
+        return self._queue.run(self._queue.number(operation, how=(nbytes,)), partial(question, nbytes))
 
     # --- memory, groups, the end -------------------------------------------------------------------------------------
 
@@ -573,14 +572,14 @@ class Communicator:
         It belongs to the communicator, and is released when every rank has called `free`, or with the communicator.
         """
         checks.memory(numel, dtype)
-        call = self._turns.number("allocate", f"{numel} {dtype}")
-        tensor: Tensor = self._turns.run(call, partial(self._allocate, numel, dtype, call.sequence))
+        call = self._queue.number("allocate", f"{numel} {dtype}")
+        tensor: Tensor = self._queue.run(call, partial(self._allocate, numel, dtype, call.sequence))
         return tensor
 
     def _allocate(self, numel: int, dtype: torch.dtype, sequence: int) -> Tensor:
-        if self._links.group is not None:
+        if self._collectives.group is not None:
             try:
-                return self._links.group.allocate(numel, dtype, sequence=sequence)
+                return self._collectives.group.allocate(numel, dtype, sequence=sequence)
             except NoSharedMemory as error:  # on all ranks of the host alike
                 log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
         try:
@@ -598,8 +597,8 @@ class Communicator:
         """
         if tensor.data_ptr() in self._unshared:
             self._unshared.discard(tensor.data_ptr())
-        elif self._links.group is not None:
-            self._links.group.free(tensor)
+        elif self._collectives.group is not None:
+            self._collectives.group.free(tensor)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """Returns a communicator of some of the ranks, in the order given; None on the others. Collective over all.
@@ -607,16 +606,16 @@ class Communicator:
         Its collectives are numbered and watched by themselves and may run beside this one's.
         """
         checks.subgroup(ranks, self.world_size)
-        call = self._turns.number("subgroup", f"of {list(ranks)}")
-        group: Communicator | None = self._turns.run(call, partial(self._subgroup, list(ranks)))
+        call = self._queue.number("subgroup", f"of {list(ranks)}")
+        group: Communicator | None = self._queue.run(call, partial(self._subgroup, list(ranks)))
         return group
 
     def _subgroup(self, ranks: list[int]) -> Communicator | None:
-        channel = self._channels.take(self._links.wire.gather_bytes)
+        channel = self._channels.take(self._collectives.links.gather_bytes)
         if self.rank not in ranks:
             return None
         watchdog = self._watchdog.among(ranks, channel)
-        transport = self._links.wire.transport.among(ranks, channel, watchdog.in_vain)
+        transport = self._collectives.links.transport.among(ranks, channel, watchdog.hopeless_because)
         named = [self._world_ranks[rank] for rank in ranks]
         try:
             group = Communicator(
@@ -634,12 +633,12 @@ class Communicator:
     @property
     def is_broken(self) -> bool:
         """Returns True if further calls are refused, because an earlier one failed."""
-        return self._turns.error is not None
+        return self._queue.error is not None
 
     @property
     def num_calls(self) -> int:
         """The number of collective calls that this rank has made."""
-        return self._turns.num_calls
+        return self._queue.num_calls
 
     def abandon(self, reason: str = "") -> None:
         """Ends this rank's part at once, and breaks off what is in flight.
@@ -649,15 +648,15 @@ class Communicator:
         """
         for group in self._groups:
             group.abandon(reason)
-        self._turns.abandon(reason)
+        self._queue.abandon(reason)
 
     def close(self) -> None:
         """Ends after what is in flight, and says goodbye. The communicator cannot be used afterwards."""
         self._is_closed = True
         for group in self._groups:
             group.close()
-        self._turns.close()
-        self._links.close()
+        self._queue.close()
+        self._collectives.close()
 
     # --- what the verbs are made of ----------------------------------------------------------------------------------
 

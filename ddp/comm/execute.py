@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.schedule import Algorithm, Recv, Round, Send
-from ddp.comm.arithmetic import COMBINE, SUM, Reduction
+from ddp.comm.reduction import COMBINE, SUM, Reduction
 from ddp.comm.transport.edge import Pending, Transfer, Transport
 
 Offsets = tuple[int, ...]  # where a buffer's chunks begin, in elements; the last entry is its length

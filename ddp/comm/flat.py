@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ddp.comm.arithmetic import SIGNED
+from ddp.comm.reduction import SIGNED
 
 
 def flatten(tensor: Tensor) -> Tensor:

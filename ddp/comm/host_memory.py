@@ -198,7 +198,7 @@ class HostMemory:
         if self.index == 0 and num_bytes:
             memory, problem = tried(lambda: SharedMemory.create(self._kind, num_bytes))
         try:
-            self.enter(entry(f"allocate of {numel} × {name_of(dtype)}"), sequence)
+            self.enter(entry(f"allocate of {numel} × {dtype_name(dtype)}"), sequence)
             if not num_bytes:
                 return torch.empty(0, dtype=dtype, device="cpu")
             path, *_ = self._exchange(memory.path if memory is not None else "")
@@ -268,7 +268,7 @@ def tried(make: Callable[[], Made]) -> tuple[Made | None, str]:
         return None, str(error)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Returns "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 

@@ -40,9 +40,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ddp.comm.arithmetic import COMBINE
-from ddp.comm.host_memory import Entry, HostMemory, Region, entry, name_of
+from ddp.comm.host_memory import Entry, HostMemory, Region, dtype_name, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
+from ddp.comm.reduction import COMBINE
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
@@ -176,7 +176,7 @@ def _all_or_nothing(method: Method) -> Method:
 
 
 class HostGroup:
-    """This rank's end of the collectives of its host. Made by `links.join`; used by one thread at a time.
+    """This rank's end of the collectives of its host. Made by `join`; used by one thread at a time.
 
     Every collective names the call by `sequence`, the same on all ranks. Tensors are flat, contiguous, on the CPU, of
     one length on all ranks, and of a dtype that torch computes with. All may raise:
@@ -371,7 +371,7 @@ class HostGroup:
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def _new_plan(self, numel: int, dtype: torch.dtype, op: str) -> _Plan:
-        call = entry(f"all_reduce of {numel} × {name_of(dtype)} by {op}")
+        call = entry(f"all_reduce of {numel} × {dtype_name(dtype)} by {op}")
         return _Plan(call, _Arithmetic(op, self.size), self._pieces(numel, dtype))
 
     def _new_allocated(self, address: int, numel: int, dtype: torch.dtype, op: str) -> _Allocated | None:
@@ -412,7 +412,7 @@ class HostGroup:
         return [_Block(block.unbind(), block[1:]) for block in blocks]
 
     def _entry(self, name: str, flat: Tensor, details: str, region: Region | None) -> Entry:
-        words = f"{name} of {flat.numel()} × {name_of(flat.dtype)} {details}"
+        words = f"{name} of {flat.numel()} × {dtype_name(flat.dtype)} {details}"
         if region is None:
             return entry(words)
         return entry(words, region.number, flat.data_ptr() - region.addresses[self.index])

@@ -8,8 +8,8 @@ No other rank knows of a message, so it has no number among the collectives. Eac
 and what it receives from there. Both ends count alike, and so they find each other.
 
 A message is posted at once, beside the collectives that are in flight. The wait for it takes its turn behind them
-(`Turns`), is watched, and has a deadline. A send ends when the peer has taken the message. So two ranks that both send
-first and receive later would wait for each other for ever; the watchdog tells them so.
+(`CallQueue`), is watched, and has a deadline. A send ends when the peer has taken the message. So two ranks that both
+send first and receive later would wait for each other for ever; the watchdog tells them so.
 
 A transport without tags (NCCL) matches messages by their order alone, and deadlocks if they are posted one by one.
 There messages are kept until the first of them is waited for, and then posted together.
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat import flatten, write_back
 from ddp.comm.transport.edge import Pending, Transfer, Transport, TransportError
-from ddp.comm.turn import Turns
 from ddp.comm.watch.call import Call, Direction, Envelope
 
 
@@ -41,10 +41,10 @@ class Messages:
         in_flight: those that have not been waited for to the end. It keeps their tensors, which Gloo writes to.
     """
 
-    def __init__(self, transport: Transport, turns: Turns, *, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, queue: CallQueue, *, timeout_s: float) -> None:
         self.posted: dict[str, int] = {}
         self.in_flight: dict[Envelope, Message] = {}
-        self._transport, self._turns, self._timeout_s = transport, turns, timeout_s
+        self._transport, self._queue, self._timeout_s = transport, queue, timeout_s
         self._together = Posting(transport)  # what waits to be posted, where there are no tags
         self._lock = threading.Lock()  # two threads may post, and no two messages have one number
 
@@ -54,11 +54,11 @@ class Messages:
         Raises:
             CommunicatorBroken: an earlier call failed.
         """
-        self._turns.refuse_if_broken()
+        self._queue.refuse_if_broken()
         route, flat = f"{direction} rank {peer}", flatten(tensor)
         with self._lock:
             number = self.posted.get(route, 0) + 1
-            envelope = Envelope(direction, peer, number, tuple(tensor.shape), name_of(tensor.dtype))
+            envelope = Envelope(direction, peer, number, tuple(tensor.shape), dtype_name(tensor.dtype))
             if self._transport.has_tags:
                 posting = Posting(self._transport.for_message(number, envelope.kind))
             else:
@@ -84,8 +84,8 @@ class Messages:
 
         envelope = message.envelope
         verb = "send" if envelope.direction == "to" else "recv"
-        call = Call(self._turns.num_calls, verb, shape=tuple(envelope.shape), name=message.label, message=envelope)
-        self._turns.run(call, finish)
+        call = Call(self._queue.num_calls, verb, shape=tuple(envelope.shape), name=message.label, message=envelope)
+        self._queue.run(call, finish)
         del self.in_flight[envelope]
 
 
@@ -113,7 +113,7 @@ class Message:
 
 
 @cache  # a message of a few bytes takes a few microseconds
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Returns the dtype as it is called in messages: "float32"."""
     return str(dtype).removeprefix("torch.")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ddp.collectives.simulate import SEGMENT_BYTES
-from ddp.comm.way import Order
+from ddp.comm.routes import Order
 
 CPU = torch.device("cpu")
 

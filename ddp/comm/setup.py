@@ -30,11 +30,11 @@ from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.proof import prove
 from ddp.comm.meeting.rendezvous import LET_GO_S, answered, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
+from ddp.comm.routes import Order
 from ddp.comm.settings import Settings
-from ddp.comm.transport.edge import TransportError, has_hope
+from ddp.comm.transport.edge import TransportError, never_hopeless
 from ddp.comm.transport.process_group import GlooConnections, GlooTransport, process_group_transport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
-from ddp.comm.way import Order
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.allocator import keep_large_blocks
 from ddp.process.clock import LONGEST_S
@@ -204,7 +204,7 @@ def _communicator(
                 rank=rank,
                 world_size=world_size,
                 timeout_s=min(abort_s, SILENCE_S),  # everyone has just been here
-                in_vain=watchdog.in_vain,
+                hopeless_because=watchdog.hopeless_because,
                 ranks=None if group is dist.group.WORLD else ranks,
                 check=partial(_prove, store=store, group=group, timeout_s=min(abort_s, SILENCE_S)),
             )
@@ -232,7 +232,7 @@ def _prove(transport: GlooTransport, *, store: Store, group: dist.ProcessGroup, 
     prove(transport, part_of(store, "ours"), key, timeout_s=timeout_s)
     if group is dist.group.WORLD and _process.owned_store is not None:  # torch has connections of its own
         torch_s = GlooConnections(group._get_backend(torch.device("cpu")), transport.rank)
-        transport = GlooTransport(torch_s, range(transport.world_size), transport.rank, has_hope)
+        transport = GlooTransport(torch_s, range(transport.world_size), transport.rank, never_hopeless)
         prove(transport, part_of(store, "torch"), key, timeout_s=timeout_s)
 
 

@@ -186,7 +186,7 @@ def idle_notes(replica: Replica) -> list[str]:
     hook = None if replica.compression is None else replica.compression.hook
     given = [] if hook is None or hook.momentum else [f"the hook {hook!r}"]
     given += [] if replica.wire in (None, "fp32") else [f"wire={replica.wire!r}"]
-    if not given or replica.comm.carriers.num_hosts > 1:
+    if not given or replica.comm.host_partition.num_hosts > 1:
         return []
     if replica.comm.world_size == 1:
         return [f"{given[0]} does nothing here: there is one worker"]

@@ -79,7 +79,7 @@ def save_checkpoint(
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
         "optimizer": type(state.optimizer).__name__,
         "optimizer_settings": state.first_settings,
-        "all_reduce_choices": dict(state.comm.auto.choices),
+        "all_reduce_choices": dict(state.comm.plan.choices),
         "gradient_order": state.model.gradient_order,
         "hook": None if compression is None else repr(compression.hook),
         "added_groups": _added_groups(state),
@@ -174,8 +174,8 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
     choices = checkpoint.meta.get("all_reduce_choices", {})
-    if set(choices.values()) <= set(state.comm.ways()):
-        state.comm.auto.pin(choices)  # what "auto" chose then; on another layout it chooses anew
+    if set(choices.values()) <= set(state.comm.algorithms()):
+        state.comm.plan.pin(choices)  # what "auto" chose then; on another layout it chooses anew
     if (order := checkpoint.meta.get("gradient_order")) is not None:
         state.model.adopt_gradient_order(order)  # the same buckets as then, because a ring's bits depend on them
     _restore_hook(checkpoint, state)
@@ -287,7 +287,7 @@ def run_identity(comm: Communicator, model: Replica, settings: Mapping[str, Any]
         **settings,
         "world_size": comm.world_size,
         "device": comm.device.type,
-        "all_reduce": comm.auto.describe(),
+        "all_reduce": comm.plan.describe(),
         "buckets": f"{len(layout)} ({hashlib.sha256(repr(layout).encode()).hexdigest()[:8]})",
         "torch": str(torch.__version__),
         "cpu": torch.backends.cpu.get_cpu_capability(),

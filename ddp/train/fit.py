@@ -376,7 +376,7 @@ def fit(
         if settings is None and not source.is_stream:  # the command line has noted its start
             how: dict[str, Any] = {"order": order, "sharding": sharding, "validation": validation_data}
             watching.append(StartNote(run_dir, source, arguments, **how, goes_on=start is not None))
-    if replica.comm.carriers.num_hosts > 1:
+    if replica.comm.host_partition.num_hosts > 1:
         watching.append(TrafficHint(partial(_say, comm, progress=progress)))
     if progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run_dir is None else f"{SHORTEN} {GO_ON}"
@@ -479,7 +479,7 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     workers = f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
     start = f", continuing after step {state.step:,}" if state.step else ""
-    way = f", all-reduce: {comm.auto.describe()}" if comm.world_size > 1 else ""
+    way = f", all-reduce: {comm.plan.describe()}" if comm.world_size > 1 else ""
     if state.model.compression is not None:
         way += f", hook: {state.model.compression.hook!r}"
     samples = f"{counted(sampler.length, 'training sample')}, {counted(sampler.num_steps_per_epoch, 'step')} per epoch"

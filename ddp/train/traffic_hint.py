@@ -49,7 +49,7 @@ class TrafficHint(Callback):
         replica, comm = state.model, state.comm
         if not isinstance(replica, BucketedDataParallel) or isinstance(replica, ShardedDataParallel):
             return ""
-        if comm.carriers.num_hosts == 1 or not replica.buckets or replica.logging_data().get("comm_hook"):
+        if comm.host_partition.num_hosts == 1 or not replica.buckets or replica.logging_data().get("comm_hook"):
             return ""
         # The rank that waits least is the one that the others wait for, too; it waits for the network alone.
         figures = torch.tensor([self._wait_s, -self._step_s], dtype=torch.float64, device="cpu").to(comm.device)

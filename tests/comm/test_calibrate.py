@@ -13,18 +13,18 @@ from torch.distributed import HashStore
 import ddp.comm.calibrate as calibration
 from ddp.collectives.placed import Hosts
 from ddp.comm.calibrate import Curve, Measured, agreed, calibrate, figures
-from ddp.comm.links import Links
+from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.host_links import HostLinks
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
 from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.wire import Wire
 
 
-def links_of(transport: Transport, hosts: Hosts, settings: Settings) -> Links:
+def links_of(transport: Transport, hosts: Hosts, settings: Settings) -> FlatCollectives:
     """Returns edges that nobody watches, and no memory."""
     watchdog = Watchdog(HashStore(), transport.rank, 1, generation=0, warn_s=math.inf, abort_s=settings.abort_s)
-    return Links(Wire(transport, watchdog, settings), hosts, {})
+    return FlatCollectives(HostLinks(transport, watchdog, settings), hosts, {})
 
 
 def on_threads(hosts: Hosts) -> list[Measured]:
@@ -124,10 +124,10 @@ def _calibrated() -> tuple[Measured, Measured]:
     import ddp
 
     comm = ddp.init(abort_s=30)
-    links, settings = comm._links, comm.settings
-    assert links.group is not None
-    one_host = calibrate(links, settings)
-    apart = calibrate(Links(links.wire, ((0,), (1,)), {}), settings)
+    collectives, settings = comm._collectives, comm.settings
+    assert collectives.group is not None
+    one_host = calibrate(collectives, settings)
+    apart = calibrate(FlatCollectives(collectives.links, ((0,), (1,)), {}), settings)
     ddp.shutdown()
     return one_host, apart
 

@@ -25,7 +25,7 @@ from ddp.collectives.chunks import offsets
 from ddp.collectives.schedule import Expression
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
-from ddp.comm.links import Channels
+from ddp.comm.connect import Channels
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Pending, Transfer, Transport
 from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
@@ -78,7 +78,7 @@ def normal(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
-def ways(world_size: int) -> list[str]:
+def routes(world_size: int) -> list[str]:
     return [name for name in ALGORITHMS if name in all_reduce_schedules(hosts_of(world_size))]
 
 
@@ -94,7 +94,7 @@ def test_means_that_a_type_holds_do_not_overflow_where_sums_would(world_size: in
         def large(dtype: torch.dtype = torch.float16) -> Tensor:
             return numbers.repeat(8).to(dtype)
 
-        every_way = [comm.all_reduce(large(), "mean", algorithm=name) for name in ways(world_size)]
+        every_way = [comm.all_reduce(large(), "mean", algorithm=name) for name in routes(world_size)]
         divided = comm.all_reduce(large(), divide_by=world_size)
         later = comm.all_reduce(large(), divide_by=torch.tensor(2 * world_size))
         one, other = comm.all_reduce([large(), large(torch.float32)], "mean")
@@ -110,11 +110,11 @@ def test_means_that_a_type_holds_do_not_overflow_where_sums_would(world_size: in
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_integers_and_bools_are_exact(world_size: int) -> None:
     kinds = [(numel, torch.int64) for numel in lengths(world_size)] + [(21, dtype) for dtype in INTEGERS]
-    cases = [(name, numel, dtype) for name in ways(world_size) for numel, dtype in kinds]
+    cases = [(name, numel, dtype) for name in routes(world_size) for numel, dtype in kinds]
 
     def program(comm: Communicator) -> list[Tensor]:
         exact = [comm.all_reduce(values(comm.rank, n, dtype), algorithm=name) for name, n, dtype in cases]
-        flags = [comm.all_reduce(values(comm.rank, 9) > 3, algorithm=name) for name in ways(world_size)]
+        flags = [comm.all_reduce(values(comm.rank, 9) > 3, algorithm=name) for name in routes(world_size)]
         return exact + flags
 
     results = each_rank(world_size, program, segment_bytes=64)
@@ -131,9 +131,9 @@ def test_integers_and_bools_are_exact(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_floats_are_within_the_bound_and_bitwise_equal_on_all_ranks(world_size: int) -> None:
     """|error| ≤ 2(W−1)·eps·Σ|x| for any order of additions; and it is the one that the proof says."""
-    cases = [(name, dtype) for name in ways(world_size) for dtype in FLOATS]
+    cases = [(name, dtype) for name in routes(world_size) for dtype in FLOATS]
     schedules = all_reduce_schedules(hosts_of(world_size))
-    proofs = {name: schedules[name].check(world_size) for name in ways(world_size)}
+    proofs = {name: schedules[name].check(world_size) for name in routes(world_size)}
 
     def program(comm: Communicator) -> list[Tensor]:
         return [comm.all_reduce(normal(comm.rank, 61, dtype), algorithm=name) for name, dtype in cases]
@@ -172,21 +172,21 @@ def test_every_operation(world_size: int) -> None:
     }
 
     def program(comm: Communicator) -> list[Tensor]:
-        tensors = [normal(comm.rank, 33, torch.float64) for _ in reference for _ in ways(world_size)]
-        names = [(op, name) for op in reference for name in ways(world_size)]
+        tensors = [normal(comm.rank, 33, torch.float64) for _ in reference for _ in routes(world_size)]
+        names = [(op, name) for op in reference for name in routes(world_size)]
         return [comm.all_reduce(x, op, algorithm=name) for x, (op, name) in zip(tensors, names, strict=True)]  # type: ignore[call-overload]
 
     terms = torch.stack([normal(rank, 33, torch.float64) for rank in range(world_size)])
     for results in each_rank(world_size, program):
         for index, result in enumerate(results):
-            expected = list(reference.values())[index // len(ways(world_size))](terms)
+            expected = list(reference.values())[index // len(routes(world_size))](terms)
             torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_sum_is_divided_once(world_size: int) -> None:
     """In each way, whoever completes it; in many segments."""
-    cases = [(name, numel) for name in ways(world_size) for numel in (*lengths(world_size), 500)]
+    cases = [(name, numel) for name in routes(world_size) for numel in (*lengths(world_size), 500)]
 
     def program(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
         pairs = []
@@ -220,11 +220,11 @@ def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int
     def program(comm: Communicator) -> list[Tensor]:
         return [
             comm.all_reduce(large(comm.rank, numel, divide_by), algorithm=name, wire=wire, divide_by=divide_by)
-            for name, numel, divide_by in product(ways(world_size), numels, DIVISORS)
+            for name, numel, divide_by in product(routes(world_size), numels, DIVISORS)
         ]
 
     first, *others = each_rank(world_size, program, segment_bytes=1024)
-    for index, (name, numel, divide_by) in enumerate(product(ways(world_size), numels, DIVISORS)):
+    for index, (name, numel, divide_by) in enumerate(product(routes(world_size), numels, DIVISORS)):
         terms = torch.stack([large(rank, numel, divide_by).double() for rank in range(world_size)])
         assert first[index].dtype == torch.float32
         error = (first[index].double() - terms.sum(0) / divide_by).abs() * divide_by
@@ -265,8 +265,8 @@ def test_lists_travel_together() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
 def test_any_segment_size(dtype: torch.dtype, segment_bytes: int) -> None:
     def program(comm: Communicator) -> list[Tensor]:
-        tensors = [values(comm.rank, 50).abs().to(dtype) for _ in ways(3)]
-        return [comm.all_reduce(x, algorithm=name) for x, name in zip(tensors, ways(3), strict=True)]
+        tensors = [values(comm.rank, 50).abs().to(dtype) for _ in routes(3)]
+        return [comm.all_reduce(x, algorithm=name) for x, name in zip(tensors, routes(3), strict=True)]
 
     expected = sum(values(rank, 50).abs() for rank in range(3))
     for results in each_rank(3, program, segment_bytes=segment_bytes):
@@ -477,7 +477,7 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None
             return ""
         first = threading.Thread(target=comm.barrier, name="first")
         first.start()
-        while comm._turns._running.operation != "barrier":
+        while comm._queue._running.operation != "barrier":
             time.sleep(0.001)
         with pytest.raises(RuntimeError, match="one thread at a time: give each") as refused:
             comm.all_reduce(torch.ones(3), label="gradients")
@@ -494,7 +494,7 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None
 
 
 @pytest.mark.parametrize("how", ["raise", "silent"])
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name in ways(5)])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name in routes(5)])
 def test_a_fault_in_any_round_of_any_algorithm(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank ends: with a PeerLost that names the call, or, if it needed nothing more, with the right sum."""
     monkeypatch.setattr("ddp.comm.watch.watchdog.JUDGE_S", 0.05)  # whom it names is another test's subject
@@ -593,7 +593,7 @@ def test_a_group_takes_auto_where_the_way_of_all_is_not_possible() -> None:
     def program(comm: Communicator) -> tuple[str, str]:
         group = comm.subgroup([0, 1])
         assert group is None or group.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
-        return comm.auto.algorithm, group.auto.algorithm if group is not None else ""
+        return comm.plan.algorithm, group.plan.algorithm if group is not None else ""
 
     asked = "hierarchical"
     assert each_rank(5, program, algorithm=asked) == [(asked, "auto")] * 2 + [(asked, "")] * 3
@@ -713,11 +713,11 @@ def test_an_error_of_any_kind_ends_the_communicator() -> None:
 
 def test_a_run_is_pinned_to_the_choices_of_another() -> None:
     def program(comm: Communicator) -> tuple[str, str, str]:
-        comm.auto.pin({"4000": "tree"})
+        comm.plan.pin({"4000": "tree"})
         with pytest.raises(ConfigError, match="'abacus' is not possible here"):
-            comm.auto.pin({"8": "abacus"})
+            comm.plan.pin({"8": "abacus"})
         comm.all_reduce(torch.ones(1000))
-        return comm.choose(4000), comm.choose(400), str(comm.auto.choices["4000"])
+        return comm.choose(4000), comm.choose(400), str(comm.plan.choices["4000"])
 
     for pinned, chosen, kept in each_rank(3, program, algorithm="auto"):
         assert pinned == kept == "tree"

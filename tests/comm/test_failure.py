@@ -105,7 +105,7 @@ class SilentStore(HashStore):
 
 def test_a_silent_store_does_not_hold_up_the_verdict() -> None:
     watchdog = Watchdog(SilentStore(), 1, 3, generation=0, warn_s=100, abort_s=1)
-    watchdog.know_hosts(["a", "b", "c"], {})
+    watchdog.set_hosts(["a", "b", "c"], {})
     start_s = time.monotonic()
     watchdog.begin(Call(7, "barrier"), 2)
     lost = watchdog.find_culprit(2)
@@ -291,7 +291,7 @@ def wait_while_paused(shared_memory: bool) -> float:
 
 def test_a_job_that_was_paused_for_longer_than_its_deadline_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg, a frozen container, a suspended laptop."""
-    jobs = [start_ranks(wait_while_paused, 2, way, environment={"READY": str(tmp_path)}) for way in (True, False)]
+    jobs = [start_ranks(wait_while_paused, 2, route, environment={"READY": str(tmp_path)}) for route in (True, False)]
     while len(list(tmp_path.iterdir())) < 4:
         time.sleep(0.01)
     time.sleep(0.3)

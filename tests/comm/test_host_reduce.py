@@ -25,11 +25,11 @@ from ranks import collect, run_ranks, start_ranks, unfailed
 from torch import Tensor
 
 from ddp.collectives.chunks import offsets
-from ddp.comm import host_memory, host_reduce, links
+from ddp.comm import connect, host_memory, host_reduce
+from ddp.comm.connect import join
 from ddp.comm.flat import flatten
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup, tree_steps
-from ddp.comm.links import join
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
@@ -526,7 +526,7 @@ def test_a_rank_without_memory_is_a_reason_on_all_ranks(monkeypatch: pytest.Monk
 
 
 def test_ranks_that_cannot_share_memory_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "why_unsupported", lambda: "the C library has no sem_clockwait")
+    monkeypatch.setattr(connect, "why_unsupported", lambda: "the C library has no sem_clockwait")
     with pytest.raises(AssertionError, match="rank 0: the C library has no sem_clockwait; rank 1: the C library"):
         on_one_host(2, lambda group: None)
 
@@ -690,7 +690,7 @@ def test_memory_that_cannot_be_prepared_leaves_nothing(kind: Kind, monkeypatch: 
     gc.collect()  # what earlier tests have left
     before = len(list(Path("/proc/self/fd").iterdir())), named()
     with pytest.raises(OSError, match="no more"):
-        links._first(kind, 1 << 16, 2)
+        connect._first(kind, 1 << 16, 2)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before[0]  # threads of earlier tests may close theirs now
     assert named() == before[1]
 

@@ -215,7 +215,7 @@ def test_without_tags_messages_are_posted_together() -> None:
     """When the first of them is waited for, or a blocking one comes: "send, then receive" on both sides goes well."""
 
     def program(comm: Communicator) -> list[tuple[int, int]]:
-        other, edges = 1 - comm.rank, comm._links.wire.transport
+        other, edges = 1 - comm.rank, comm._collectives.links.transport
         assert isinstance(edges, Untagged)
         works = [comm.send(torch.ones(k), other, async_op=True) for k in range(3)]
         works += [comm.recv(torch.zeros(k), other, async_op=True) for k in range(3)]

@@ -39,7 +39,7 @@ def sessions(world_size: int) -> None:
     """One host; several hosts; the transport alone; canonical order. One spawn for all: processes are dear."""
     comm = ddp.init(abort_s=20)
     assert comm.hosts == (tuple(range(world_size)),)
-    assert world_size == 1 or "shared_memory" in comm.ways()
+    assert world_size == 1 or "shared_memory" in comm.algorithms()
     nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
@@ -56,7 +56,7 @@ def sessions(world_size: int) -> None:
     its_own, topology._boot_id = topology._boot_id, lambda: f"host {comm.rank // 3}"
     comm = ddp.init(abort_s=20, segment_bytes=1 << 12)
     assert comm.hosts == tuple(tuple(range(r, min(r + 3, world_size))) for r in range(0, world_size, 3))
-    assert ("shared_memory+ring" in comm.ways()) == (world_size > 3)
+    assert ("shared_memory+ring" in comm.algorithms()) == (world_size > 3)
     nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
@@ -66,7 +66,7 @@ def sessions(world_size: int) -> None:
     topology._boot_id = its_own
 
     comm = ddp.init(abort_s=20, shared_memory=False, order="canonical")
-    assert not any(way.startswith("shared_memory") for way in comm.ways())
+    assert not any(route.startswith("shared_memory") for route in comm.algorithms())
     chosen = comm.all_reduce(normal(comm.rank, 999))
     in_order = canonical_sum([normal(rank, 999) for rank in range(world_size)])
     assert torch.equal(chosen, in_order)
@@ -145,25 +145,31 @@ def ways_are_right(comm: Communicator) -> None:
         "product": lambda x: x.prod(0),
         "max": lambda x: x.amax(0),
     }
-    through_memory = [way for way in comm.ways() if way.startswith("shared_memory")]
-    for way in ["auto", "ring", "butterfly", *through_memory, *[w for w in comm.ways() if w.startswith("hier")][:1]]:
+    through_memory = [route for route in comm.algorithms() if route.startswith("shared_memory")]
+    for route in [
+        "auto",
+        "ring",
+        "butterfly",
+        *through_memory,
+        *[w for w in comm.algorithms() if w.startswith("hier")][:1],
+    ]:
         results = []
         for op, numel in cases:
             terms = torch.stack([normal(rank, numel) for rank in range(comm.world_size)])
-            results.append(comm.all_reduce(terms[comm.rank].clone(), op, algorithm=way))
+            results.append(comm.all_reduce(terms[comm.rank].clone(), op, algorithm=route))
             torch.testing.assert_close(results[-1], reference[op](terms), rtol=1e-12, atol=1e-12)
         for divisor in (3, Later()):  # known now, or when its turn has come
             for async_op in (False, True):
                 terms = torch.stack([normal(rank, 40_000) for rank in range(comm.world_size)])
                 mine = terms[comm.rank].clone()
-                answer = comm.all_reduce(mine, algorithm=way, divide_by=divisor, async_op=async_op)
+                answer = comm.all_reduce(mine, algorithm=route, divide_by=divisor, async_op=async_op)
                 results.append(answer.wait() if async_op else answer)
                 torch.testing.assert_close(mine, terms.sum(0) / int(divisor), rtol=1e-12, atol=1e-12)
         wide = normal(comm.rank, 100, torch.float32)
-        results.append(comm.all_reduce(wide, algorithm=way, wire="bf16").double())
+        results.append(comm.all_reduce(wide, algorithm=route, wire="bf16").double())
         first, *others = comm.all_gather(torch.cat(results))
-        assert all(torch.equal(first, other) for other in others), way
-        assert comm.all_reduce(torch.tensor([comm.rank == 0, False]), algorithm=way).tolist() == [True, False]
+        assert all(torch.equal(first, other) for other in others), route
+        assert comm.all_reduce(torch.tensor([comm.rank == 0, False]), algorithm=route).tolist() == [True, False]
 
 
 def verbs_equal_torch_s(comm: Communicator) -> None:
@@ -260,7 +266,7 @@ def groups_have_memory_of_their_own(comm: Communicator) -> None:
     evens = comm.subgroup(range(0, comm.world_size, 2))
     if evens is None:
         return
-    assert evens.world_size == 1 or "shared_memory" in evens.ways()
+    assert evens.world_size == 1 or "shared_memory" in evens.routes()
     assert evens.all_reduce(torch.tensor([float(comm.rank)])).item() == sum(range(0, comm.world_size, 2))
     evens.close()
 

@@ -55,12 +55,12 @@ MUTANTS = {
         f"{BACKWARD}._give_back", "self._compression.take_back(slot.name)", "pass", HOOKED, "unused"
     ),
     "a collective in a chain waits for the chain": Mutant(
-        "comm.turn.Turns.run", "in_chain = self._is_in_chain", "in_chain = False", HOOKED, "background"
+        "comm.call_queue.CallQueue.run", "in_chain = self._is_in_chain", "in_chain = False", HOOKED, "background"
     ),
     "padding stays as it came": Mutant(
         "gradients.bucket.Bucket.clear_padding", "self.flat.index_fill_(0, self._padding, 0)", "pass", WIRED, "again"
     ),
-    "fp16 gets sums": Mutant("comm.wire.Wire.run", "flat.mul_(1 / shrink)", "pass", WIRED, "items"),
+    "fp16 gets sums": Mutant("comm.host_links.HostLinks.run", "flat.mul_(1 / shrink)", "pass", WIRED, "items"),
 }
 
 

@@ -82,11 +82,11 @@ def on_hosts(num_per_host: int) -> dict[str, Any]:
             assert F.cosine_similarity(changed, plain, dim=0) > 0.5, name
         kept = state.model.compression.hook.memories()
         lines = idle_notes(state.model)
-        assert len(lines) == (comm.carriers.num_hosts == 1 and name != "deep")  # whose momentum acts there, too
+        assert len(lines) == (comm.host_partition.num_hosts == 1 and name != "deep")  # whose momentum acts there, too
         assert all("does nothing here: all workers share a host's memory" in line for line in lines)
         carried = {what: sum(each.numel() for each in memory.kept.values()) for what, memory in kept.items()}
         found[name] = tensor_hash(changed), changed, carried
-        if name == "sign" and comm.carriers.num_hosts > 1:  # in the background of backward, and in small buckets
+        if name == "sign" and comm.host_partition.num_hosts > 1:  # in the background of backward, and in small buckets
             overlapped = BucketedDataParallel(made(), hook=hook(), overlap=True, bucket_cap_mb=0.02)
             for batch in range(4):
                 overlapped(X.unsqueeze(1)[batch + comm.rank :: 7]).square().mean().backward()

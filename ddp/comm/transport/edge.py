@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-InVain = Callable[[], "tuple[int, str] | None"]
+GiveUpCheck = Callable[[], "tuple[int, str] | None"]
 """Returns the rank that will never come, and why, once no wait can succeed any more."""
 
 
-def has_hope() -> None:
-    """Stands in for an `InVain` where nobody watches the other ranks."""
+def never_hopeless() -> None:
+    """Stands in for an `GiveUpCheck` where nobody watches the other ranks."""
 
 
 class Transfer(NamedTuple):
@@ -74,10 +74,10 @@ class Transport(Protocol):
             kind: what must agree between both ends; ends that differ in it never meet.
         """
 
-    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> Transport:
+    def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> Transport:
         """Returns the edges between some of the ranks, numbered from 0 in the order given. Each of them calls it.
 
         Args:
             channel: a number that no other group with a rank in common has: messages of two groups never mix.
-            in_vain: a wait in progress asks it now and then, and ends with a TransportError if it tells of a rank.
+            hopeless_because: a wait in progress asks it now and then, and ends with a TransportError that it gives.
         """

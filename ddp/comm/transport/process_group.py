@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ddp.comm.transport.edge import InVain, Pending, Transfer, TransportError, has_hope
+from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, TransportError, never_hopeless
 from ddp.errors import first_line
 from ddp.process.clock import Patience
 
@@ -60,7 +60,7 @@ class GlooConnections:
     def __init__(self, backend: Any, rank: int) -> None:
         self.backend = backend
         self.interrupted = ""  # why no wait can succeed any more
-        self.waits: dict[int, tuple[float, InVain]] = {}  # those in progress: their timeout in seconds
+        self.waits: dict[int, tuple[float, GiveUpCheck]] = {}  # those in progress: their timeout in seconds
         self.numbers = itertools.count()  # of the waits
         self._stranger, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
         name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
@@ -108,11 +108,11 @@ def _end_overdue_waits(connections: weakref.ref[GlooConnections]) -> None:
             return
         waits = here.waits.copy()
         patience = {each: patience.get(each) or Patience(limit_s) for each, (limit_s, _) in waits.items()}
-        for each, (limit_s, in_vain) in waits.items():
+        for each, (limit_s, hopeless_because) in waits.items():
             if not patience[each].left_s():
                 here.interrupt(f"nothing came for {limit_s:g} s")
-            elif verdict := in_vain():
-                here.interrupt(f"rank {verdict[0]}: {verdict[1]}")
+            elif culprit := hopeless_because():
+                here.interrupt(f"rank {culprit[0]}: {culprit[1]}")
         del here
 
 
@@ -122,7 +122,7 @@ class GlooTransport:
     Args:
         ranks: the group's ranks, in the connections' numbers.
         rank: this one's place among them.
-        in_vain: see `Transport.among`.
+        hopeless_because: see `Transport.among`.
         channel: this group's number; other groups over the same connections have other ones.
         tag: of all its transfers.
     """
@@ -134,20 +134,20 @@ class GlooTransport:
         connections: GlooConnections,
         ranks: Sequence[int],
         rank: int,
-        in_vain: InVain,
+        hopeless_because: GiveUpCheck,
         *,
         channel: int = 0,
         tag: int = 0,
     ) -> None:
         self.rank, self.world_size = rank, len(ranks)
-        self._connections, self._backend, self._in_vain = connections, connections.backend, in_vain
+        self._connections, self._backend, self._hopeless_because = connections, connections.backend, hopeless_because
         self._ranks, self._channel, self._tag = ranks, channel, tag
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Posts receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
         works = [(peer, self._posted(self._backend.recv, data, peer)) for peer, data in receives]
         works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
-        return _GlooRound(self._connections, works, self._in_vain)
+        return _GlooRound(self._connections, works, self._hopeless_because)
 
     def for_collective(self, kind: Hashable) -> GlooTransport:
         """Returns the same connections under the tag of this kind (note "tags")."""
@@ -158,12 +158,14 @@ class GlooTransport:
         return self._under(message_tag(self._channel, number, kind))
 
     def _under(self, tag: int) -> GlooTransport:
-        return type(self)(self._connections, self._ranks, self.rank, self._in_vain, channel=self._channel, tag=tag)
+        return type(self)(
+            self._connections, self._ranks, self.rank, self._hopeless_because, channel=self._channel, tag=tag
+        )
 
-    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> GlooTransport:
+    def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> GlooTransport:
         """Returns the same connections for another group. They end when the last transport is forgotten."""
         names = [self._ranks[rank] for rank in ranks]
-        return type(self)(self._connections, names, list(ranks).index(self.rank), in_vain, channel=channel)
+        return type(self)(self._connections, names, list(ranks).index(self.rank), hopeless_because, channel=channel)
 
     def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
         """Posts one transfer. That fails, too, if the peer's connection has broken since the last round."""
@@ -194,13 +196,15 @@ def _agreed(channel: int, kind: Hashable) -> int:
 
 
 class _GlooRound:
-    def __init__(self, connections: GlooConnections, works: list[tuple[int, dist.Work]], in_vain: InVain) -> None:
-        self._connections, self._works, self._in_vain = connections, works, in_vain
+    def __init__(
+        self, connections: GlooConnections, works: list[tuple[int, dist.Work]], hopeless_because: GiveUpCheck
+    ) -> None:
+        self._connections, self._works, self._hopeless_because = connections, works, hopeless_because
 
     def wait(self, timeout_s: float) -> None:
         connections = self._connections
         number = next(connections.numbers)
-        connections.waits[number] = timeout_s, self._in_vain
+        connections.waits[number] = timeout_s, self._hopeless_because
         try:
             for peer, work in self._works:  # noqa: B007 - the error tells which
                 work.wait(NO_DEADLINE)
@@ -242,13 +246,13 @@ class NcclTransport:
 
     Args:
         ranks: this transport's ranks, in the group's numbers.
-        in_vain: see `Transport.among`.
+        hopeless_because: see `Transport.among`.
     """
 
     has_tags = False
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], in_vain: InVain) -> None:
-        self._group, self._ranks, self._in_vain = group, ranks, in_vain
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], hopeless_because: GiveUpCheck) -> None:
+        self._group, self._ranks, self._hopeless_because = group, ranks, hopeless_because
         self.rank, self.world_size = ranks.index(group.rank()), len(ranks)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
@@ -257,7 +261,7 @@ class NcclTransport:
             dist.P2POp(dist.irecv, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in receives
         ]
         peer = (sends or receives)[0].peer
-        return _NcclRound(peer, dist.batch_isend_irecv(ops), self._in_vain)
+        return _NcclRound(peer, dist.batch_isend_irecv(ops), self._hopeless_because)
 
     def for_collective(self, kind: Hashable) -> NcclTransport:
         """Returns itself, because NCCL knows no tags."""
@@ -267,26 +271,26 @@ class NcclTransport:
         """Returns itself, because NCCL knows no tags."""
         return self
 
-    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> NcclTransport:
+    def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> NcclTransport:
         """Makes a process group, because NCCL knows no tags. It ends with torch.distributed."""
         names = [dist.get_global_rank(self._group, self._ranks[rank]) for rank in ranks]
         group = dist.new_group(names, backend="nccl", use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         in_order = sorted(names)  # as new_group numbers them
-        return NcclTransport(group, [in_order.index(name) for name in names], in_vain)
+        return NcclTransport(group, [in_order.index(name) for name in names], hopeless_because)
 
 
 class _NcclRound:
-    def __init__(self, peer: int, works: list[dist.Work], in_vain: InVain) -> None:
-        self._peer, self._works, self._in_vain = peer, works, in_vain
+    def __init__(self, peer: int, works: list[dist.Work], hopeless_because: GiveUpCheck) -> None:
+        self._peer, self._works, self._hopeless_because = peer, works, hopeless_because
 
     def wait(self, timeout_s: float) -> None:
         patience = Patience(timeout_s)
         while not all(work.is_completed() for work in self._works):
             if not patience.left_s():
                 raise TransportError(self._peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
-            if verdict := self._in_vain():
-                raise TransportError(self._peer, f"rank {verdict[0]}: {verdict[1]}", timed_out=True)
+            if culprit := self._hopeless_because():
+                raise TransportError(self._peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
             time.sleep(POLL_S)
         for work in self._works:
             work.wait()
@@ -300,7 +304,7 @@ def process_group_transport(
     rank: int,
     world_size: int,
     timeout_s: float,
-    in_vain: InVain = has_hope,
+    hopeless_because: GiveUpCheck = never_hopeless,
     ranks: list[int] | None = None,
     check: Callable[[GlooTransport], None] | None = None,
 ) -> GlooTransport | NcclTransport:
@@ -310,7 +314,7 @@ def process_group_transport(
         store: where the ranks find each other's addresses; nobody may have used it before.
         rank, world_size: this process's number among the ranks, and how many there are.
         timeout_s: longest wait for the others' connections.
-        in_vain: see `Transport.among`.
+        hopeless_because: see `Transport.among`.
         ranks: of torch.distributed; None for all.
         check: is given Gloo's new connections, to find out who is at their ends; what it raises is raised.
 
@@ -321,11 +325,11 @@ def process_group_transport(
     if backend == "nccl":
         group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
         assert isinstance(group, dist.ProcessGroup)
-        return NcclTransport(group, range(world_size), in_vain)
+        return NcclTransport(group, range(world_size), hopeless_because)
     # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
     connections = GlooConnections(gloo, rank)
     if check is not None:
-        check(GlooTransport(connections, range(world_size), rank, in_vain))
+        check(GlooTransport(connections, range(world_size), rank, hopeless_because))
     kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
-    return kind(connections, range(world_size), rank, in_vain)
+    return kind(connections, range(world_size), rank, hopeless_because)

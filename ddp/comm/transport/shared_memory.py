@@ -44,7 +44,7 @@ from typing import Literal
 
 import torch
 
-from ddp.comm.transport.edge import InVain, TransportError, has_hope
+from ddp.comm.transport.edge import GiveUpCheck, TransportError, never_hopeless
 from ddp.process.clock import Patience
 from ddp.process.memory import available_bytes
 from ddp.process.owners import NOTHING, why_shared
@@ -269,7 +269,7 @@ class Barrier:
             first, before the others attach.
         ranks: what the processes are called in errors.
         pids: by process; None where unknown.
-        in_vain: a wait asks it now and then, and ends if it tells of a rank that will never come.
+        hopeless_because: a wait asks it now and then, and ends if it tells of a rank that will never come.
     """
 
     def __init__(
@@ -280,11 +280,11 @@ class Barrier:
         index: int,
         ranks: Sequence[int],
         pids: Sequence[int | None],
-        in_vain: InVain = has_hope,
+        hopeless_because: GiveUpCheck = never_hopeless,
     ) -> None:
         size = len(ranks)
         self._memory, self._index, self._ranks, self._pid = memory, index, tuple(ranks), os.getpid()
-        self._in_vain = in_vain
+        self._hopeless_because = hopeless_because
         self._semaphores = _Semaphores()
         self._post, self._try_wait = self._semaphores.post, self._semaphores.try_wait
         others = [(index + distance) % size for distance in range(1, size)]  # each begins with another one
@@ -350,8 +350,8 @@ class Barrier:
 
     def _lost(self, other: int, *, late: bool) -> TransportError | None:
         """Returns the error that makes waiting for process `other` useless; None if there is none."""
-        if verdict := self._in_vain():
-            return TransportError(*verdict)
+        if (lost := self._hopeless_because()) is not None:
+            return TransportError(*lost)
         for index in range(len(self._ranks)):
             if (state := self._state(index)) >= _GAVE_UP:
                 culprit, witness = self._ranks[state - _GAVE_UP], self._ranks[index]

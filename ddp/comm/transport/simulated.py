@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ddp.comm.transport.edge import InVain, Pending, Transfer, TransportError
+from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, TransportError
 
 Result = TypeVar("Result")
 
@@ -116,7 +116,7 @@ class SimulatedTransport:
         channel = (self._channel, number, kind)
         return SimulatedTransport(self._network, self._ranks, self.rank, channel=channel)
 
-    def among(self, ranks: Sequence[int], channel: int, in_vain: InVain) -> SimulatedTransport:
+    def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> SimulatedTransport:
         """Returns the edges between some of the ranks."""
         names = [self._ranks[rank] for rank in ranks]
         return SimulatedTransport(self._network, names, list(ranks).index(self.rank), channel=channel)

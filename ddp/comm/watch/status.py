@@ -21,7 +21,7 @@ QUIET_S = 1.5  # so long a silence is suspicious where nothing is certain
 LEFT = "it has left already; every rank must call the same collectives equally often"
 LEFT_MESSAGE = "it has left already; every send needs a recv on the other rank, and every recv a send"
 
-Verdict = tuple[int, str]  # the rank to blame, and why
+Culprit = tuple[int, str]  # the rank to blame, and why
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Status:
         return f"rank {self.rank} ({self.host}, pid {self.pid}) {doing} {where}{reason}{stack}"
 
 
-class Others(NamedTuple):
+class StatusSnapshot(NamedTuple):
     """One rank's view of the others at one moment.
 
     Attributes:
@@ -105,16 +105,16 @@ class Others(NamedTuple):
     silent_s: Mapping[int, float]
     ended: Collection[int]
 
-    def certain(self) -> Verdict | None:
+    def certain(self) -> Culprit | None:
         """Returns who is surely to blame for a wait that has failed."""
         concerned = self if self.call.message is None else self.among({*self.chain(), self.call.message.peer})
         return self.stuck() or self.failed() or concerned.gone() or concerned.silent(STALE_S)
 
-    def lost(self) -> Verdict | None:
+    def lost(self) -> Culprit | None:
         """Returns who is surely lost, whichever collectives the ranks are in."""
         return self.failed() or self.gone() or self.silent(STALE_S)
 
-    def missed(self, peer: int) -> Others:
+    def missed(self, peer: int) -> StatusSnapshot:
         """Returns only the ranks that have not come to this call, and the rank that this one waits for.
 
         For a message, these are the ranks of the chain.
@@ -123,7 +123,7 @@ class Others(NamedTuple):
             return self.among(self.chain())
         return self.among(r for r, s in self.statuses.items() if s.sequence < self.call.sequence or r == peer)
 
-    def among(self, ranks: Iterable[int]) -> Others:
+    def among(self, ranks: Iterable[int]) -> StatusSnapshot:
         """Returns only these ranks, without this one."""
         return self._replace(statuses={rank: self.statuses[rank] for rank in ranks if rank in self.statuses})
 
@@ -142,7 +142,7 @@ class Others(NamedTuple):
             message = status.waits_in
         return ranks
 
-    def stuck(self) -> Verdict | None:
+    def stuck(self) -> Culprit | None:
         """Returns a rank, and why this rank's call can never complete because of it; None if no reason is known.
 
         There are three reasons: the rank calls another collective, its end of a message has another type or size, or
@@ -163,7 +163,7 @@ class Others(NamedTuple):
         waits = [mine, *(wait for rank in circle[1:] if (wait := self.statuses[rank].waits_in))]
         return mine.peer, _deadlock(circle, {each.direction for each in waits})
 
-    def _calls_otherwise(self) -> Verdict | None:
+    def _calls_otherwise(self) -> Culprit | None:
         """Returns a rank whose collective of the same place in order is another one than this rank's."""
         mine = self.mine
         for rank, status in self.statuses.items():
@@ -175,7 +175,7 @@ class Others(NamedTuple):
                 )
         return None
 
-    def failed(self) -> Verdict | None:
+    def failed(self) -> Culprit | None:
         """Returns a rank that says it failed, or whom such a rank blames; this rank itself, if it was given up."""
         for rank, status in self.statuses.items():
             if status.state == "failed" and status.blames is None:
@@ -189,7 +189,7 @@ class Others(NamedTuple):
             return self.mine.rank, f"rank {judge} has given this one up: {self.statuses[judge].reason}"
         return None
 
-    def gone(self) -> Verdict | None:
+    def gone(self) -> Culprit | None:
         """Returns a rank that will never come: it has left, or its process has ended."""
         for rank, status in self.statuses.items():
             if status.state == "left" and self.call.message is not None:
@@ -200,14 +200,14 @@ class Others(NamedTuple):
                 return rank, "it shows no sign of life: its process has ended"
         return None
 
-    def silent(self, silence_s: float) -> Verdict | None:
+    def silent(self, silence_s: float) -> Culprit | None:
         """Returns a rank whose tick has stood still for so long."""
         for rank, status in self.statuses.items():
             if status.state != "left" and (silent_s := self.silent_s[rank]) >= silence_s:
                 return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
         return None
 
-    def likely(self, suspect: int, observed: str, abort_s: float) -> Verdict:
+    def likely(self, suspect: int, observed: str, abort_s: float) -> Culprit:
         """Returns who is most likely to blame where nothing is certain.
 
         Args:
@@ -232,11 +232,11 @@ class Others(NamedTuple):
             return status.rank, _late("has not come to this collective", status, abort_s)
         return suspect, _cut(observed)
 
-    def _likely_in_message(self, suspect: int, observed: str, abort_s: float) -> Verdict:
+    def _likely_in_message(self, suspect: int, observed: str, abort_s: float) -> Culprit:
         *waiting, last = self.chain()
         concerned = self.among({suspect, *waiting, last})
-        if verdict := concerned.gone() or concerned.silent(QUIET_S):
-            return verdict
+        if culprit := concerned.gone() or concerned.silent(QUIET_S):
+            return culprit
         message, status = self.call.message, self.statuses.get(last)
         if message is None or status is None:
             return suspect, _cut(observed)

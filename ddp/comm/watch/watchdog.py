@@ -19,9 +19,9 @@ comparing them.
 
 After `warn_s` of waiting the watchdog prints a warning, once per call. A rank that lives and computes is waited for
 until the deadline, `abort_s`. If the statuses show before that nobody can come any more, because a rank failed, left,
-or has shown no sign of life for `SILENCE_S`, or because a call is stuck, the watchdog gives up: `in_vain` says so to
-whoever waits. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a collective down,
-because a note is one assignment.
+or has shown no sign of life for `SILENCE_S`, or because a call is stuck, the watchdog gives up: `hopeless_because`
+says so to whoever waits. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a
+collective down, because a note is one assignment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.transport.shared_memory import Life
 from ddp.comm.watch.call import Call, Envelope
-from ddp.comm.watch.status import STALE_S, Others, Status, Verdict
+from ddp.comm.watch.status import STALE_S, Culprit, Status, StatusSnapshot
 from ddp.errors import PeerLost
 from ddp.process.clock import PAUSED_S, now_s, within
 from ddp.process.log import log
@@ -92,7 +92,7 @@ class Watchdog:
         self._in_flight: Mapping[Envelope, object] = {}
         self._wait: Wait | None = None
         self._last_wait = Wait(Call(0, "start-up"), rank, now_s())
-        self._verdict: Verdict | None = None
+        self._culprit: Culprit | None = None
         self._published = self._warned = self._last_wait.call
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
         self._observed_s = self._awake_since_s = now_s()
@@ -104,7 +104,7 @@ class Watchdog:
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._thread, self._stopped)  # at exit, too
 
-    def know_hosts(self, names: Sequence[str], pids: Mapping[int, int]) -> None:
+    def set_hosts(self, names: Sequence[str], pids: Mapping[int, int]) -> None:
         """Takes what the ranks have found out about each other.
 
         Args:
@@ -114,7 +114,7 @@ class Watchdog:
         self._hosts = dict(enumerate(names))
         self._lives = {rank: Life(pid) for rank, pid in pids.items() if rank != self._rank}
 
-    def know_messages(self, posted: Mapping[str, int], in_flight: Mapping[Envelope, object]) -> None:
+    def set_messages(self, posted: Mapping[str, int], in_flight: Mapping[Envelope, object]) -> None:
         """Takes the messages of this rank, which may go on changing: see `Status.posted` and `Status.in_flight`."""
         self._posted, self._in_flight = posted, in_flight
 
@@ -142,13 +142,13 @@ class Watchdog:
         """Notes that the call is over."""
         self._wait = None
 
-    def in_vain(self) -> Verdict | None:
+    def hopeless_because(self) -> Culprit | None:
         """Returns the rank that will never come, and why, once no wait can succeed any more."""
-        return self._verdict
+        return self._culprit
 
     def give_up(self, rank: int, reason: str) -> None:
         """Ends this process's waits, now and from now on."""
-        self._verdict = rank, reason
+        self._culprit = rank, reason
 
     def fail(self, reason: str, *, blames: int | None = None) -> None:
         """Tells the others that this rank cannot go on, before they have to find out by waiting."""
@@ -215,22 +215,22 @@ class Watchdog:
             return self._lost(suspect, observed)
         until_s = now_s() + STALE_S + 2 * INTERVAL_S
         until_s = max(now_s() + JUDGE_S, min(until_s, self._last_wait.since_s + self._abort_s + JUDGE_S))
-        verdict: list[Verdict] = []
+        culprit: list[Culprit] = []
 
         def judge() -> None:
             try:
                 others, found = self._judge_until(until_s)
-                verdict.append(found or others.likely(suspect, observed, self._abort_s))
+                culprit.append(found or others.likely(suspect, observed, self._abort_s))
             except Exception as error:
                 why = f"and the store that the ranks share is out of reach ({type(error).__name__})"
-                verdict.append(self._verdict or (suspect, why))
-            self.fail(verdict[0][1], blames=verdict[0][0])
+                culprit.append(self._culprit or (suspect, why))
+            self.fail(culprit[0][1], blames=culprit[0][0])
 
         judging = threading.Thread(target=judge, name="ddp-judge", daemon=True)
         judging.start()
         judging.join(until_s - now_s() + STORE_S)
         silent = (0, "the store that the ranks share, kept on rank 0's host, does not answer")
-        return self._lost(*(verdict[0] if verdict else silent))
+        return self._lost(*(culprit[0] if culprit else silent))
 
     def find_lost(self, call: Call, peer: int) -> PeerLost | None:
         """Returns the rank that is surely lost, after an error that may be another rank's doing or this one's own.
@@ -243,26 +243,26 @@ class Watchdog:
         """
         self.begin(call, peer)
         try:
-            _, verdict = self._judge_until(now_s() + STALE_S + 2 * INTERVAL_S, Others.lost)
+            _, culprit = self._judge_until(now_s() + STALE_S + 2 * INTERVAL_S, StatusSnapshot.lost)
         except Exception as error:
             log.debug("watchdog: the store is out of reach: %s", error)
             return None
         finally:
             self.end()
-        if verdict is None:
+        if culprit is None:
             return None
-        self.fail(verdict[1], blames=verdict[0])
-        return self._lost(*verdict)
+        self.fail(culprit[1], blames=culprit[0])
+        return self._lost(*culprit)
 
     def _judge_until(
-        self, until_s: float, judge: Callable[[Others], Verdict | None] = Others.certain
-    ) -> tuple[Others, Verdict | None]:
+        self, until_s: float, judge: Callable[[StatusSnapshot], Culprit | None] = StatusSnapshot.certain
+    ) -> tuple[StatusSnapshot, Culprit | None]:
         """Reads the statuses until they show for certain who is to blame."""
         while True:
             others = self._observe()
-            verdict = judge(others)
-            if verdict or not others.statuses or now_s() > until_s or self._stopped.wait(INTERVAL_S / 2):
-                return others, verdict
+            culprit = judge(others)
+            if culprit or not others.statuses or now_s() > until_s or self._stopped.wait(INTERVAL_S / 2):
+                return others, culprit
 
     def _lost(self, culprit: int, reason: str) -> PeerLost:
         call, host = self._last_wait.call, self._hosts.get(culprit, "unknown")
@@ -280,7 +280,7 @@ class Watchdog:
                 else:
                     others = self._observe()
                     self._warn_if_late(others)
-                    self._give_up_if_in_vain(others)
+                    self._give_up_if_hopeless(others)
             except Exception as error:  # the store goes away when the run ends or its host dies: waits find out
                 log.debug("watchdog: the store is out of reach: %s", error)
 
@@ -310,7 +310,7 @@ class Watchdog:
         finally:
             self._lock.release()
 
-    def _observe(self) -> Others:
+    def _observe(self) -> StatusSnapshot:
         """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
         self._begin_anew_if_paused()
         statuses = self._read_all()
@@ -326,7 +326,7 @@ class Watchdog:
         call, _, _, run = self._last_wait
         posted, in_flight = dict(self._posted), list(self._in_flight)
         mine = replace(self._status, run=run, kind=call.kind, posted=posted, in_flight=in_flight)
-        return Others(mine, call, statuses, silent_s, ended)
+        return StatusSnapshot(mine, call, statuses, silent_s, ended)
 
     def _begin_anew_if_paused(self) -> None:
         """Forgets what was seen before this process was paused, or had nobody to wait for."""
@@ -346,7 +346,7 @@ class Watchdog:
                     statuses[rank] = Status.read(self._store.get(f"rank/{rank}"))
         return statuses
 
-    def _warn_if_late(self, others: Others) -> None:
+    def _warn_if_late(self, others: StatusSnapshot) -> None:
         wait = self._wait
         if wait is None or wait.call is self._warned or (waited_s := self._waited_s(wait)) < self.warn_s:
             return
@@ -361,21 +361,21 @@ class Watchdog:
         """Returns how long this process has waited since it was last paused."""
         return now_s() - max(wait.since_s, self._awake_since_s)
 
-    def _give_up_if_in_vain(self, others: Others) -> None:
+    def _give_up_if_hopeless(self, others: StatusSnapshot) -> None:
         """Ends a wait before its deadline, if the rank that it waits for cannot come any more.
 
         A rank that has come to this collective may have done its part and gone, while another one still computes: it is
         missed only by the rank that waits for it, which tells the others.
         """
         wait = self._wait
-        if wait is None or self._verdict is not None or (waited_s := self._waited_s(wait)) < STALE_S:
+        if wait is None or self._culprit is not None or (waited_s := self._waited_s(wait)) < STALE_S:
             return  # what a rank sent before it failed may still be on its way
         missed = others.missed(wait.peer)
-        verdict = others.stuck() or others.failed() or missed.gone()
-        if verdict is None and waited_s >= self._silence_s:
-            verdict = missed.silent(self._silence_s)
-        if verdict is not None and wait is self._wait:
-            self.give_up(*verdict)
+        culprit = others.stuck() or others.failed() or missed.gone()
+        if culprit is None and waited_s >= self._silence_s:
+            culprit = missed.silent(self._silence_s)
+        if culprit is not None and wait is self._wait:
+            self.give_up(*culprit)
 
     def _stack(self) -> list[str]:
         frames = stack_of(self._main_thread or 0)[-STACK_FRAMES:]

@@ -58,7 +58,7 @@ class Compression:
             self.numels[name], self._dtypes[name] = parameter.numel(), parameter.dtype
         self.hook, self.num_steps = corrected(copy.deepcopy(hook)), 0  # what it remembers is this replica's own
         self.hook.check()
-        self._owners = owners(self.numels, comm.carriers.num_places)
+        self._owners = owners(self.numels, comm.host_partition.num_places)
         self._is_pending = self.is_owed = False
         self._is_finite = torch.ones((), dtype=torch.bool, device=comm.device)
 
@@ -92,8 +92,8 @@ class Compression:
         """Returns what a rank carries of a parameter; by default, this one."""
         rank = comm.rank if rank is None else rank
         if self.hook.carries_whole:
-            return slice(0, self.numels[name] if comm.carriers.places[rank] == self._owners[name] else 0)
-        return comm.carriers.part_of(self.numels[name], rank)
+            return slice(0, self.numels[name] if comm.host_partition.places[rank] == self._owners[name] else 0)
+        return comm.host_partition.part_of(self.numels[name], rank)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the type in which a parameter's gradient is kept."""
@@ -111,7 +111,7 @@ class Compression:
         return work if async_op else None
 
     def _reduce(self, bucket: Bucket, comm: Communicator, divide_by: SupportsInt) -> None:
-        if comm.carriers.num_hosts == 1 and not self.hook.momentum and not self.is_owed:
+        if comm.host_partition.num_hosts == 1 and not self.hook.momentum and not self.is_owed:
             comm.all_reduce(bucket.flat, divide_by=divide_by)
             return
         comm.sum_in_host(bucket.flat, divide_by=divide_by)
@@ -127,7 +127,7 @@ class Compression:
             self.hook.leave(parcel)
 
     def _parcels(self, bucket: Bucket, comm: Communicator) -> Iterable[Parcel]:
-        start, must_travel = 0, comm.carriers.num_hosts > 1
+        start, must_travel = 0, comm.host_partition.num_hosts > 1
         for slot in bucket.slots:
             numel, shape = slot.parameter.numel(), as_matrix(slot.parameter)
             gradient = bucket.flat[start : start + numel]

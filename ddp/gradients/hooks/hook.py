@@ -1,7 +1,7 @@
 """The protocol of hooks, which make the sum of all hosts' gradients while sending less than all of them.
 
 A hook gets *parcels*: the gradients of a bucket, one for each parameter, after the ranks of each host have added up in
-memory (`comm/carrier.py`), and after the one division by the global count. So a parcel is the host's part of the mean.
+memory (`HostPartition`), and after the one division by the global count. So a parcel is the host's part of the mean.
 Each rank sends what it carries of it. For every bucket, in this order, on every rank alike:
 
     takes      is this tensor worth encoding? Small ones and those of one dimension go dense, that is as they are

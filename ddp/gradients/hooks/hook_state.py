@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp.comm.carrier import Carriers
 from ddp.comm.communicator import Communicator
+from ddp.comm.flat_collectives import HostPartition
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.memory import Memory
@@ -50,9 +50,9 @@ def _on_rank_zero(memory: Memory, name: str, compression: Compression, comm: Com
     pieces = comm.gather(mine, 0)
     if comm.rank != 0:
         return None
-    whole = torch.zeros(comm.carriers.num_hosts, compression.numels[name], dtype=mine.dtype, device=comm.device)
+    whole = torch.zeros(comm.host_partition.num_hosts, compression.numels[name], dtype=mine.dtype, device=comm.device)
     for rank, piece in enumerate(pieces):
-        whole[comm.carriers.hosts[rank], compression.part_of(name, comm, rank)] = piece
+        whole[comm.host_partition.hosts[rank], compression.part_of(name, comm, rank)] = piece
     return whole
 
 
@@ -83,10 +83,10 @@ def give_out(stored: Mapping[str, Any] | None, compression: Compression, comm: C
 
 def _pieces(stored: Tensor, name: str, compression: Compression, comm: Communicator) -> Sequence[Tensor]:
     """Returns every rank's part of what all hosts have kept, [hosts, numel]."""
-    carriers: Carriers = comm.carriers
-    if len(stored) != carriers.num_hosts:
-        stored = (stored.sum(0, keepdim=True) / carriers.num_hosts).expand(carriers.num_hosts, -1)
+    host_partition: HostPartition = comm.host_partition
+    if len(stored) != host_partition.num_hosts:
+        stored = (stored.sum(0, keepdim=True) / host_partition.num_hosts).expand(host_partition.num_hosts, -1)
     return [
-        stored[carriers.hosts[rank], compression.part_of(name, comm, rank)].to(comm.device)
+        stored[host_partition.hosts[rank], compression.part_of(name, comm, rank)].to(comm.device)
         for rank in range(comm.world_size)
     ]

@@ -76,7 +76,7 @@ class _Batch:
         numels = [parcels[piece.parcel].gradient.numel() for piece in pieces]
         self._blocks = [block_of(parcels[piece.parcel].shape[1]) for piece in pieces]
         self._places = [  # by rank, of each piece: where it is in its tensor
-            [piece.of(comm.carriers.part_of(numel, rank)) for piece, numel in zip(pieces, numels, strict=True)]
+            [piece.of(comm.host_partition.part_of(numel, rank)) for piece, numel in zip(pieces, numels, strict=True)]
             for rank in range(comm.world_size)
         ]
         self._bounds = [
@@ -105,7 +105,7 @@ def _batched(parcels: Sequence[Parcel], comm: Communicator) -> list[list[_Piece]
     batches: list[list[_Piece]] = [[]]
     room = BATCH
     for number, parcel in enumerate(parcels):
-        numel = parcel.gradient.numel() // comm.carriers.num_places
+        numel = parcel.gradient.numel() // comm.host_partition.num_places
         count = max(1, numel // BATCH)
         for index in range(count):
             if room <= 0:

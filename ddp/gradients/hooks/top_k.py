@@ -93,9 +93,9 @@ class TopK(Hook):
         parcel.outgoing = room
 
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
-        carriers, ratio = comm.carriers, self.ratio_at(step)
+        host_partition, ratio = comm.host_partition, self.ratio_at(step)
         dtype = wide(parcels[0].gradient.dtype)
-        parts = [[carriers.part_of(p.gradient.numel(), r) for p in parcels] for r in range(comm.world_size)]
+        parts = [[host_partition.part_of(p.gradient.numel(), r) for p in parcels] for r in range(comm.world_size)]
         counts = [[math.ceil(ratio * (part.stop - part.start)) for part in mine] for mine in parts]
         each = dtype.itemsize + INDEX_BYTES
         bounds = [aligned(each * count for count in mine) for mine in counts]

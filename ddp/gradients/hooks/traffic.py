@@ -2,7 +2,7 @@
 
     rehearsal     the hook encodes and decodes random gradients, while a stand-in for the communicator sends nothing,
                   and takes notes of every collective. Its time is that of encoding
-    prediction    what those collectives take on the links as they were measured (`comm/select.py`)
+    prediction    what those collectives take on the links as they were measured (`comm/plan.py`)
     a step        bucket by bucket: each is encoded and sent once it is ready and the one before has arrived
 
 So a hook of anyone's can be foretold, without a formula of its own. Bytes are those of the algorithms that send the
@@ -119,7 +119,7 @@ def _cost(comm: Communicator, parameters: Sequence[nn.Parameter], hook: Hook | N
         compression.num_steps = LATE
         for _ in range(3):  # the first ones make room for what the hook keeps, and for that of the step before
             encoding_s = rehearsal.encoding_s(compression, bucket)
-    num_hosts, link_bytes, network_s = comm.carriers.num_hosts, 0.0, 0.0
+    num_hosts, link_bytes, network_s = comm.host_partition.num_hosts, 0.0, 0.0
     for note in rehearsal.notes:
         network_s += comm.predict(note.nbytes, operation=note.operation, wire=note.wire)
         link_bytes += note.crossing * (num_hosts - 1) / num_hosts
@@ -144,7 +144,7 @@ class Rehearsal:
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.world_size, self.device = comm.rank, comm.world_size, comm.device
-        self.slices, self.carriers = comm.slices, comm.carriers
+        self.slices, self.host_partition = comm.slices, comm.host_partition
         self.notes: list[Note] = []
         self._draws = torch.Generator(device=comm.device).manual_seed(0)
         self._aside_s = 0.0

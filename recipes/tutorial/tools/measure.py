@@ -32,7 +32,7 @@ GLOBAL_BATCH, NUM_TURNS, TURN_S = 240, 3, 0.7
 def costs(comm: Communicator) -> dict[str, float]:
     """Returns the figures of the cost model. The communicator must not use shared memory. Collective."""
     comm.predict(4)  # the first question measures
-    crossing = comm.auto.ranking(4)[0].crossing
+    crossing = comm.plan.ranking(4)[0].crossing
     assert crossing is not None
     link = crossing.network.inside
     return {

@@ -1,4 +1,4 @@
-"""Verdicts about lost ranks, which are pure functions of what the ranks publish."""
+"""Who is to blame for a lost rank: a pure function of what the ranks publish."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from ddp.comm.watch.call import Call, Direction, Envelope
-from ddp.comm.watch.status import STALE_S, Others, Status
+from ddp.comm.watch.status import STALE_S, Status, StatusSnapshot
 
 MINE = Call(7, "all_reduce", "sum", name="bucket 1")
 
 
-def others(*statuses: Status, silent_s: dict[int, float] | None = None, ended: Any = ()) -> Others:
+def others(*statuses: Status, silent_s: dict[int, float] | None = None, ended: Any = ()) -> StatusSnapshot:
     """Rank 1's view, in which all of them have given a sign of life just now."""
     silence = {status.rank: 0.0 for status in statuses} | (silent_s or {})
-    return Others(status(1), MINE, {status.rank: status for status in statuses}, silence, ended)
+    return StatusSnapshot(status(1), MINE, {status.rank: status for status in statuses}, silence, ended)
 
 
 def status(rank: int, **about: Any) -> Status:
@@ -34,17 +34,17 @@ def test_who_failed_comes_before_whom_it_blames_and_before_those_that_ended() ->
 
 
 def test_a_rank_that_was_given_up_is_told_so_and_blames_nobody_else() -> None:
-    verdict = others(status(0, state="failed", reason="it shows no sign of life", blames=1), status(2)).certain()
-    assert verdict == (1, "rank 0 has given this one up: it shows no sign of life")
+    culprit = others(status(0, state="failed", reason="it shows no sign of life", blames=1), status(2)).certain()
+    assert culprit == (1, "rank 0 has given this one up: it shows no sign of life")
 
 
 def test_another_kind_at_the_same_place_tells_of_a_wrong_call_and_not_of_a_lost_rank() -> None:
     seen = others(status(0, run=3, kind="all_reduce max of 4"), status(2, run=3, kind="all_reduce sum of 4"))
     seen = seen._replace(mine=status(1, run=3, kind="all_reduce sum of 4"))
-    verdict = seen.certain()
-    assert verdict is not None
-    assert verdict[0] == 0
-    assert "it calls all_reduce max of 4 [bucket 1] where rank 1 calls all_reduce sum of 4 [bucket 1]" in verdict[1]
+    culprit = seen.certain()
+    assert culprit is not None
+    assert culprit[0] == 0
+    assert "it calls all_reduce max of 4 [bucket 1] where rank 1 calls all_reduce sum of 4 [bucket 1]" in culprit[1]
     assert seen.lost() is None
     for elsewhere in (2, 4):  # one behind, or one ahead: its call is no answer to this one
         assert seen._replace(mine=status(1, run=elsewhere, kind="barrier")).certain() is None
@@ -78,7 +78,7 @@ def envelope(direction: Direction, peer: int, number: int = 1, numel: int = 4, d
     return Envelope(direction, peer, number, [numel], dtype)
 
 
-def in_message(*statuses: Status, waits: Envelope | None = None, **about: Any) -> Others:
+def in_message(*statuses: Status, waits: Envelope | None = None, **about: Any) -> StatusSnapshot:
     """Rank 1's view while it waits for rank 2, or in another message."""
     message = waits or envelope("from", 2)
     call = Call(7, "recv", shape=(4,), message=message)
@@ -145,9 +145,9 @@ def test_a_circle_is_a_deadlock_only_if_nobody_in_it_has_posted_what_the_other_w
     fits = waiting(2, envelope("from", 1), posted=posted, in_flight=[envelope("from", 1), envelope("to", 1)])
     assert in_message(fits).certain() is None
     through = [waiting(2, envelope("to", 3)), waiting(3, envelope("to", 1, number=2))]
-    verdict = in_message(*through).certain()
-    assert verdict is not None
-    assert "ranks 1, 2 and 3 wait in a circle, each for the next one to receive or send: let one of" in verdict[1]
+    culprit = in_message(*through).certain()
+    assert culprit is not None
+    assert "ranks 1, 2 and 3 wait in a circle, each for the next one to receive or send: let one of" in culprit[1]
     seen = in_message(*through)
     seen.mine.posted["from rank 3"] = 2  # rank 3 goes on: its status is old
     assert seen.stuck() is None
@@ -159,10 +159,10 @@ def test_a_circle_is_a_deadlock_only_if_nobody_in_it_has_posted_what_the_other_w
 
 def test_two_ends_that_do_not_fit() -> None:
     for other in (envelope("to", 1, numel=8), envelope("to", 1, dtype="int64")):
-        verdict = in_message(status(2, posted={"to rank 1": 1}, in_flight=[other])).certain()
-        assert verdict is not None
-        assert verdict[0] == 2
-        assert f"rank 2 sends [{other.shape[0]}] {other.dtype} where rank 1 receives [4] float32" in verdict[1]
+        culprit = in_message(status(2, posted={"to rank 1": 1}, in_flight=[other])).certain()
+        assert culprit is not None
+        assert culprit[0] == 2
+        assert f"rank 2 sends [{other.shape[0]}] {other.dtype} where rank 1 receives [4] float32" in culprit[1]
     reshaped = envelope("to", 1)._replace(shape=[2, 2])
     assert in_message(status(2, posted={"to rank 1": 1}, in_flight=[reshaped])).stuck() is None
 

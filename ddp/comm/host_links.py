@@ -17,8 +17,8 @@ from torch import Tensor
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.schedule import Goal, Schedule
-from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.execute import Program, Scratch, execute, program
+from ddp.comm.reduction import SUM, Reduction
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
 from ddp.comm.watch.watchdog import Watchdog
@@ -27,7 +27,7 @@ MAX_PLANS = 256
 FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks together; up to these, a round costs more than its messages
 
 
-class Wire:
+class HostLinks:
     """Runs schedules on this rank, over one transport.
 
     Args:
@@ -43,14 +43,14 @@ class Wire:
         self._scratch = Scratch()
         self._plan = lru_cache(MAX_PLANS)(partial(_planned, transport))
 
-    def among(self, ranks: Sequence[int], channel: int) -> Wire:
+    def among(self, ranks: Sequence[int], channel: int) -> HostLinks:
         """Returns the edges between some of the ranks, of which this is one. Collective over them.
 
         Args:
             channel: a channel of the transport that nobody uses.
         """
-        edges = self.transport.among(ranks, channel, self._watchdog.in_vain)
-        return Wire(edges, self._watchdog, self._settings, ranks=ranks)
+        edges = self.transport.among(ranks, channel, self._watchdog.hopeless_because)
+        return HostLinks(edges, self._watchdog, self._settings, ranks=ranks)
 
     def run(
         self, schedule: Schedule, flat: Tensor, bounds: Sequence[int] | None = None, reduction: Reduction = SUM

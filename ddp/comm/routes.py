@@ -29,7 +29,7 @@ CROSSING_BYTES = 2 << 20  # the part of a buffer that crosses between hosts whil
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """One way in which an all-reduce can run on these ranks.
 
     Attributes:
@@ -66,18 +66,18 @@ class Way:
         return {_renamed(expression, inside) for expression in between} == {canonical(num_ranks)}
 
 
-def possible_ways(hosts: Hosts, *, shared_memory: bool) -> dict[str, Way]:
+def possible_routes(hosts: Hosts, *, shared_memory: bool) -> dict[str, Route]:
     """Returns every way that is possible on these hosts, by name.
 
     Args:
         shared_memory: the ranks of each host can reach each other's memory.
     """
-    ways = [Way(name, schedule, False, hosts) for name, schedule in all_reduce_schedules(hosts).items()]
+    routes = [Route(name, schedule, False, hosts) for name, schedule in all_reduce_schedules(hosts).items()]
     if shared_memory and len(hosts) == 1 < len(hosts[0]):
-        ways += [Way("", None, True, hosts)]
+        routes += [Route("", None, True, hosts)]
     elif shared_memory and any(len(host) > 1 for host in hosts):
-        ways += [Way(name, schedule, True, hosts) for name, schedule in ALL_REDUCE.items()]
-    return {way.name: way for way in ways}
+        routes += [Route(name, schedule, True, hosts) for name, schedule in ALL_REDUCE.items()]
+    return {route.name: route for route in routes}
 
 
 def num_pieces(nbytes: int) -> int:

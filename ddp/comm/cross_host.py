@@ -21,14 +21,14 @@ from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Schedule
-from ddp.comm.arithmetic import SUM, Reduction
+from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.way import num_pieces
-from ddp.comm.wire import Wire, by_size
+from ddp.comm.reduction import SUM, Reduction
+from ddp.comm.routes import num_pieces
 from ddp.comm.work import Runner, Work, done
 
 
-class Across:
+class CrossHost:
     """This rank's part between its host and the others.
 
     Args:
@@ -42,7 +42,7 @@ class Across:
         runner: runs the crossings of a long buffer.
     """
 
-    def __init__(self, wire: Wire, hosts: Hosts, group: HostGroup | None, *, channel: int) -> None:
+    def __init__(self, links: HostLinks, hosts: Hosts, group: HostGroup | None, *, channel: int) -> None:
         self._group, self._hosts = group, hosts
         self._place = group.index if group is not None else 0
         self._num_slices = min(map(len, hosts))
@@ -52,8 +52,8 @@ class Across:
             self.slices = [order.index(rank) for rank in range(len(order))]
         self._counterparts = None  # where this rank carries nothing
         if self._place < self._num_slices:
-            self._counterparts = wire.among([host[self._place] for host in hosts], channel)
-        self.runner = Runner(f"ddp-crossings-{wire.rank}", torch.device("cpu"))
+            self._counterparts = links.among([host[self._place] for host in hosts], channel)
+        self.runner = Runner(f"ddp-crossings-{links.rank}", torch.device("cpu"))
 
     def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
         """Combines `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.

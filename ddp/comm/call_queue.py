@@ -37,7 +37,7 @@ from ddp.process.clock import Patience
 LET_GO_S = 2.0  # time for what is still in flight when the program ends
 
 
-class Turns:
+class CallQueue:
     """Runs the collectives of one communicator.
 
     Args:
@@ -213,8 +213,8 @@ class Turns:
         def until_there() -> None:
             patience = Patience(timeout_s)
             while not wait(min(patience.left_s(), SLICE_S)):
-                if verdict := self._watchdog.in_vain():
-                    raise TransportError(self._neighbour, f"rank {verdict[0]}: {verdict[1]}", timed_out=True)
+                if culprit := self._watchdog.hopeless_because():
+                    raise TransportError(self._neighbour, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
                 if not patience.left_s():
                     raise TransportError(self._neighbour, f"nothing came for {timeout_s:g} s", timed_out=True)
 

@@ -1,5 +1,4 @@
-"""Combines two tensors into one, as `op=` says. (The mean is a sum that is divided once, at the end.)
-"""
+"""Combines two tensors into one, as `op=` says. (The mean is a sum that is divided once, at the end.)"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import equal_hosts
-from ddp.comm.way import Way, possible_ways
+from ddp.comm.routes import Route, possible_routes
 
 
 @pytest.mark.parametrize(
@@ -21,18 +21,18 @@ from ddp.comm.way import Way, possible_ways
 )
 def test_memory_adds_ways_where_ranks_share_a_host(hosts: Hosts, through_memory: list[str]) -> None:
     over_transport = list(all_reduce_schedules(hosts))
-    assert list(possible_ways(hosts, shared_memory=False)) == over_transport
-    found = possible_ways(hosts, shared_memory=True)
+    assert list(possible_routes(hosts, shared_memory=False)) == over_transport
+    found = possible_routes(hosts, shared_memory=True)
     assert list(found) == over_transport + through_memory
-    assert all(name == way.name for name, way in found.items())
-    assert [name for name, way in found.items() if way.in_memory] == through_memory
-    assert [name for name, way in found.items() if way.answers_to("shared_memory")] == through_memory
-    assert [name for name, way in found.items() if way.answers_to("ring")] == ["ring"]
+    assert all(name == route.name for name, route in found.items())
+    assert [name for name, route in found.items() if route.in_memory] == through_memory
+    assert [name for name, route in found.items() if route.answers_to("shared_memory")] == through_memory
+    assert [name for name, route in found.items() if route.answers_to("ring")] == ["ring"]
 
 
 def test_memory_is_canonical_where_its_ranks_are_a_branch_of_the_tree() -> None:
     def is_canonical(algorithm: str, hosts: Hosts) -> bool:
-        return Way(algorithm, ALL_REDUCE[algorithm] if algorithm else None, True, hosts).is_canonical
+        return Route(algorithm, ALL_REDUCE[algorithm] if algorithm else None, True, hosts).is_canonical
 
     assert is_canonical("", equal_hosts(7, 7))
     assert is_canonical("ring", ((0, 1), (2, 3)))  # a + b is b + a
@@ -46,5 +46,5 @@ def test_memory_is_canonical_where_its_ranks_are_a_branch_of_the_tree() -> None:
 
 def test_over_the_transport_the_schedule_decides() -> None:
     for hosts in (equal_hosts(4, 4), equal_hosts(6, 2), ((0, 1), (2,))):
-        for name, way in possible_ways(hosts, shared_memory=False).items():
-            assert way.is_canonical == all_reduce_schedules(hosts)[name].check(sum(map(len, hosts))).canonical
+        for name, route in possible_routes(hosts, shared_memory=False).items():
+            assert route.is_canonical == all_reduce_schedules(hosts)[name].check(sum(map(len, hosts))).canonical

@@ -43,12 +43,12 @@ from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Round, Schedule
 from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
-from ddp.comm.arithmetic import SUM, Reduction
 from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
-from ddp.comm.links import Links
+from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.host_links import by_size
+from ddp.comm.reduction import SUM, Reduction
+from ddp.comm.routes import IN_MEMORY, Route, num_pieces
 from ddp.comm.settings import Settings
-from ddp.comm.way import IN_MEMORY, Way, num_pieces
-from ddp.comm.wire import by_size
 from ddp.comm.wire_format import Narrow, WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
 
@@ -84,14 +84,14 @@ class Choice:
         crossing: what the transport does, if anything.
     """
 
-    way: Way
+    route: Route
     predicted_s: float
     memory_s: float
     crossing: Crossing | None
 
 
 def ranked(
-    ways: Iterable[Way],
+    routes: Iterable[Route],
     nbytes: int,
     measured: Measured,
     *,
@@ -106,28 +106,28 @@ def ranked(
         segment_bytes: the executor's.
         travelling: as how many bytes so many of the tensor cross between ranks that share no memory.
     """
-    choices = [_predict(way, nbytes, measured, allocated, segment_bytes, travelling) for way in ways]
-    return sorted(choices, key=lambda choice: (choice.predicted_s, choice.way.name))
+    choices = [_predict(route, nbytes, measured, allocated, segment_bytes, travelling) for route in routes]
+    return sorted(choices, key=lambda choice: (choice.predicted_s, choice.route.name))
 
 
 def _predict(
-    way: Way, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int, travelling: Callable[[int], int]
+    route: Route, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int, travelling: Callable[[int], int]
 ) -> Choice:
-    network, schedule = measured.network, way.schedule
+    network, schedule = measured.network, route.schedule
     curve = measured.allocated if allocated else measured.ordinary
-    pieces = num_pieces(nbytes) if way.in_memory and schedule is not None else 1
-    piece_s = curve.at(nbytes // pieces) if way.in_memory and curve is not None else 0.0
+    pieces = num_pieces(nbytes) if route.in_memory and schedule is not None else 1
+    piece_s = curve.at(nbytes // pieces) if route.in_memory and curve is not None else 0.0
     if schedule is None:
-        return Choice(way, piece_s, piece_s, None)
-    if way.in_memory:
-        num_hosts, num_slices = len(way.hosts), min(map(len, way.hosts))
+        return Choice(route, piece_s, piece_s, None)
+    if route.in_memory:
+        num_hosts, num_slices = len(route.hosts), min(map(len, route.hosts))
         network = replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices))
-        schedule = in_columns(schedule, way.hosts)
-    crossing = Crossing(way.algorithm, schedule, travelling(nbytes // pieces), network, segment_bytes, pieces)
+        schedule = in_columns(schedule, route.hosts)
+    crossing = Crossing(route.algorithm, schedule, travelling(nbytes // pieces), network, segment_bytes, pieces)
     # While one piece crosses, memory works on the next one: all but the first and the last half of its work is hidden,
     # unless memory is the slower one.
     memory_s = piece_s + (pieces - 1) * max(0.0, piece_s - crossing.cost_s)
-    return Choice(way, memory_s + pieces * crossing.cost_s, memory_s, crossing)
+    return Choice(route, memory_s + pieces * crossing.cost_s, memory_s, crossing)
 
 
 @lru_cache(maxsize=256)
@@ -150,7 +150,7 @@ def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
-class Auto:
+class Plan:
     """Chooses for one communicator. Every rank asks the same questions in the same order; the first question measures.
 
     Attributes:
@@ -161,10 +161,10 @@ class Auto:
         ConfigError: the algorithm asked for is not possible here.
     """
 
-    def __init__(self, links: Links, settings: Settings) -> None:
+    def __init__(self, collectives: FlatCollectives, settings: Settings) -> None:
         self.algorithm = settings.algorithm
         self.choices: dict[str, str] = {}
-        self._links, self._settings, self._ways = links, settings, links.ways
+        self._collectives, self._settings, self._routes = collectives, settings, collectives.routes
         self._measured: Measured | None = None
         self._adding: dict[Narrow, float] = {}  # seconds for each byte that travels
         self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, by way
@@ -176,11 +176,11 @@ class Auto:
         Raises:
             ConfigError: there is no such way here.
         """
-        if not self._links.offers(name):
-            hint, ways = did_you_mean(name, self._ways), ", ".join(self._ways)
-            raise ConfigError(f"algorithm={name!r} is not possible here.{hint} Choose one of auto, {ways}")
+        if not self._collectives.offers(name):
+            hint, routes = did_you_mean(name, self._routes), ", ".join(self._routes)
+            raise ConfigError(f"algorithm={name!r} is not possible here.{hint} Choose one of auto, {routes}")
 
-    def way(self, flat: Tensor, algorithm: str, wire: Narrow | None = None) -> Way:
+    def route(self, flat: Tensor, algorithm: str, wire: Narrow | None = None) -> Route:
         """Returns the way for this tensor. The name may stand for several ways.
 
         Args:
@@ -192,23 +192,23 @@ class Auto:
         asked = self.algorithm if algorithm == "auto" else algorithm
         if asked == "auto":
             asked = self.choose(flat.nbytes, wire)
-        way = self._ways.get(asked) or cheapest(self.ranking(flat.nbytes, wire=wire), asked).way
-        if way.in_memory and not flat.is_cpu:
+        route = self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire=wire), asked).route
+        if route.in_memory and not flat.is_cpu:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
-        return way
+        return route
 
     def choose(self, nbytes: int, wire: Narrow | None = None) -> str:
         """Returns the name of the way that "auto" takes for a buffer of this size."""
-        if IN_MEMORY in self._ways:
+        if IN_MEMORY in self._routes:
             return IN_MEMORY
         key = str(nbytes) if wire is None else f"{nbytes} {wire}"
         if key not in self.choices:
             size = size_of_trial(nbytes)
             ranking = self.ranking(size, wire=wire)
             candidates = affordable(ranking)
-            predicted = {choice.way.name: choice.predicted_s for choice in ranking}
+            predicted = {choice.route.name: choice.predicted_s for choice in ranking}
             times = self._trial(size, candidates, wire) if len(candidates) > 1 else predicted
-            self.choices[key] = fastest(self._ways, times)
+            self.choices[key] = fastest(self._routes, times)
         return self.choices[key]
 
     def ranking(self, nbytes: int, *, allocated: bool = False, wire: Narrow | None = None) -> list[Choice]:
@@ -218,8 +218,8 @@ class Auto:
             allocated: the tensor lies in memory from `allocate`.
             wire: as in `way`.
         """
-        ways = [way for way in self._ways.values() if self._settings.order == "any" or way.is_canonical]
-        here = partial(ranked, ways, nbytes, allocated=allocated, segment_bytes=self._settings.segment_bytes)
+        routes = [route for route in self._routes.values() if self._settings.order == "any" or route.is_canonical]
+        here = partial(ranked, routes, nbytes, allocated=allocated, segment_bytes=self._settings.segment_bytes)
         if wire is None:
             return here(self.measured)
         network = replace(self.measured.network, gamma_s=self._adding_s(wire))
@@ -230,13 +230,13 @@ class Auto:
         if operation == "all_reduce":
             asked = self.algorithm if algorithm == "auto" else algorithm
             return cheapest(self.ranking(nbytes, allocated=allocated, wire=wire), asked).predicted_s
-        curve, across = self.measured.ordinary, self._links.across
+        curve, cross_host = self.measured.ordinary, self._collectives.cross_host
         memory_s = 0.0 if curve is None else curve.at(nbytes)
-        if operation == "sum_in_host" or IN_MEMORY in self._ways:
+        if operation == "sum_in_host" or IN_MEMORY in self._routes:
             return memory_s
         network = self.measured.network
         schedule = by_size("all_gather", nbytes, network.num_ranks)
-        if across is not None:
+        if cross_host is not None:
             num_hosts, num_slices = len(network.hosts), min(map(len, network.hosts))
             schedule = in_columns(by_size("all_gather", nbytes // num_slices, num_hosts), network.hosts)
             network = replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices))
@@ -246,7 +246,7 @@ class Auto:
     def measured(self) -> Measured:
         """The figures of the links. Collective: the first question measures."""
         if self._measured is None:
-            self._measured = calibrate(self._links, self._settings)
+            self._measured = calibrate(self._collectives, self._settings)
         return self._measured
 
     def _adding_s(self, wire: Narrow) -> float:
@@ -260,18 +260,21 @@ class Auto:
                 form.encode(numbers, encoded)
                 form.add(encoded, numbers)
 
-            took_s = agreed(timed({wire: hop}, device=device), self._links.wire.gather_bytes)[wire]
+            took_s = agreed(timed({wire: hop}, device=device), self._collectives.links.gather_bytes)[wire]
             self._adding[wire] = took_s / encoded.nbytes
         return self._adding[wire]
 
     def _trial(self, nbytes: int, candidates: Sequence[Choice], wire: Narrow | None = None) -> dict[str, float]:
         """Times these ways; seconds by name, remembered."""
         if (nbytes, wire) not in self._trials:
-            device, gather = self._settings.device, self._links.wire.gather_bytes
+            device, gather = self._settings.device, self._collectives.links.gather_bytes
             flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
             in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
             reduction = SUM if wire is None else Reduction(wire=wire_format(wire))
-            runs = {each.way.name: partial(self._links.all_reduce, flat, each.way, reduction) for each in candidates}
+            runs = {
+                each.route.name: partial(self._collectives.all_reduce, flat, each.route, reduction)
+                for each in candidates
+            }
             self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes, wire]
 
@@ -281,7 +284,7 @@ class Auto:
         ranking = self.ranking(size)
         times = self._trial(size, affordable(ranking) or ranking[:1])
         lines = [f"all-reduce of {nbytes:,} bytes; auto takes {chosen}", *table(self.ranking(nbytes), size, times)]
-        if ratios := [times[each.way.name] / each.predicted_s for each in ranking if times.get(each.way.name)]:
+        if ratios := [times[each.route.name] / each.predicted_s for each in ranking if times.get(each.route.name)]:
             lines.append(f"what was timed took {min(ratios):.2f} to {max(ratios):.2f} times what was predicted")
         return "\n".join(lines)
 
@@ -291,18 +294,18 @@ class Auto:
         Raises:
             ConfigError: a way is not possible here.
         """
-        for way in choices.values():
-            self.check(way)
+        for route in choices.values():
+            self.check(route)
         self.choices.update(choices)
 
     def describe(self) -> str:
         """Says how all-reduces go here, in a few words: for a headline, and for the identity in a checkpoint."""
         if self.algorithm != "auto":
             return self.algorithm
-        if IN_MEMORY in self._ways:
+        if IN_MEMORY in self._routes:
             return "shared memory"
-        memory = "shared memory and " if any(way.in_memory for way in self._ways.values()) else ""
-        sizes = "+".join(str(len(host)) for host in self._links.hosts)
+        memory = "shared memory and " if any(route.in_memory for route in self._routes.values()) else ""
+        sizes = "+".join(str(len(host)) for host in self._collectives.hosts)
         order = ", canonical" if self._settings.order == "canonical" else ""
         return f"auto over {memory}transport, hosts of {sizes}{order}"
 
@@ -328,14 +331,14 @@ def affordable(ranking: Sequence[Choice]) -> list[Choice]:
     return [choice for choice, until_s in zip(ranking, taken_s, strict=True) if until_s <= TRIAL_S]
 
 
-def fastest(ways: Mapping[str, Way], times: Mapping[str, float]) -> str:
+def fastest(routes: Mapping[str, Route], times: Mapping[str, float]) -> str:
     """Returns the name of the way to take, given what the ways take.
 
     Of those that are nearly as fast as the fastest: one through memory, because that takes less CPU time; then the
     first in the catalog, which begins with the ring, because there every rank talks to its neighbours only.
     """
-    near = [way for way in ways.values() if times.get(way.name, inf) <= NEARLY * min(times.values())]
-    return min(near, key=lambda way: not way.in_memory).name
+    near = [route for route in routes.values() if times.get(route.name, inf) <= NEARLY * min(times.values())]
+    return min(near, key=lambda route: not route.in_memory).name
 
 
 def cheapest(ranking: Sequence[Choice], name: str = "auto") -> Choice:
@@ -345,7 +348,7 @@ def cheapest(ranking: Sequence[Choice], name: str = "auto") -> Choice:
         ConfigError: none does, because of the order of additions that was asked for.
     """
     for choice in ranking:
-        if name == "auto" or choice.way.answers_to(name):
+        if name == "auto" or choice.route.answers_to(name):
             return choice
     raise ConfigError(f"no way {name!r} adds in canonical order here; leave order at 'any', or take another way")
 
@@ -366,7 +369,7 @@ def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> l
     """
     rows = [("", "way", "predicted", "rounds", "sent by a rank", "most of it", f"{_size(size)} timed")]
     for number, choice in enumerate(ranking, start=1):
-        name, crossing = choice.way.name, choice.crossing
+        name, crossing = choice.route.name, choice.crossing
         parts, num_rounds, sent = {"memory": choice.memory_s}, 0, "-"
         if crossing is not None:
             of_one = (crossing.schedule, crossing.nbytes, crossing.network)

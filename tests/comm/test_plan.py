@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import ddp.comm.select as selection
+import ddp.comm.plan as selection
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured
-from ddp.comm.links import Links
-from ddp.comm.select import TRIAL_S, Auto, Choice, affordable, fastest, in_columns, ranked, size_of_trial, table
+from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.plan import TRIAL_S, Choice, Plan, affordable, fastest, in_columns, ranked, size_of_trial, table
+from ddp.comm.routes import CROSSING_BYTES, Route, possible_routes
 from ddp.comm.settings import Settings
-from ddp.comm.way import CROSSING_BYTES, Way, possible_ways
 from ddp.errors import ConfigError
 
 FAST, SLOW = Link(2e-6, 1e-10), Link(1e-3, 1e-8)
@@ -32,20 +32,20 @@ def measured(hosts: Hosts) -> Measured:
     return Measured(network, ORDINARY, ALLOCATED) if any(len(host) > 1 for host in hosts) else Measured(network)
 
 
-def ways(hosts: Hosts) -> Mapping[str, Way]:
-    return possible_ways(hosts, shared_memory=True)
+def routes(hosts: Hosts) -> Mapping[str, Route]:
+    return possible_routes(hosts, shared_memory=True)
 
 
 def predictions(nbytes: int, hosts: Hosts) -> list[Choice]:
-    return ranked(ways(hosts).values(), nbytes, measured(hosts))
+    return ranked(routes(hosts).values(), nbytes, measured(hosts))
 
 
 def names(nbytes: int, hosts: Hosts) -> list[str]:
-    return [choice.way.name for choice in predictions(nbytes, hosts)]
+    return [choice.route.name for choice in predictions(nbytes, hosts)]
 
 
 def found(choices: list[Choice], name: str) -> Choice:
-    return next(choice for choice in choices if choice.way.name == name)
+    return next(choice for choice in choices if choice.route.name == name)
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def found(choices: list[Choice], name: str) -> Choice:
 def test_every_way_is_ranked_by_its_time() -> None:
     for hosts in (ONE_HOST, TWO_HOSTS, ((0, 1, 2), (3,))):
         choices = predictions(1 << 16, hosts)
-        assert {choice.way.name for choice in choices} == set(ways(hosts))
+        assert {choice.route.name for choice in choices} == set(routes(hosts))
         times = [choice.predicted_s for choice in choices]
         assert times == sorted(times)
         assert times[0] > 0
@@ -62,19 +62,19 @@ def test_every_way_is_ranked_by_its_time() -> None:
 
 def test_the_order_of_the_ways_does_not_matter() -> None:
     """Equal costs too come out alike: by name."""
-    these = list(ways(TWO_HOSTS).values())
+    these = list(routes(TWO_HOSTS).values())
     expected = ranked(these, 0, measured(TWO_HOSTS))
     for seed in range(5):
         random.Random(seed).shuffle(these)
         assert ranked(these, 0, measured(TWO_HOSTS)) == expected
-    over_transport = [choice for choice in expected if not choice.way.in_memory]
+    over_transport = [choice for choice in expected if not choice.route.in_memory]
     assert [choice.predicted_s for choice in over_transport] == [0.0] * len(over_transport)
-    assert [choice.way.name for choice in over_transport] == sorted(choice.way.name for choice in over_transport)
+    assert [choice.route.name for choice in over_transport] == sorted(choice.route.name for choice in over_transport)
 
 
 def test_memory_is_looked_up_and_allocated_memory_is_faster() -> None:
     for allocated, expected in ((False, 1e-3), (True, 2e-4)):
-        choices = ranked(ways(ONE_HOST).values(), 1 << 20, measured(ONE_HOST), allocated=allocated)
+        choices = ranked(routes(ONE_HOST).values(), 1 << 20, measured(ONE_HOST), allocated=allocated)
         assert found(choices, "shared_memory").predicted_s == expected
 
 
@@ -115,7 +115,7 @@ def test_memory_works_while_the_wire_does() -> None:
     for memory_s in (1e-3, 10.0):
         memory = Curve((1 << 10, nbytes), (0.0, memory_s))
         figures = Measured(Network(TWO_HOSTS, FAST, SLOW), memory, memory)
-        choice = found(ranked(ways(TWO_HOSTS).values(), nbytes, figures), "shared_memory+ring")
+        choice = found(ranked(routes(TWO_HOSTS).values(), nbytes, figures), "shared_memory+ring")
         assert choice.crossing is not None
         assert choice.crossing.num_times == 10
         crossing_s, piece_s = choice.crossing.cost_s, memory.at(CROSSING_BYTES)
@@ -138,7 +138,7 @@ class Rest(NamedTuple):
 
 def auto(
     hosts: Hosts, *, by_rank: Sequence[dict[str, float]] = ({},), ran: list[str] | None = None, **settings: Any
-) -> Auto:
+) -> Plan:
     """Returns rank 0's in a world where nothing is measured.
 
     Args:
@@ -146,13 +146,13 @@ def auto(
         ran: gets the names of the ways that run.
     """
 
-    class Timed(Links):
-        def all_reduce(self, flat: Tensor, way: Way, *_: Any, **__: Any) -> None:
+    class Timed(FlatCollectives):
+        def all_reduce(self, flat: Tensor, route: Route, *_: Any, **__: Any) -> None:
             if ran is not None:
-                ran.append(way.name)
+                ran.append(route.name)
 
     wire: Any = Rest(list(by_rank))
-    made = Auto(Timed(wire, hosts, ways(hosts)), Settings(**settings))
+    made = Plan(Timed(wire, hosts, routes(hosts)), Settings(**settings))
     made._measured = measured(hosts)
     return made
 
@@ -170,9 +170,9 @@ def test_the_fastest_of_what_was_timed_is_taken_and_the_slowest_rank_counts() ->
 
 def test_of_nearly_equal_times_memory_goes_first_and_then_the_ring() -> None:
     times = {"tree": 1.0, "butterfly": 1.02, "ring": 1.09, "shared_memory+tree": 1.2}
-    assert fastest(ways(TWO_HOSTS), times) == "ring"
-    assert fastest(ways(TWO_HOSTS), times | {"ring": 1.2}) == "tree"
-    assert fastest(ways(TWO_HOSTS), times | {"shared_memory+tree": 1.09}) == "shared_memory+tree"
+    assert fastest(routes(TWO_HOSTS), times) == "ring"
+    assert fastest(routes(TWO_HOSTS), times | {"ring": 1.2}) == "tree"
+    assert fastest(routes(TWO_HOSTS), times | {"shared_memory+tree": 1.09}) == "shared_memory+tree"
 
 
 def test_sizes_up_to_the_same_power_of_two_share_a_trial() -> None:
@@ -209,9 +209,9 @@ def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() 
     flat = torch.zeros(1 << 20)
     chooser = auto(TWO_HOSTS)
     expected = next(name for name in names(1 << 22, TWO_HOSTS) if name.startswith("shared_memory+"))
-    assert chooser.way(flat, "shared_memory").name == expected
-    assert chooser.way(flat, "tree").name == "tree"
-    assert auto(TWO_HOSTS, algorithm="tree").way(flat, "auto").name == "tree"
+    assert chooser.route(flat, "shared_memory").name == expected
+    assert chooser.route(flat, "tree").name == "tree"
+    assert auto(TWO_HOSTS, algorithm="tree").route(flat, "auto").name == "tree"
     with pytest.raises(ConfigError, match=r"algorithm='abacus' is not possible here\. Choose one of auto, ring, tree"):
         chooser.check("abacus")
 
@@ -219,15 +219,15 @@ def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() 
 def test_a_tensor_elsewhere_is_not_reduced_in_memory() -> None:
     elsewhere = torch.zeros(10, device="meta")
     with pytest.raises(ConfigError, match="a tensor on meta: this communicator's are on the CPU; move it there"):
-        auto(ONE_HOST).way(elsewhere, "auto")
-    assert auto(ONE_HOST).way(elsewhere, "ring").name == "ring"
+        auto(ONE_HOST).route(elsewhere, "auto")
+    assert auto(ONE_HOST).route(elsewhere, "ring").name == "ring"
 
 
 def test_pinned_choices_are_taken() -> None:
     ran: list[str] = []
     chooser = auto(FAR, ran=ran)
     chooser.pin({"4000": "tree"})
-    assert chooser.way(torch.zeros(1000), "auto").name == "tree"
+    assert chooser.route(torch.zeros(1000), "auto").name == "tree"
     assert not ran
 
 
@@ -236,21 +236,21 @@ def test_pinned_choices_are_taken() -> None:
 )
 def test_canonical_leaves_only_those(hosts: Hosts) -> None:
     num_ranks = sum(map(len, hosts))
-    left = {choice.way.name for choice in auto(hosts, order="canonical").ranking(1 << 16)}
+    left = {choice.route.name for choice in auto(hosts, order="canonical").ranking(1 << 16)}
     for name, schedule in all_reduce_schedules(hosts).items():
         assert (name in left) == schedule.check(num_ranks).canonical
     assert "tree" in left
-    assert left <= set(ways(hosts))
+    assert left <= set(routes(hosts))
 
 
 def test_a_trial_times_canonical_ways_only_if_asked_to() -> None:
     ran: list[str] = []
     chooser = auto(FAR, by_rank=[{"ring": 1e-3, "tree": 2e-3}], ran=ran, order="canonical")
     assert chooser.choose(1000) == "tree"
-    assert all(ways(FAR)[name].is_canonical for name in ran)
+    assert all(routes(FAR)[name].is_canonical for name in ran)
     hosts = equal_hosts(6, 3)
     with pytest.raises(ConfigError, match="no way 'shared_memory' adds in canonical order here"):
-        auto(hosts, order="canonical").way(torch.zeros(10), "shared_memory")
+        auto(hosts, order="canonical").route(torch.zeros(10), "shared_memory")
 
 
 def test_a_way_is_charged_for_each_time_that_a_wire_format_rounds() -> None:
@@ -258,10 +258,10 @@ def test_a_way_is_charged_for_each_time_that_a_wire_format_rounds() -> None:
     chooser = auto(FAR)
     cheap, dear = ({"int8": seconds} for seconds in (0.0, 1e-6))
     chooser._adding = cheap
-    assert [choice.way.name for choice in chooser.ranking(1 << 16, wire="int8")][2] == "recursive_doubling"
+    assert [choice.route.name for choice in chooser.ranking(1 << 16, wire="int8")][2] == "recursive_doubling"
     chooser._adding = dear
     ranking = chooser.ranking(1 << 16, wire="int8")
-    assert "recursive_doubling" not in [choice.way.name for choice in ranking][:4]
+    assert "recursive_doubling" not in [choice.route.name for choice in ranking][:4]
     crossing = ranking[0].crossing
     assert crossing is not None and crossing.nbytes == (1 << 14) + 4 * 64  # whole numbers, and a scale for each 256
 
@@ -281,13 +281,13 @@ def test_plain_and_narrow_tensors_of_a_size_have_their_own_choices() -> None:
 
 
 def test_explain_is_a_table_that_says_how_far_predictions_were_off() -> None:
-    predicted = {choice.way.name: choice.predicted_s for choice in predictions(1 << 22, ONE_HOST)}
+    predicted = {choice.route.name: choice.predicted_s for choice in predictions(1 << 22, ONE_HOST)}
     timed = [{name: seconds * (2.0 if name == "ring" else 1.5) for name, seconds in predicted.items()}]
     title, header, *rows, last = auto(ONE_HOST, by_rank=timed).explain(4_000_000).splitlines()
     assert title == "all-reduce of 4,000,000 bytes; auto takes shared_memory"
     assert header.split()[:3] == ["way", "predicted", "rounds"]
     assert header.endswith("4 MB timed")
-    assert len(rows) == len(ways(ONE_HOST))
+    assert len(rows) == len(routes(ONE_HOST))
     memory = next(row for row in rows if " shared_memory " in row)
     assert "memory 100 %" in memory
     ring = next(row for row in rows if " ring " in row)
@@ -306,7 +306,7 @@ def test_explain_times_the_cheapest_way_whatever_it_takes() -> None:
 
 
 def test_a_table_of_nothing_and_of_tiny_times() -> None:
-    ring = ways(FAR)["ring"]
+    ring = routes(FAR)["ring"]
     assert len(table([], 4, {})) == 1
     assert "0.250 µs" in table([Choice(ring, 2.5e-7, 0.0, None)], 4, {})[1]
     assert "1.50 s" in table([Choice(ring, 1.5, 0.0, None)], 4, {})[1]
