@@ -25,8 +25,6 @@ Collate = Callable[[list[Any]], Any]
 class WholeBatches(ABC):
     """A data set that can hand out a collated batch at once, faster than sample by sample."""
 
-    may_read_ahead = True
-
     @abstractmethod
     def batch(self, indices: Sequence[int]) -> Any:
         """Returns the samples at `indices` as `default_collate` would collate them. It must not be random."""

@@ -167,8 +167,8 @@ def write_in(path: Path) -> None:
         file.write(b"new")
 
 
-def locked(part: Path) -> None:
-    with _locked(part, until=part.with_name("copy")):
+def locked(path: Path) -> None:
+    with _locked(path):
         pass
 
 
@@ -189,7 +189,7 @@ OPENS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": appended,
     "rank-1.log": _LogFile,
     "starts.jsonl": noted,
-    ".part-copy": locked,
+    ".lock-copy": locked,
 }
 REPLACES: dict[str, Callable[[Path], object]] = {
     "summary.json": lambda path: write_summary(path.parent, SUMMARY),

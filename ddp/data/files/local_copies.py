@@ -1,12 +1,16 @@
 """Local copies of remote files: each file is downloaded once per host, whole or not at all.
 
-    cache/3f9c…-shard-000.tar          the copy; 3f9c… is a hash of address, size and version
-    cache/.part-3f9c…-shard-000.tar    a download in progress, locked by the process that makes it
+    cache/3f9c…-train-000.tar          the copy; 3f9c… is a hash of address, size and version
+    cache/.part-3f9c…-train-000.tar    a download in progress
+    cache/.lock-3f9c…-train-000.tar    empty; locked by the process that downloads
 
-The first of several processes locks the part, downloads, and renames it. The others wait for the lock and then find
-the copy. The kernel releases the lock of a process that is killed; the next one begins the same part again. A process
-whose download fails removes the part. A remote file that has changed has another name here. No copy is ever deleted:
-the folder needs room for all files.
+The first of several processes takes the lock, downloads the part, and renames it. The others wait for the lock and then
+find the copy. The kernel releases the lock of a process that is killed; the next one begins the same part again. A
+process whose download fails removes the part. A remote file that has changed has another name here. No copy is ever
+deleted: the folder needs room for all files.
+
+fsspec's own `filecache::` writes under the copy's final name. So two processes would write one file, a reader might
+find half of it, and its one call for a whole file could have no deadline that suits all sizes.
 
 In a folder that others may write, such as a team's, each user has a folder of their own, because whoever may write a
 copy decides what the samples are.
@@ -26,7 +30,7 @@ from pathlib import Path
 from ddp.data.files.readers import Facts, check_unchanged
 from ddp.data.files.remote import BLOCK_BYTES, Retries, remote_facts, remote_range
 from ddp.errors import ConfigError
-from ddp.process.files import make_folder, opened, to_read
+from ddp.process.files import make_folder, new_file, opened, to_read
 from ddp.process.owners import why_shared
 
 
@@ -39,21 +43,13 @@ def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries)
     cache_dir = _own_part(cache_dir)
     digest = hashlib.sha256(f"{address} {facts.size} {facts.version}".encode()).hexdigest()[:16]
     copy = cache_dir / f"{digest}-{_base_name(address)}"
-    part = copy.with_name(f".part-{copy.name}")
-    if copy.exists():
-        to_read(copy).close()  # refuses a link
-        return copy
     try:
         make_folder(cache_dir)
-        with _locked(part, until=copy) as descriptor:
-            if descriptor is not None:
-                try:
-                    _download(address, facts.size, descriptor, retries)
-                    check_unchanged(address, facts, remote_facts(address, retries=retries))
-                    part.rename(copy)
-                except BaseException:
-                    part.unlink(missing_ok=True)  # nobody else writes to it while this process has the lock
-                    raise
+        if not copy.exists():
+            with _locked(copy.with_name(f".lock-{copy.name}")):
+                if not copy.exists():
+                    _download(address, facts, copy, retries)
+        to_read(copy).close()  # refuses a link
     except OSError as error:
         raise ConfigError(
             f"{address} cannot be copied to {cache_dir} ({error.strerror}): take a cache_dir that can be written and "
@@ -85,36 +81,26 @@ def _base_name(address: str) -> str:
     return name[-100:]  # the suffix matters, and file systems limit the length
 
 
-def _download(address: str, size: int, descriptor: int, retries: Retries) -> None:
-    os.truncate(descriptor, 0)  # of a process that was killed
-    for start in range(0, size, BLOCK_BYTES):
-        block = memoryview(remote_range(address, start, min(start + BLOCK_BYTES, size), retries=retries))
-        while block:
-            block = block[os.write(descriptor, block) :]
-    os.fsync(descriptor)
+def _download(address: str, facts: Facts, copy: Path, retries: Retries) -> None:
+    part = copy.with_name(f".part-{copy.name}")
+    try:
+        with new_file(part) as file:  # in the place of what a killed process has left
+            for start in range(0, facts.size, BLOCK_BYTES):
+                file.write(remote_range(address, start, min(start + BLOCK_BYTES, facts.size), retries=retries))
+            file.flush()
+            os.fsync(file.fileno())
+        check_unchanged(address, facts, remote_facts(address, retries=retries))
+        part.rename(copy)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @contextmanager
-def _locked(part: Path, *, until: Path) -> Iterator[int | None]:
-    """Yields the descriptor of a locked part, which is this process's to write; None once `until` exists."""
-    while True:
-        descriptor = opened(part, os.O_WRONLY | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for another process's download
-            if until.exists():
-                if _is_same(part, descriptor):  # made here, after the other one was renamed
-                    part.unlink()
-                yield None
-                return
-            if _is_same(part, descriptor):
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)  # releases the lock
-
-
-def _is_same(path: Path, descriptor: int) -> bool:
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes of this host out of the block."""
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock

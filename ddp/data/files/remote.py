@@ -1,6 +1,6 @@
 """Files of any file system that fsspec knows (s3://, gs://, https://, hdfs:// …): every call is bounded and retried.
 
-    read(offset, length)  ->  blocks of 4 MiB, the last 16 of each file kept
+    read(offset, length)  ->  blocks of 4 MiB, the last 16 of each file kept (fsspec's `BlockCache`)
                                  block  ->  try 0, pause 0.25 s, try 1, pause 0.5 s, try 2 … , at most 5 tries
                                               try  ->  a helper thread calls fsspec; after 60 s it is given up
 
@@ -25,14 +25,12 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from queue import SimpleQueue
-from threading import Thread
+from concurrent.futures import wait
 from typing import Any, NamedTuple, TypeVar
 
 from ddp.data.files.readers import Facts, Reader, ReadFailed, check_unchanged, unopened
+from ddp.data.helper_thread import HelperThread
 from ddp.errors import ConfigError
 
 T = TypeVar("T")
@@ -117,24 +115,7 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
     ) from failure
 
 
-class _Helper:
-    """A thread that makes calls in the place of another one."""
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        Thread(target=self._run, name="ddp-remote-read", daemon=True).start()
-
-    def _run(self) -> None:
-        while (job := self.calls.get()) is not None:
-            call, future = job
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-            del job, call, future  # results may be large
-
-
-_idle: list[_Helper] = []
+_idle: list[HelperThread] = []
 os.register_at_fork(after_in_child=_idle.clear)  # threads do not exist in a forked child
 
 
@@ -143,16 +124,15 @@ def _within(deadline_s: float, call: Callable[[], T]) -> T:
     try:
         helper = _idle.pop()
     except IndexError:
-        helper = _Helper()
-    future: Future[T] = Future()
-    helper.calls.put((call, future))
+        helper = HelperThread("ddp-remote-read")
+    future = helper.submit(call)
     try:
         wait([future], timeout=deadline_s)
     finally:
         if future.done():
             _idle.append(helper)
         else:
-            helper.calls.put(None)  # it ends once its call does
+            helper.end()
     if not future.done():
         raise TimeoutError("no answer")
     return future.result()
@@ -209,26 +189,18 @@ class RemoteReader(Reader):
     def __init__(self, address: str, *, retries: Retries) -> None:
         self.address, self._retries = address, retries
         self.facts = remote_facts(address, retries=retries)
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        blocks = importlib.import_module("fsspec.caching").BlockCache
+        self._blocks = blocks(BLOCK_BYTES, self._block, self.facts.size, maxblocks=_NUM_BLOCKS)
 
     def read(self, offset: int, length: int) -> bytes:
         """Returns exactly `length` bytes from `offset`."""
         end = offset + length
         if end > self.facts.size:
             raise ConfigError(f"{self.address} has {self.facts.size} bytes, none at {end}: index it again")
-        first = offset // BLOCK_BYTES
-        joined = b"".join(self._block(number) for number in range(first, -(-end // BLOCK_BYTES)))
-        begin = offset - first * BLOCK_BYTES
-        return joined[begin : begin + length]
+        found: bytes = self._blocks._fetch(offset, end)
+        return found
 
-    def _block(self, number: int) -> bytes:
-        block = self._blocks.pop(number, None)
-        if block is None:
-            start = number * BLOCK_BYTES
-            end = min(start + BLOCK_BYTES, self.facts.size)
-            block = remote_range(self.address, start, end, retries=self._retries)
-            check_unchanged(self.address, self.facts, remote_facts(self.address, retries=self._retries))
-            while len(self._blocks) >= _NUM_BLOCKS:
-                self._blocks.popitem(last=False)
-        self._blocks[number] = block
+    def _block(self, start: int, end: int) -> bytes:
+        block = remote_range(self.address, start, min(end, self.facts.size), retries=self._retries)
+        check_unchanged(self.address, self.facts, remote_facts(self.address, retries=self._retries))
         return block

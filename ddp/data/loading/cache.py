@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ddp.data.loading.prefetch import THREAD
+from ddp.data.loading.read_ahead import THREAD
 from ddp.data.samples import Transformed
 from ddp.errors import ConfigError
 from ddp.process.log import log

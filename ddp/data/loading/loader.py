@@ -10,11 +10,16 @@ Where an epoch has a sample several times, positions take the place of indices i
 after each batch: loading leaves no trace in the randomness of the rest of the program.
 
 Seeding takes 12 us, more than reading a small sample. Data that draw nothing are spared it, if they say so by a true
-attribute `may_read_ahead`; lists and TensorDatasets need not. Others cannot be found out, because a sample may read a
-generator and leave no trace there, as with `torch.initial_seed()` or `fork_rng()`.
+attribute `may_read_ahead`; lists, TensorDatasets and `WholeBatches` need not. Others cannot be found out, because a
+sample may read a generator and leave no trace there, as with `torch.initial_seed()` or `fork_rng()`.
 
-A data set in memory may derive from `WholeBatches`; its `batch` is then called once for each micro-batch, unless the
-samples are to be collated in another way.
+`WholeBatches` hand out a micro-batch at once, unless the samples are to be collated in another way.
+
+Without loader processes a thread reads ahead (`read_ahead.py`) from data with `may_read_ahead`, and without a `collate`
+of the user's own: others may draw from generators that the thread would share with the forward beside it, or be bound
+to the thread that has opened them, as SQLite is. Data in memory do not say so, because a thread that never waits would
+only take turns with the training, for the interpreter lock. On a GPU the training waits for the GPU instead. So there
+the thread reads from all data that draw nothing, and copies their batches, and those of loader processes, to the GPU.
 
 A sample that cannot be read ends the run, unless some may be left out: each of these is counted and warned of once.
 
@@ -39,7 +44,7 @@ from torch.utils.data._utils import worker as torch_worker
 from ddp.data.loading.device_copies import DeviceCopies
 from ddp.data.loading.loader_watch import Limits, LoaderWatch, follow_the_trainer
 from ddp.data.loading.own_generators import OwnGenerators
-from ddp.data.loading.prefetch import ReadAhead
+from ddp.data.loading.read_ahead import ReadAhead
 from ddp.data.loading.sending import make_room_for_sockets, packed
 from ddp.data.orders.order import Checksum
 from ddp.data.orders.sampler import EvaluationSampler, StepPlan, TrainSampler
@@ -103,7 +108,7 @@ class TrainLoader:
         self._requests = _Requests()
         self._keyed = _Keyed(dataset, collate, tolerated=UNREADABLE, packs=num_workers > 0)
         self._copies = DeviceCopies(device) if device.type == "cuda" else None
-        self._ahead = ReadAhead(self._may_use_thread, pays=None if self._copies is None else True)
+        self._ahead = ReadAhead()
         self._loader = _data_loader(
             self._keyed,
             self._requests,
@@ -143,12 +148,10 @@ class TrainLoader:
     def _on_time(self, fetched: Iterator[_Fetched]) -> Iterator[_Fetched]:
         """Yields batches that are read, and on the device, before they are needed."""
         if self._copies is not None:
-            return map(self._copies.finish, self._ahead.of(map(self._copies.begin, fetched)))
-        return fetched if self._loader.num_workers else self._ahead.of(fetched)
-
-    def _may_use_thread(self) -> bool:
-        """Returns True if batches may be fetched in a thread, because nothing is drawn at random in this process."""
-        return self._loader.num_workers > 0 or not (self._keyed.samples_draw or self._keyed.collate_draws)
+            copies = map(self._copies.begin, fetched)
+            may_copy = self._loader.num_workers > 0 or not self._keyed.draws
+            return map(self._copies.finish, self._ahead.of(copies) if may_copy else copies)
+        return self._ahead.of(fetched) if self._keyed.may_read_ahead and not self._loader.num_workers else fetched
 
     def _readable(self, fetched: Iterator[_Fetched]) -> Iterator[Any]:
         """Yields batches, None for one of which nothing is left, and notes what was left out.
@@ -303,7 +306,9 @@ class _Keyed(Dataset[Any]):
         packs: True for loader processes, which send what they fetch.
 
     Attributes:
-        samples_draw, collate_draws: they may draw from the process's generators, which are seeded for each.
+        samples_draw, collate_draws, draws: they, or one of them, may draw from the process's generators, which are
+            seeded for each.
+        may_read_ahead: a thread may fetch batches beside the training, and it may pay.
     """
 
     def __init__(
@@ -312,8 +317,11 @@ class _Keyed(Dataset[Any]):
         self.dataset, self.collate, self.tolerated = dataset, collate or default_collate, tolerated
         self.packs = packs
         self.at_once = isinstance(dataset, WholeBatches) and collate is None
-        is_plain = getattr(dataset, "may_read_ahead", False) or type(dataset) in (list, tuple, TensorDataset)
-        self.samples_draw, self.collate_draws = not is_plain, self.collate is not default_collate
+        says_so, is_in_memory = getattr(dataset, "may_read_ahead", False), type(dataset) in (list, tuple, TensorDataset)
+        self.samples_draw = not (says_so or is_in_memory or isinstance(dataset, WholeBatches))
+        self.collate_draws = self.collate is not default_collate
+        self.draws = self.samples_draw or self.collate_draws
+        self.may_read_ahead = says_so and not self.draws
         self._own: OwnGenerators | None = None  # of this process, once it has begun
 
     def __getitems__(self, request: _Request) -> Any:
@@ -327,7 +335,7 @@ class _Keyed(Dataset[Any]):
         if self.at_once:
             with suppress(*self.tolerated):  # else sample by sample, to find out which it is
                 return _Fetched(self.dataset.batch(request.indices), [])
-        if not self.samples_draw and not self.collate_draws:
+        if not self.draws:
             return self._fetch(request, None)
         if self._own is None:
             self._own = OwnGenerators(*[self.dataset] * self.samples_draw, *[self.collate] * self.collate_draws)

@@ -1,4 +1,4 @@
-"""Reading ahead: the same batches with and without the thread, which starts where reading waits, and ends in time."""
+"""Reading ahead: the same batches with and without the thread, which reads what it may, and ends in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from ddp.data.loading.device_copies import DeviceCopies
 from ddp.data.loading.loader import TrainLoader, _two_readers
-from ddp.data.loading.prefetch import AHEAD, ReadAhead
+from ddp.data.loading.read_ahead import AHEAD, ReadAhead
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import WholeBatches
 from ddp.errors import UnreadableSample
@@ -41,12 +41,14 @@ class Slow(Dataset[Any]):
         return torch.tensor([float(index)])
 
 
-class Quick(Slow):
-    wait_s = 0.0
+class InMemory(WholeBatches, Slow):
+    """Draws nothing, and does not say that it may be read ahead."""
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    may_read_ahead = False
+
+    def batch(self, indices: Any) -> Any:
         self.threads.add(threading.current_thread().name)
-        return torch.tensor([sum(range(200)) / 19900 * index])
+        return torch.tensor([[float(index)] for index in indices])
 
 
 class Augmented(Slow):
@@ -95,8 +97,8 @@ def until_none_is_left() -> None:
     assert not threads()
 
 
-@pytest.mark.parametrize("kind", [Slow, Whole, Augmented])
-def test_the_same_batches_and_a_thread_where_reading_waits(kind):
+@pytest.mark.parametrize("kind", [Slow, Whole, Augmented, InMemory])
+def test_the_same_batches_and_a_thread_where_it_may_read(kind):
     quick = kind()
     quick.wait_s = 0.0
     expected = epochs_of(loader_of(quick))
@@ -105,17 +107,9 @@ def test_the_same_batches_and_a_thread_where_reading_waits(kind):
     before = GeneratorStates.now()
     assert epochs_of(loader) == expected and len(expected) == 24
     assert GeneratorStates.now() == before
-    is_ahead = kind is not Augmented  # its draws would mix with those of the forward
-    assert loader._ahead.uses_thread is is_ahead
+    is_ahead = kind in (Slow, Whole)  # what is drawn would mix with what the forward draws
     assert slow.threads == {"MainThread", *(["ddp-read-ahead"] if is_ahead else [])}
     until_none_is_left()
-
-
-def test_no_thread_where_reading_does_not_wait():
-    data = Quick()
-    loader = loader_of(data)
-    epochs_of(loader)
-    assert loader._ahead.uses_thread is False and data.threads == {"MainThread"}
 
 
 def test_an_error_is_raised_where_its_batch_is_wanted():
@@ -155,12 +149,11 @@ def test_it_is_never_more_than_a_few_batches_ahead():
             time.sleep(1e-3)
             yield fetched
 
-    ahead = ReadAhead(lambda: True)
-    for batch in ahead.of(batches()):
+    for batch in ReadAhead().of(batches()):
         if batch > 8:
             time.sleep(3e-3)
             assert batch <= fetched <= batch + AHEAD + 1
-    assert batch == 49 and ahead.uses_thread
+    assert batch == 49
     until_none_is_left()
 
 
@@ -184,7 +177,7 @@ class Copies:
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
-@pytest.mark.parametrize(("kind", "num_workers"), [(Quick, 0), (Whole, 0), (Augmented, 0), (Augmented, 1)])
+@pytest.mark.parametrize(("kind", "num_workers"), [(InMemory, 0), (Whole, 0), (Augmented, 0), (Augmented, 1)])
 def test_a_thread_copies_to_a_gpu_what_may_be_read_ahead(kind, num_workers, monkeypatch):
     """Also what does not wait, and what processes have fetched; but not what is drawn at random in this process."""
     expected = epochs_of(loader_of(kind()))
@@ -197,7 +190,7 @@ def test_a_thread_copies_to_a_gpu_what_may_be_read_ahead(kind, num_workers, monk
     assert [value for *_, value in begun] == [value for *_, value in finished] == [batch[0][0] for batch in expected]
     assert {thread for _, thread, _ in finished} == {"MainThread"}
     is_ahead = (kind, num_workers) != (Augmented, 0)
-    assert {thread for _, thread, _ in begun[4:]} == {"ddp-read-ahead" if is_ahead else "MainThread"}
+    assert {thread for _, thread, _ in begun[1:12]} == {"ddp-read-ahead" if is_ahead else "MainThread"}
     until_none_is_left()
 
 
