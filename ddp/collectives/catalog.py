@@ -165,7 +165,7 @@ def prove(schedule: Schedule, num_ranks: int, *, what: str) -> None:
 
 @lru_cache(maxsize=256)
 def _mistake(schedule: Schedule, num_ranks: int) -> str:
-    """Returns what is wrong with a schedule, or an empty text."""
+    """Returns the fault of a schedule, or an empty text."""
     if schedule.goal is not Goal.ALL_REDUCE:
         return f"is no all-reduce, but one where {schedule.goal.value}"
     try:

@@ -100,7 +100,7 @@ class ScheduleError(AssertionError):
 
 @dataclass(frozen=True)
 class Proof:
-    """Holds what `Schedule.check` found out, and counted on the way."""
+    """The proof of a schedule by `Schedule.check`, with its counts of rounds, messages and chunks."""
 
     expressions: tuple[Expression, ...]  # what each chunk becomes
     canonical: bool  # True if every chunk is added up in the order of `canonical`, and where nothing is added
@@ -247,7 +247,7 @@ class SymbolicRun:
             raise self._error(rank, "runs of chunks that are added before what is there overlap: take the same run")
 
     def _delivered(self, rank: int, op: Recv, sends: list[Send] | None) -> list[Value]:
-        """Returns what the oldest message of this round from the peer brings."""
+        """Returns the content of the oldest message of this round from the peer."""
         if not sends:
             raise self._error(rank, f"deadlock: rank {op.peer} sends no {_named(op.chunks)} in this round")
         send = sends.pop(0)
@@ -331,7 +331,7 @@ class SymbolicRun:
         return list(range(self.num_ranks))
 
     def _wanted(self, chunk: int) -> int:
-        """Returns whose contributions must be in a chunk at the end, as a bit mask."""
+        """Returns the ranks whose contributions a chunk must have at the end, as a bit mask."""
         if self.goal.adds:
             return (1 << self.num_ranks) - 1
         return 1 << (chunk if self.goal in (Goal.ALL_GATHER, Goal.GATHER) else self.root)

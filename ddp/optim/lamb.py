@@ -27,7 +27,7 @@ from ddp.optim.trust_ratio import Norms, trust_ratios
 
 
 class LambChoices(TypedDict, total=False):
-    """Holds what implementations of LAMB disagree about.
+    """The choices in which implementations of LAMB differ.
 
     Attributes:
         betas: decay of the running means of gradients and of squared gradients.

@@ -29,7 +29,7 @@ from ddp.optim.trust_ratio import Norms, trust_ratios
 
 
 class LarsChoices(TypedDict, total=False):
-    """Holds what implementations of LARS disagree about.
+    """The choices in which implementations of LARS differ.
 
     Attributes:
         momentum: μ.

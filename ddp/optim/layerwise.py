@@ -284,5 +284,5 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
-    """Returns what gradients of this norm are multiplied by, so that it is at most `clip_norm`."""
+    """Returns the factor that brings gradients of this norm to a norm of at most `clip_norm`."""
     return 1.0 if clip_norm is None else 1.0 / max(1.0, norm / clip_norm)

@@ -45,7 +45,7 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what a checkpoint needs."""
+        """Returns the state for a checkpoint."""
         return {"value": self.value, "num_good": self.num_good}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

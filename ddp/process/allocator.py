@@ -30,7 +30,7 @@ _MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}  # the s
 
 
 def variables() -> dict[str, str]:
-    """Returns what to set in the environment of a worker before it begins."""
+    """Returns the environment variables that a worker must have before it begins."""
     return {name: value for name, value in VARIABLES.items() if name not in os.environ}
 
 

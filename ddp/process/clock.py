@@ -39,7 +39,7 @@ class Patience:
 
 
 def within(limit_s: float, work: Callable[[], Result]) -> Result:
-    """Returns what `work` returns, or raises what it raises. A thread works, which is left alone after the deadline.
+    """Returns the result of `work`, or raises its error. A thread works, which is left alone after the deadline.
 
     Raises:
         TimeoutError: it has not ended within `limit_s` seconds of running.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def program() -> str:
-    """Returns what the user types before the name of a subcommand."""
+    """Returns the words that the user types before the name of a command."""
     return shlex.quote(os.environ.get("DDP_COMMAND", "")) if "DDP_COMMAND" in os.environ else "python -m ddp"
 
 

@@ -10,7 +10,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Returns what the kernel says is left, infinity where it says nothing.
+    """Returns the bytes that the kernel counts as available; infinity where it does not say.
 
     The kernel promises more than it has, and ends the process that touches the rest. In a container the limit of the
     control group counts, too, and those of the groups around it. What a group holds of files it has read is not counted
@@ -29,7 +29,7 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
 
 
 def _left_in(root: Path, path: str, limit: str, usage: str, files: str) -> list[int]:
-    """Returns what each group has left, from the one at `path` outwards. A container may see its own as the root."""
+    """Returns the bytes left in each control group, from that at `path` on. A container may see its own as root."""
     inner = root / path.lstrip("/")
     groups = [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
     left = []

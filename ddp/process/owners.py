@@ -23,7 +23,7 @@ _NOBODY = 65534  # whom root's folders seem to belong to in a container whose us
 
 
 def why_shared(path: Path, status: os.stat_result, *, rights: int = WRITE) -> str:
-    """Returns in words why other users than this one and root have rights on a file or folder; "" if they have none.
+    """Returns the reason why users other than this one and root have rights on a file or folder; "" if they have none.
 
     Args:
         status: of the path, or of the file that was opened there.
@@ -37,7 +37,7 @@ def why_shared(path: Path, status: os.stat_result, *, rights: int = WRITE) -> st
 
 
 def why_in_other_hands(path: Path) -> str:
-    """Returns in words why other users decide what is at a path; "" if they do not.
+    """Returns the reason why other users decide what is at a path; "" if they do not.
 
     The current folder and those above it are not looked at, because the user has chosen to be there.
 
@@ -54,7 +54,7 @@ def why_in_other_hands(path: Path) -> str:
 
 
 def _why_others_rename_in(folder: Path) -> str:
-    """Returns in words why others may put something else in the place of what this user has in a folder."""
+    """Returns the reason why others may replace what this user has in a folder; "" if they may not."""
     status, link = folder.stat(), folder.lstat()
     if stat.S_ISLNK(link.st_mode) and link.st_uid != _NOBODY and (why := why_shared(folder, link, rights=NOTHING)):
         return why  # its owner may let it lead elsewhere
@@ -73,7 +73,7 @@ def _is_alone_in(group: int) -> bool:
 
 
 def user_name(uid: int) -> str:
-    """Returns a user in words."""
+    """Returns the name of a user, with the number if the host has no name for it."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:

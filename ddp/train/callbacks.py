@@ -53,7 +53,7 @@ class Callback:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs: tensors and plain values in any nested form. Rank 0's is saved."""
+        """Returns the state for a resumed run: tensors and plain values in any nested form. Rank 0's is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ class NoiseMeter(Callback):
         )
 
     def figures(self) -> dict[str, float | None]:
-        """Returns what is known, by name."""
+        """Returns the figures measured so far, by name."""
         scale, error, above = self.scale.estimate() or (None, None, None)
         return {"noise_scale": scale, "noise_scale_error": error, "noise_scale_above": above}
 

@@ -110,7 +110,7 @@ def save_checkpoint(
 
 
 def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
-    """Returns what the samples of all ranks add up to since the epoch began; None if a rank does not know."""
+    """Returns the checksum of the samples of all ranks since the epoch began; None if a rank does not know its own."""
     known = [part for part in parts if part is not None]
     together: Checksum = reduce(Checksum.with_, known, Checksum())
     return tuple(together) if len(known) == len(parts) else None
@@ -261,7 +261,7 @@ def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns what differs between two identities: the dotted key of each value that differs, then and now."""
+    """Returns the differences between two identities: each dotted key that differs, with its values then and now."""
     before, after = flat(then), flat(now)
     return [
         f"{key} was {before.get(key, 'not set')}, is {after.get(key, 'not set')}"
@@ -281,7 +281,7 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def run_identity(comm: Communicator, model: Replica, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the bits of the result depend on, apart from the code; every checkpoint has it."""
+    """Returns the identity of a run: all that the bits of the result depend on, apart from the code."""
     layout = model.bucket_layout
     return {
         **settings,

@@ -1,4 +1,4 @@
-"""Two checks of what the ranks are fed: an epoch has what its order promises, and no two processes begin alike.
+"""Two checks of the data: an epoch has the samples of its order, and no two processes begin with equal batches.
 
     at the end of an epoch     number, sum and exclusive or of the sample numbers of all ranks = the order's promise
     with debug_data            after the first steps: no two ranks or loader processes have had equal batches

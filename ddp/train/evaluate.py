@@ -126,7 +126,7 @@ def predict(
 
 
 def _outputs(model: nn.Module, batch: Any, task: Task | None) -> Tensor:
-    """Returns what `predict` keeps of a batch.
+    """Returns the outputs that `predict` keeps of a batch.
 
     Raises:
         ConfigError: the model is called in another way, or returns something else.

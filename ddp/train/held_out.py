@@ -68,7 +68,7 @@ class HeldOut(NamedTuple):
 
 
 def check_held_out(comm: Communicator, model: nn.Module, held_out: HeldOut, *, batch_size: int) -> None:
-    """Raises ConfigError if the model cannot be evaluated on these samples by so many workers."""
+    """Raises ConfigError if the model cannot be evaluated on these samples by this number of workers."""
     for source in held_out.given().values():
         check_evaluation(model, len(source.samples), batch_size=batch_size, world_size=comm.world_size)
 

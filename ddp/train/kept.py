@@ -1,4 +1,4 @@
-"""Keeps what a run has beside model and optimizer in its checkpoints: the states of callbacks, and of a loss.
+"""Saves and restores state beside model and optimizer: that of callbacks, and of a loss.
 
     callbacks.pt   by name ("EMA", or "EMA 2" for the second one of that class): its `state_dict` on rank 0
     loss.pt        by rank: the values of a loss that is a module, or holds one, that have changed since the run began

@@ -71,7 +71,7 @@ def _expected(task: Task) -> tuple[str, str]:
 
 
 def _found(module: nn.Module, batch: Any, classes_dim: int) -> str:
-    """Returns which probabilities the model returns for the inputs of a batch, in words; "" for none."""
+    """Returns the name of the probabilities that the model returns for the inputs of a batch; "" for none."""
     with torch.enable_grad():
         outputs = outputs_of(module, batch)
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point() or not outputs.numel():

@@ -125,7 +125,7 @@ class ProgressBar(Callback):
 
 
 class StopNote(Callback):
-    """Says what is saved and how to go on, if a signal has stopped the run; `stopping.py` remembers that it has.
+    """Says where the checkpoint is and how to go on, if a signal has stopped the run; `stopping.py` remembers that.
 
     Args:
         run_dir: the folder of the run; None: nothing is saved.

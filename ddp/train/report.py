@@ -180,7 +180,7 @@ def words_of(key: str) -> str:
 
 
 def _was_on(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what was not as usual in this run."""
+    """Yields the facts of this run that differ from the usual ones."""
     if unreadable := summary.get("unreadable_samples"):
         yield f"{counted(unreadable, 'sample')} left out that could not be read"
     if (precision := summary.get("precision", "fp32")) != "fp32":

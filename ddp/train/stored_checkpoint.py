@@ -171,7 +171,7 @@ def resume_from(resume: str, run_dir: Path) -> Path | None:
 
 
 def identity_of(path: Path) -> Mapping[str, Any]:
-    """Returns what a checkpoint, or the last one in a folder, says of its run, without its parts; empty if unread."""
+    """Returns the identity of the run in a checkpoint, or in the last one of a folder; empty if it cannot be read."""
     with contextlib.suppress(CheckpointError, OSError, LookupError, TypeError):
         folder = path if (path / MANIFEST).exists() else listed(path).saved[0].path
         identity: Mapping[str, Any] = _read_manifest(folder)["meta"]["identity"]

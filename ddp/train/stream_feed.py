@@ -51,7 +51,7 @@ class StreamFeed:
             yield plan, batches
 
     def ended(self, num_ending: int) -> None:
-        """Ends the pass if it is time, once the streams of so many ranks are at their end. Collective.
+        """Ends the pass if it is time, once the streams of this number of ranks are at their end. Collective.
 
         Raises:
             ConfigError: some ranks have more samples than others, and that is an error.

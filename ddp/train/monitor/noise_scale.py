@@ -86,7 +86,7 @@ class NoiseScale:
         self._weight, self._num = DECAY * self._weight + 1.0, self._num + 1
 
     def estimate(self) -> Estimate | None:
-        """Returns what is known; None before the first `FEWEST` measurements, or if all parts had equal gradients."""
+        """Returns the estimate; None before the first `FEWEST` measurements, or if all parts had equal gradients."""
         if self._num < FEWEST:
             return None
         mean = self._sums / self._weight

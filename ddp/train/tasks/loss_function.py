@@ -98,7 +98,7 @@ def name_of(loss: object) -> str:
 
 
 def _form(value: object) -> str:
-    """Returns what a value is, in a few words."""
+    """Returns the type and shape of a value, for a message."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list)):

@@ -48,7 +48,7 @@ def ngram_bits_per_byte(train: bytes, held_out: bytes, order: int) -> float:
 
 
 def xz_bits_per_byte(train: bytes, held_out: bytes) -> float:
-    """Returns what the held-out text adds to the compressed training text, in bits per held-out byte."""
+    """Returns the bits per held-out byte that the held-out text adds to the compressed training text."""
     with ThreadPoolExecutor(2) as threads:  # which lzma lets run at the same time
         compressed = threads.map(partial(lzma.compress, preset=_XZ_PRESET), (train, train + held_out))
         alone, together = map(len, compressed)

@@ -71,7 +71,7 @@ class Task(ABC):
         return {"loss": self.loss(model, batch)}
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Returns what `predict` keeps of each sample: [n, ...], without gradient, in the batch's order."""
+        """Returns the outputs that `predict` keeps: [n, ...], without gradient, in the batch's order."""
         return outputs_of(model, batch)
 
     def finish(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -80,7 +80,7 @@ class Task(ABC):
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Returns what the model returns for the inputs of a batch: its first part, or all of it if it has no parts."""
+    """Returns the model's outputs for the inputs of a batch: its first part, or all of it if it has no parts."""
     outputs: Tensor = model(batch[0] if isinstance(batch, (tuple, list)) else batch)
     return outputs
 
