@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    ["errors", "streams"],
+    ["errors", "setting", "streams"],
     ["process", "units", "vision"],
     ["collectives", "optim", "models", "data"],
     ["comm"],

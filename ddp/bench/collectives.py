@@ -40,11 +40,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.bench.barrier import Barrier, open_barrier
-from ddp.bench.place import HERE, Place, available_cores
+from ddp.bench.place import HERE, Place
 from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
 from ddp.process.clock import now_s
+from ddp.process.memory import available_cores
 from ddp.units import format_bandwidth, format_size, format_time, three_digits, written
 
 CROWDED_S, MAX_CALLS = 0.005, 64

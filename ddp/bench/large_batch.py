@@ -28,9 +28,9 @@ from ddp.comm.setup import init, shutdown
 from ddp.data.sets import standard_library
 from ddp.errors import Diverged
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
-from ddp.optim.schedules import Scaling
 from ddp.process.clock import now_s
 from ddp.process.files import json_object, to_append, write_whole
+from ddp.setting import Scaling
 from ddp.train.callbacks import Callback, NoiseMeter
 from ddp.train.fit import fit
 from ddp.train.monitor.noise_scale import Estimate

@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from ddp.errors import ConfigError
+from ddp.process.memory import available_cores
 from ddp.units import parse_delay, parse_rate
 
 PAYLOAD = 0.956
@@ -77,11 +77,6 @@ class Place:
 
 
 HERE = Place()
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def refuse_unknown(what: str, names: Collection[str], known: Collection[str]) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ddp.comm.reduction import COMBINE, SIGNED
-from ddp.comm.wire_format import WireName, wire_format
+from ddp.comm.wire_format import wire_format
 from ddp.errors import ConfigError
+from ddp.setting import WireName
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 

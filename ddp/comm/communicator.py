@@ -52,9 +52,10 @@ from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport
 from ddp.comm.watch.call import Call, recorded
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.wire_format import Narrow, WireName, widened, wire_format
+from ddp.comm.wire_format import widened, wire_format
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import log
+from ddp.setting import Narrow, WireName
 
 Op = Literal["sum", "mean", "product", "min", "max"]
 Predicted = Literal["all_reduce", "all_gather", "sum_in_host"]

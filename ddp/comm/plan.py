@@ -49,8 +49,9 @@ from ddp.comm.host_links import by_size
 from ddp.comm.reduction import SUM, Reduction
 from ddp.comm.routes import IN_MEMORY, Route, num_pieces
 from ddp.comm.settings import Settings
-from ddp.comm.wire_format import Narrow, WireFormat, wire_format
+from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
+from ddp.setting import Narrow
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
 NEARLY = 1.1  # times that differ by no more count as equal

@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Expression, Schedule, canonical
 
-Order = Literal["any", "canonical"]
 """The order of the additions: any, or that of the canonical binary tree over the ranks."""
 
 IN_MEMORY = "shared_memory"

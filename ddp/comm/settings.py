@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ddp.collectives.simulate import SEGMENT_BYTES
-from ddp.comm.routes import Order
+from ddp.setting import Additions
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ class Settings:
     device: torch.device = CPU
     generation: int = 0
     algorithm: str = "auto"
-    order: Order = "any"
+    order: Additions = "any"
     shared_memory: bool = True
     segment_bytes: int = SEGMENT_BYTES
     abort_s: float = 60.0

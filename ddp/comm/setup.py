@@ -30,7 +30,6 @@ from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.proof import prove
 from ddp.comm.meeting.rendezvous import LET_GO_S, answered, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
-from ddp.comm.routes import Order
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import TransportError, never_hopeless
 from ddp.comm.transport.process_group import GlooConnections, GlooTransport, process_group_transport
@@ -39,6 +38,7 @@ from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.allocator import keep_large_blocks
 from ddp.process.clock import LONGEST_S
 from ddp.process.log import follow_rank, log
+from ddp.setting import Additions
 
 WARN_S, ABORT_S = 10.0, 600.0
 ANSWER_S = 5.0  # longest wait for a store that has answered before
@@ -64,7 +64,7 @@ def init(
     device: str | torch.device | None = None,
     backend: str = "auto",
     algorithm: str = "auto",
-    order: Order = "any",
+    order: Additions = "any",
     shared_memory: bool = True,
     segment_bytes: int = SEGMENT_BYTES,
     warn_s: float = WARN_S,

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError, did_you_mean
+from ddp.setting import Narrow, WireName
 
-Narrow = Literal["bf16", "fp16", "int8", "int8_stochastic"]
-WireName = Narrow | Literal["fp32"]
 NAMES: tuple[str, ...] = (*get_args(Narrow), "fp32")
 BLOCK = 256  # numbers with one scale
 STRETCH = 256 * BLOCK  # numbers whose temporary copies fit a cache

@@ -8,11 +8,11 @@ it does (`loss_scale.py`). With bf16_pure, parameters and gradients are bfloat16
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
 
 import torch
 
-Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+from ddp.setting import Precision
+
 NARROW = {"bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
 
 

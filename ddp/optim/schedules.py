@@ -21,15 +21,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
+from ddp.setting import Scaling
 
 RateSchedule = Callable[[float, float], float]
-Scaling = Literal["none", "linear", "sqrt", "legw"]
 
 
 def constant() -> RateSchedule:

@@ -1,12 +1,22 @@
-"""Says how much memory the host could still give this process, and whether a tensor fills its own without gaps."""
+"""Says what the host has for this process: cores, and memory; and whether a tensor fills its own without gaps."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:

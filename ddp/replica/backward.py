@@ -41,7 +41,6 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.wire_format import WireName
 from ddp.comm.work import Work
 from ddp.errors import CommunicatorBroken, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
@@ -51,6 +50,7 @@ from ddp.gradients.totals import GlobalCount, Parts, Totals, Verdicts
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.broadcast import check_same_layout
 from ddp.replica.unused import Use, complaint, greatest_uses
+from ddp.setting import WireName
 
 
 class State(Enum):

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, device_of
-from ddp.comm.wire_format import WireName
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
@@ -47,6 +46,7 @@ from ddp.replica.sink import accumulates, call_at_end, watch_backward
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.replica.timeline import describe
 from ddp.replica.uncompiled import uncompiled
+from ddp.setting import WireName
 
 
 class BucketedDataParallel(Replica):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm import checks
-from ddp.comm.wire_format import WireName
 from ddp.errors import ConfigError
+from ddp.setting import WireName
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _END = object()  # after the last value, so that lists of different lengths differ

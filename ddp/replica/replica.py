@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.wire_format import WireName
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.optim.update import Update
@@ -36,6 +35,7 @@ from ddp.replica.buffers import BufferSync
 from ddp.replica.sink import is_in_backward
 from ddp.replica.uncompiled import uncompiled
 from ddp.replica.verify import verify_replicas
+from ddp.setting import WireName
 
 PREFIX = "module."
 

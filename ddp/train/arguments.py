@@ -24,7 +24,6 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.setup import device_of, init
-from ddp.comm.wire_format import WireName
 from ddp.data.loading.cache import cached
 from ddp.data.loading.source import UNKEYED, Source, fingerprint
 from ddp.data.orders.order import Order
@@ -44,6 +43,7 @@ from ddp.replica.drop_in.sparse import produces_sparse_gradient
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.setting import WireName
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 from ddp.train.early_stopping import EarlyStopping

@@ -21,8 +21,9 @@ from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
-from ddp.optim.autocast import Precision, forward_precision
+from ddp.optim.autocast import forward_precision
 from ddp.replica.replica import Replica
+from ddp.setting import Precision
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.given_back import modes_kept
 from ddp.train.kept import loss_modules

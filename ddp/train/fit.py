@@ -26,9 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
-from ddp.comm.wire_format import WireName
 from ddp.data.loading.cache import cache_of
-from ddp.data.loading.iterable import ENDLESS, IterableSampler, Uneven, sampler_of_stream
+from ddp.data.loading.iterable import ENDLESS, IterableSampler, sampler_of_stream
 from ddp.data.loading.source import Source, source_of
 from ddp.data.orders.order import Order
 from ddp.data.orders.sampler import TrainSampler, checked_range, sampler_of
@@ -39,7 +38,6 @@ from ddp.data.samples import Collate
 from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest
 from ddp.gradients.hooks.error_feedback import corrected
 from ddp.gradients.hooks.hook import Hook
-from ddp.optim.autocast import Precision
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.loss_scale import LossScale
 from ddp.optim.schedules import RateSchedule
@@ -47,6 +45,7 @@ from ddp.optim.torch_schedule import Moment
 from ddp.process.clock import now_s
 from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
 from ddp.process.log import log
+from ddp.setting import Precision, Uneven, WireName
 from ddp.train.arguments import (
     NEEDED,
     check_callbacks,

@@ -24,7 +24,7 @@ from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate
 from ddp.data.sets.validation import choose, selection_of
 from ddp.errors import ConfigError
-from ddp.optim.autocast import Precision
+from ddp.setting import Precision
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.callbacks import Callback
 from ddp.train.early_stopping import EarlyStopping

@@ -7,16 +7,16 @@ from contextlib import ExitStack
 from typing import Any
 
 from ddp.comm.objects import all_gather_object
-from ddp.data.loading.iterable import IterableLoader, IterableSampler, Uneven
+from ddp.data.loading.iterable import IterableLoader, IterableSampler
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import ConfigError
-from ddp.optim.autocast import Precision
 from ddp.optim.schedules import RateSchedule, constant
 from ddp.process.log import log
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
+from ddp.setting import Precision, Uneven
 from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import Callback
 from ddp.train.data_checks import EqualBatches

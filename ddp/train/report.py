@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ddp.optim.autocast import Precision
 from ddp.process.files import json_object, whole_file, write_whole
 from ddp.process.invocation import program, shown
+from ddp.setting import Precision
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
 from ddp.train.data_checks import EpochCheck
 from ddp.train.early_stopping import EARLY

@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.gradients.totals import Parts, Totals, count_of
-from ddp.optim.autocast import Precision, forward_precision
+from ddp.optim.autocast import forward_precision
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
 from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
+from ddp.setting import Precision
 from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState

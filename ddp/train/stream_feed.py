@@ -13,10 +13,11 @@ from typing import Any
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.data.loading.iterable import IterableLoader, Uneven
+from ddp.data.loading.iterable import IterableLoader
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError
 from ddp.process.log import log
+from ddp.setting import Uneven
 from ddp.units import counted
 
 

@@ -24,12 +24,13 @@ from ddp.bench.barrier import open_barrier
 from ddp.bench.collectives import CollectiveCell
 from ddp.bench.hooks import HookCell
 from ddp.bench.memory import MemoryCell
-from ddp.bench.place import PAYLOAD, Bed, Place, available_cores
+from ddp.bench.place import PAYLOAD, Bed, Place
 from ddp.bench.report import LEGEND, draw_plot, from_json, print_report, summary, to_json
 from ddp.bench.step import StepCell
 from ddp.bench.strangers import strangers
 from ddp.bench.turns import Cell, take_turns
 from ddp.errors import ConfigError
+from ddp.process.memory import available_cores
 from ddp.units import format_size, format_time, parse_size
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

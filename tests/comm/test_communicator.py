@@ -31,8 +31,8 @@ from ddp.comm.transport.edge import Pending, Transfer, Transport
 from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.comm.watch.call import Call
 from ddp.comm.watch.watchdog import Wait, Watchdog
-from ddp.comm.wire_format import WireName
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
+from ddp.setting import WireName
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

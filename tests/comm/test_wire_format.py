@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp.comm.wire_format import ALIGNMENT_BYTES, BLOCK, STRETCH, TINY, WireFormat, WireName, wire_format
+from ddp.comm.wire_format import ALIGNMENT_BYTES, BLOCK, STRETCH, TINY, WireFormat, wire_format
+from ddp.setting import WireName
 
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, STRETCH, STRETCH + BLOCK + 7)
 NAMES: tuple[WireName, ...] = ("bf16", "fp16", "int8", "int8_stochastic")

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.wire_format import Narrow, WireName
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.verify import tensor_hash
+from ddp.setting import Narrow, WireName
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
@@ -44,7 +44,6 @@ from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.streams import preserved, seed_generators, stream_seed
 
-Uneven = Literal["join", "stop_all", "raise"]
 _NUM_COMPARED = 4  # first samples of a stream
 ENDLESS = 1 << 62  # positions of an epoch, or steps of a run, whose end is not known
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator, Predicted
-from ddp.comm.wire_format import Narrow, WireName, widened, wire_format
+from ddp.comm.wire_format import widened, wire_format
 from ddp.comm.work import Work, done
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.process.clock import now_s
+from ddp.setting import Narrow, WireName
 
 LATE = 1 << 30  # steps after which warm-ups are over
 FORWARD = 1 / 3  # of the computing time; backward, twice as long, makes the gradients

@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, device_of
-from ddp.comm.wire_format import WireName
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
@@ -62,6 +61,7 @@ from ddp.replica.parameters import check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
 from ddp.replica.sink import accumulates, watch_backward, will_accumulate
 from ddp.replica.uncompiled import uncompiled
+from ddp.setting import WireName
 
 BUILTIN_HOOKS = {
     BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,

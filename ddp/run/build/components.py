@@ -299,13 +299,13 @@ def make_hook(config: Config) -> Hook | None:
     """Returns the hook that sends less than all of the gradients, if there is one."""
     corrects = config.hook.error_feedback
     match config.hook:
-        case settings.TopK(ratio=ratio, momentum=momentum, warmup_steps=warmup_steps):
+        case settings.TopKChoice(ratio=ratio, momentum=momentum, warmup_steps=warmup_steps):
             hook: Hook = TopK(ratio, momentum=momentum, warmup_steps=warmup_steps, error_feedback=corrects)
-        case settings.RandomK(ratio=ratio):
+        case settings.RandomKChoice(ratio=ratio):
             hook = RandomK(ratio, seed=config.seed, error_feedback=corrects)
-        case settings.PowerSgd(rank=rank, warm_start=warm_start):
+        case settings.PowerSgdChoice(rank=rank, warm_start=warm_start):
             hook = PowerSGD(rank, warm_start=warm_start, seed=config.seed, error_feedback=corrects)
-        case settings.Hook(name="sign"):
+        case settings.HookChoice(name="sign"):
             hook = Sign()
         case _:
             return None

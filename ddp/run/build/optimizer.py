@@ -142,7 +142,7 @@ def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
             factor = schedules.polynomial(power=power, final_factor=final_factor)
         case settings.Wsd(decay_fraction=decay_fraction, final_factor=final_factor):
             factor = schedules.wsd(decay_fraction=decay_fraction, final_factor=final_factor)
-        case settings.Step(milestones=milestones, gamma=gamma):
+        case settings.StepDecay(milestones=milestones, gamma=gamma):
             factor = schedules.step(milestones=milestones, gamma=gamma)
         case _:
             factor = schedules.constant()

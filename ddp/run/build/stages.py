@@ -29,13 +29,13 @@ from ddp.errors import ConfigError
 from ddp.models.gpt import GPT, generate
 from ddp.process.garbage import collect_from_now_on
 from ddp.process.invocation import setting_for, train_command, typed_settings
+from ddp.process.memory import available_cores
 from ddp.run.build import components
 from ddp.run.build import optimizer as optimization
 from ddp.run.build.load import load as load_trained
 from ddp.run.build.sampling import check_dealing, dealing, noted, sampler_for
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import origins
-from ddp.run.settings.checks import available_cores
 from ddp.run.settings.config import Config
 from ddp.train.checkpoint import check_optimizer
 from ddp.train.early_stopping import EARLY

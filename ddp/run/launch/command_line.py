@@ -47,6 +47,7 @@ from ddp.process.files import json_object
 from ddp.process.garbage import leave_out, skip_at_exit
 from ddp.process.invocation import program, setting_for, shown, train_command
 from ddp.process.log import log
+from ddp.process.memory import available_cores
 from ddp.process.terminal import keep_writing
 from ddp.run.launch import sweep
 from ddp.run.launch.engine import run_workers
@@ -55,7 +56,7 @@ from ddp.run.launch.function_call import CALL, check_call, folder_for_call, resu
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.launch.worker import USER_ERRORS, Report
 from ddp.run.settings.address import is_address
-from ddp.run.settings.checks import available_cores, most_workers
+from ddp.run.settings.checks import most_workers
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.run.settings.page import page
 from ddp.run.settings.reader import chosen_in, from_plain, key_of_option, unknown_choice, unknown_key

@@ -5,7 +5,6 @@ A problem is one sentence, "key=value: what is wrong; the remedy", and is found 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
-from ddp.process.clock import LONGEST_S
+from ddp.process.memory import available_cores
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import (
     Config,
@@ -24,14 +23,13 @@ from ddp.run.settings.config import (
     Lines,
     OwnData,
     OwnModel,
-    RandomK,
     Sgd,
     StandardLibrary,
-    Step,
+    StepDecay,
     Tokens,
-    TopK,
-    Wsd,
+    TopKChoice,
 )
+from ddp.setting import out_of_bounds
 from ddp.train.ending import ending_problems
 
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
@@ -76,7 +74,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
 
 def _problems(config: Config) -> Iterator[str]:
     """Yields one sentence per problem: key=value, what is wrong with it, the remedy."""
-    yield from _bound_problems(config)
+    yield from out_of_bounds(config)
     yield from _choice_problems(config)
     yield from _order_problems(config)
     yield from _warmup_problems(config)
@@ -99,49 +97,6 @@ def _end_problems(config: Config) -> Iterator[str]:
     )
     if stopping.patience is None and stopping.min_delta:
         yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
-
-
-def _bound_problems(config: Config) -> Iterator[str]:
-    """Yields what is wrong with single values."""
-    for key in " ".join([*_AT_LEAST.values(), _SHARES, _POSITIVE]).split():
-        value = _lookup(config, key)
-        largest = LONGEST_S if key.endswith("_s") else LARGEST
-        if isinstance(value, float) and not abs(value) <= largest:
-            yield f"{key}={value}: must be a finite number, at most {largest:.2g}"
-    for bound, keys in _AT_LEAST.items():
-        for key in keys.split():
-            if (value := _lookup(config, key)) is not None and not value >= bound:
-                yield f"{key}={value}: must be at least {bound}"
-    for key in _SHARES.split():
-        if (value := _lookup(config, key)) is not None and not 0 <= value < 1:
-            yield f"{key}={value}: must be at least 0 and below 1"
-    for key in _POSITIVE.split():
-        if (value := _lookup(config, key)) is not None and not value > 0:
-            yield f"{key}={value}: must be greater than 0"
-
-
-LARGEST = 3.4e38  # of float32
-_AT_LEAST = {
-    0: "seed data.max_unreadable loader.num_workers optim.weight_decay schedule.warmup_steps schedule.warmup_samples "
-    "schedule.warmup_epochs schedule.final_factor replica.verify_every noise_scale_every hook.dense_start_steps "
-    "hook.warmup_steps early_stopping.min_delta",
-    1: "epochs max_steps log_every cluster.workers cluster.local_workers cluster.threads_per_worker batch.global_size "
-    "batch.num_shards batch.micro_size batch.warmup_size batch.warmup_samples checkpoint.every_steps "
-    "checkpoint.keep_last checkpoint.keep_best early_stopping.patience "
-    "evaluate.every_epochs evaluate.every_steps loader.evaluation_batch data.image_size "
-    "data.context data.vocab_size data.num_samples data.window batch.tokens model.hidden model.width model.depth "
-    "model.heads optim.base_batch hook.rank",
-    2: "data.num_classes",
-    1024: "comm.segment_bytes",
-}
-_SHARES = (
-    "ema.decay data.validation model.dropout optim.momentum optim.beta1 optim.beta2 schedule.warmup_fraction "
-    "hook.momentum"
-)
-_POSITIVE = (
-    "clip_norm comm.warn_s comm.abort_s replica.bucket_cap_mb replica.first_bucket_mb optim.lr optim.eps "
-    "schedule.gamma schedule.power schedule.decay_fraction batch.warmup_epochs hook.ratio data.validation"
-)
 
 
 def _lookup(config: Config, key: str) -> Any:
@@ -221,10 +176,8 @@ def _choice_problems(config: Config) -> Iterator[str]:
     if config.hook.name != "none":
         yield from _hook_problems(config)
     match config.schedule:
-        case Wsd(decay_fraction=share) if share > 1:
-            yield f"schedule.decay_fraction={share:g}: is a share of the run, at most 1"
-        case Step(milestones=milestones) if milestones != sorted(milestones) or not all(0 < m < 1 for m in milestones):
-            yield f"schedule.milestones={milestones}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
+        case StepDecay(milestones=each) if each != sorted(each) or not all(0 < share < 1 for share in each):
+            yield f"schedule.milestones={each}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
 
 
 def _order_problems(config: Config) -> Iterator[str]:
@@ -258,18 +211,15 @@ def _hook_problems(config: Config) -> Iterator[str]:
         yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
     if hook.name == "sign" and not hook.error_feedback:
         yield "hook.error_feedback=false: signs alone go astray; leave it out"
-    match hook:
-        case TopK(ratio=ratio) | RandomK(ratio=ratio) if ratio > 1:
-            yield f"hook.ratio={ratio:g}: is a share, at most 1"
     match hook, config.optim:
-        case TopK(momentum=momentum, error_feedback=False), _ if momentum:
+        case TopKChoice(momentum=momentum, error_feedback=False), _ if momentum:
             yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
-        case TopK(momentum=momentum), Sgd(momentum=other) if momentum and other:
+        case TopKChoice(momentum=momentum), Sgd(momentum=other) if momentum and other:
             yield (
                 f"hook.momentum={momentum:g}: contradicts optim.momentum={other:g}, both would act; set "
                 "optim.momentum=0 optim.nesterov=false"
             )
-        case TopK(momentum=momentum), optim if momentum and not isinstance(optim, Sgd):
+        case TopKChoice(momentum=momentum), optim if momentum and not isinstance(optim, Sgd):
             yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
 
 
@@ -368,10 +318,3 @@ def _start_problems(config: Config) -> Iterator[str]:
 def most_workers() -> int:
     """Returns the number of workers beyond which this host is surely meant to have fewer."""
     return max(8, 8 * available_cores())
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

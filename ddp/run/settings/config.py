@@ -1,12 +1,12 @@
 """Every setting of a run, as plain dataclasses: one tree, and the one place for defaults and meanings.
 
     `Config` with its defaults + conf/train.yaml + command line       Hydra, in the parent only (`launch/`)
-                 │  config_reader.from_plain
+                 │  reader.from_plain
                  ▼
               Config  ── asdict ──▶  RUN_DIR/config.yaml  ── from_plain ──▶  Config, in every worker (PyYAML only)
 
-A new setting is one line, `name: type = setting(default, "meaning")`. The command line, its errors, --help and
-docs/settings.md take it from here.
+A new setting is one line, `name: type = setting(default, "meaning", at_least=1)`, with its bounds. The command line,
+its errors, --help and docs/settings.md take it from here.
 
 Five groups offer a choice: `data`, `model`, `optim`, `schedule`, `hook`. Each is a base dataclass of shared fields; a
 choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line. `CHOICES` is
@@ -19,37 +19,23 @@ Components never see these classes: `components.py` and `optimizer.py` take them
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
+from ddp.collectives.simulate import SEGMENT_BYTES
+from ddp.process.clock import LONGEST_S
 from ddp.run.settings.address import is_address
+from ddp.setting import Additions, Precision, Scaling, WireName, setting
 
 # ---------------------------------------------------------------------------------------------------- the words
 
 
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
-Order = Literal["any", "canonical"]
 ReplicaKind = Literal["bucketed", "naive"]
-Wire = Literal["none", "bf16", "fp16", "int8", "int8_stochastic", "fp32"]
-Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+WireChoice = Literal["none", WireName]
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 TokenType = Literal["uint8", "uint16", "int32", "uint32"]
-LrScaling = Literal["none", "linear", "sqrt", "legw"]
-
-
-def setting(default: Any, meaning: str) -> Any:
-    """Returns a field of a settings class.
-
-    Args:
-        default: MISSING where each choice of a group has its own.
-        meaning: one phrase, with the unit and with what null and the choices of a Literal stand for.
-    """
-    if isinstance(default, (list, dict)):
-        return field(default_factory=partial(copy, default), metadata={"meaning": meaning})
-    return field(default=default, metadata={"meaning": meaning})
 
 
 # ------------------------------------------------------------------------------------------------ the five groups
@@ -67,7 +53,9 @@ class Data:
         "stratified, by their classes; auto: blocks where files are dealt, else a permutation",
     )
     window: int | None = setting(
-        None, "samples of blocks that are mixed with each other; null: 4096, or the samples of four files if fewer"
+        None,
+        "samples of blocks that are mixed with each other; null: 4096, or the samples of four files if fewer",
+        at_least=1,
     )
     sharding: str = setting(
         "auto",
@@ -76,12 +64,16 @@ class Data:
     )
     skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
     max_unreadable: int = setting(
-        0, "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run"
+        0,
+        "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run",
+        at_least=0,
     )
     validation: float | None = setting(
         None,
         "share of the training samples that is set apart, between 0 and 1; the run chooses by it (the best checkpoint, "
         "say), and the test set is read at the end; null: it chooses by the test set",
+        above=0,
+        below=1,
     )
     debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 
@@ -101,21 +93,21 @@ class ImageFolder(Images):
     name: str = "image_folder"
     path: str | None = setting(None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given")
     index_dir: str = setting("data/index", "folder with the lists of images, which the parent makes")
-    image_size: int = setting(224, "height and width that images are brought to, in pixels")
+    image_size: int = setting(224, "height and width that images are brought to, in pixels", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class StandardLibrary(Data):
     name: str = "standard_library"
-    context: int = setting(256, "length of a sample, in bytes")
+    context: int = setting(256, "length of a sample, in bytes", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class Synthetic(Images):
     name: str = "synthetic"
-    num_samples: int = setting(4096, "training images; there are an eighth as many test images")
-    image_size: int = setting(32, "height and width of the images, in pixels")
-    num_classes: int = setting(10, "number of classes")
+    num_samples: int = setting(4096, "training images; there are an eighth as many test images", at_least=1)
+    image_size: int = setting(32, "height and width of the images, in pixels", at_least=1)
+    num_classes: int = setting(10, "number of classes", at_least=2)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,26 +131,26 @@ class DataFiles(Data):
 class TarImages(DataFiles):
     name: str = "tar"
     transform: str | None = setting(None, TRANSFORM)
-    image_size: int = setting(224, "height and width that images are brought to, in pixels")
-    num_classes: int = setting(1000, "number of classes")
+    image_size: int = setting(224, "height and width that images are brought to, in pixels", at_least=1)
+    num_classes: int = setting(1000, "number of classes", at_least=2)
 
 
 @dataclass(kw_only=True, slots=True)
 class Lines(DataFiles):
     inputs: list[str] = setting([], "names of the columns that are a sample's inputs; must be given")
     target: str | None = setting(None, "name of the column that is the target; must be given")
-    num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number")
+    num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number", at_least=2)
     text: str | None = setting(None, "name of the column with text for model=gpt, in place of inputs and target")
     tokenizer: str = setting("bytes", "of data.text: bytes, or the path of a Hugging Face tokenizer.json")
-    context: int = setting(256, "length of a sample of data.text, in tokens")
+    context: int = setting(256, "length of a sample of data.text, in tokens", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class Tokens(DataFiles):
     name: str = "tokens"
-    context: int = setting(256, "length of a sample, in tokens")
+    context: int = setting(256, "length of a sample, in tokens", at_least=1)
     dtype: TokenType = setting("uint16", "number format of raw files; .npy files say it themselves")
-    vocab_size: int = setting(50257, "number of different tokens")
+    vocab_size: int = setting(50257, "number of different tokens", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -178,23 +170,23 @@ class Model:
 @dataclass(kw_only=True, slots=True)
 class Mlp(Model):
     name: str = "mlp"
-    hidden: int = setting(256, "units of each of the two hidden layers")
+    hidden: int = setting(256, "units of each of the two hidden layers", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class Cnn(Model):
     name: str = "cnn"
-    width: int = setting(32, "channels of the first convolution")
-    dropout: float = setting(0.3, "probability that an input of the last two layers is dropped")
+    width: int = setting(32, "channels of the first convolution", at_least=1)
+    dropout: float = setting(0.3, "probability that an input of the last two layers is dropped", at_least=0, below=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class Gpt(Model):
     name: str = "gpt"
-    width: int = setting(192, "length of the vector of a position; a multiple of 2 · heads")
-    depth: int = setting(4, "number of blocks")
-    heads: int = setting(6, "attention heads of a block")
-    dropout: float = setting(0.0, "probability that an activation is dropped")
+    width: int = setting(192, "length of the vector of a position; a multiple of 2 · heads", at_least=1)
+    depth: int = setting(4, "number of blocks", at_least=1)
+    heads: int = setting(6, "attention heads of a block", at_least=1)
+    dropout: float = setting(0.0, "probability that an activation is dropped", at_least=0, below=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -209,16 +201,18 @@ class Optim:
     """The optimizer."""
 
     name: str
-    lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
+    lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples", above=0)
     weight_decay: float | None = setting(
-        MISSING, "weight decay, of weight matrices only (not of biases and norms); null: the preset's or torch's"
+        MISSING,
+        "weight decay, of weight matrices only (not of biases and norms); null: the preset's or torch's",
+        at_least=0,
     )
-    lr_scaling: LrScaling = setting(
+    lr_scaling: Scaling = setting(
         "none",
         "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k; legw: lr · "
         "√k, and the warm-up takes k times more samples",
     )
-    base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
+    base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it", at_least=1)
     sharded: bool = setting(
         False, "each worker updates a slice of the parameters, and holds the optimizer's state of that alone (ZeRO 1)"
     )
@@ -230,15 +224,15 @@ class Sgd(Optim):
     name: str = "sgd"
     lr: float = 0.05
     weight_decay: float | None = 5e-4
-    momentum: float = setting(0.9, "share of the last update that is carried on")
+    momentum: float = setting(0.9, "share of the last update that is carried on", at_least=0, below=1)
     nesterov: bool = setting(True, "take the gradient's step from where momentum leads to (Nesterov)")
 
 
 @dataclass(kw_only=True, slots=True)
 class Adam(Optim):
-    beta1: float = setting(0.9, "decay of the running mean of gradients, per step")
-    beta2: float = setting(0.999, "decay of the running mean of squared gradients, per step")
-    eps: float = setting(1e-8, "added to the root of the mean squared gradient before the division by it")
+    beta1: float = setting(0.9, "decay of the running mean of gradients, per step", at_least=0, below=1)
+    beta2: float = setting(0.999, "decay of the running mean of squared gradients, per step", at_least=0, below=1)
+    eps: float = setting(1e-8, "added to the root of the mean squared gradient before the division by it", above=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -252,11 +246,18 @@ class Schedule:
     """The learning-rate schedule, a factor on lr by samples."""
 
     name: str
-    warmup_steps: int | None = setting(None, "steps in which lr rises linearly at the start; set this or another below")
-    warmup_samples: int | None = setting(None, "the same as samples of all workers")
-    warmup_epochs: float | None = setting(None, "the same as epochs")
+    warmup_steps: int | None = setting(
+        None,
+        "steps in which lr rises linearly at the start; set this or another below",
+        at_least=0,
+    )
+    warmup_samples: int | None = setting(None, "the same as samples of all workers", at_least=0)
+    warmup_epochs: float | None = setting(None, "the same as epochs", at_least=0)
     warmup_fraction: float | None = setting(
-        None, "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0"
+        None,
+        "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0",
+        at_least=0,
+        below=1,
     )
 
 
@@ -264,7 +265,7 @@ class Schedule:
 class Falling(Schedule):
     """A schedule that falls steadily, for which a short warm-up is usual."""
 
-    final_factor: float = setting(0.0, "factor on lr at the end of the run")
+    final_factor: float = setting(0.0, "factor on lr at the end of the run", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -275,49 +276,59 @@ class Cosine(Falling):
 @dataclass(kw_only=True, slots=True)
 class Polynomial(Falling):
     name: str = "polynomial"
-    power: float = setting(1.0, "power of what is left of the run; 1: a straight line")
+    power: float = setting(1.0, "power of what is left of the run; 1: a straight line", above=0)
 
 
 @dataclass(kw_only=True, slots=True)
 class Wsd(Falling):
     name: str = "wsd"
-    decay_fraction: float = setting(0.2, "last share of the run, in which lr falls, above 0")
+    decay_fraction: float = setting(0.2, "last share of the run, in which lr falls, above 0", above=0, at_most=1)
 
 
 @dataclass(kw_only=True, slots=True)
-class Step(Schedule):
+class StepDecay(Schedule):
     name: str = "step"
     milestones: list[float] = setting([0.5, 0.75], "when lr drops, as rising shares of the run between 0 and 1")
-    gamma: float = setting(0.1, "factor on lr at each milestone")
+    gamma: float = setting(0.1, "factor on lr at each milestone", above=0)
 
 
 @dataclass(kw_only=True, slots=True)
-class Hook:
+class HookChoice:
     """The hook that sends less than all of the gradients between hosts."""
 
     name: str
     error_feedback: bool = setting(True, "add to each gradient what the last steps have not sent of it")
-    dense_start_steps: int = setting(0, "first steps that send gradients as they are")
+    dense_start_steps: int = setting(0, "first steps that send gradients as they are", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
-class TopK(Hook):
+class TopKChoice(HookChoice):
     name: str = "top_k"
-    ratio: float = setting(0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1")
-    momentum: float = setting(0.0, "momentum that the hook applies in the place of the optimizer")
-    warmup_steps: int = setting(0, "steps in which the ratio falls from 1/4 to this one")
+    ratio: float = setting(
+        0.01,
+        "share of the numbers of a tensor that is sent, above 0 and at most 1",
+        above=0,
+        at_most=1,
+    )
+    momentum: float = setting(0.0, "momentum that the hook applies in the place of the optimizer", at_least=0, below=1)
+    warmup_steps: int = setting(0, "steps in which the ratio falls from 1/4 to this one", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
-class RandomK(Hook):
+class RandomKChoice(HookChoice):
     name: str = "random_k"
-    ratio: float = setting(0.1, "share of the numbers of a tensor that is sent, above 0 and at most 1")
+    ratio: float = setting(
+        0.1,
+        "share of the numbers of a tensor that is sent, above 0 and at most 1",
+        above=0,
+        at_most=1,
+    )
 
 
 @dataclass(kw_only=True, slots=True)
-class PowerSgd(Hook):
+class PowerSgdChoice(HookChoice):
     name: str = "powersgd"
-    rank: int = setting(4, "columns of the two narrow matrices whose product stands for a gradient")
+    rank: int = setting(4, "columns of the two narrow matrices whose product stands for a gradient", at_least=1)
     warm_start: bool = setting(True, "begin with the factor of the last step, and not with a random one")
 
 
@@ -364,14 +375,14 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (Cosine(), "half a cosine from lr down to lr · final_factor, after the warm-up"),
         (Polynomial(), "a line or a power from lr down to lr · final_factor, after the warm-up"),
         (Wsd(), "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)"),
-        (Step(), "lr is multiplied by gamma at each milestone"),
+        (StepDecay(), "lr is multiplied by gamma at each milestone"),
     ],
     "hook": [
-        (Hook(name="none"), "gradients are sent whole"),
-        (Hook(name="sign"), "one bit for each number, and a scale for each row"),
-        (TopK(), "the largest numbers of each tensor, with their positions"),
-        (RandomK(), "numbers drawn at random, the same ones on every worker"),
-        (PowerSgd(), "two narrow matrices for each matrix"),
+        (HookChoice(name="none"), "gradients are sent whole"),
+        (HookChoice(name="sign"), "one bit for each number, and a scale for each row"),
+        (TopKChoice(), "the largest numbers of each tensor, with their positions"),
+        (RandomKChoice(), "numbers drawn at random, the same ones on every worker"),
+        (PowerSgdChoice(), "two narrow matrices for each matrix"),
     ],
 }
 CHOICES: dict[str, dict[str, Any]] = {
@@ -417,29 +428,43 @@ class Run:
 class Cluster:
     """The processes that train."""
 
-    workers: int = setting(2, "number of workers, the world size")
+    workers: int = setting(2, "number of workers, the world size", at_least=1)
     local_workers: int | None = None  # of these, on this host; set by the launcher
-    threads_per_worker: int | None = setting(None, "CPU threads of a worker; null: cores ÷ workers of the host")
+    threads_per_worker: int | None = setting(
+        None,
+        "CPU threads of a worker; null: cores ÷ workers of the host",
+        at_least=1,
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
     """The samples of a step."""
 
-    global_size: int = setting(64, "samples of an optimizer step, over all workers")
+    global_size: int = setting(64, "samples of an optimizer step, over all workers", at_least=1)
     warmup_size: int | None = setting(
-        None, "the same at the start of the run, from where it grows evenly, in multiples; null: global_size at once"
+        None,
+        "the same at the start of the run, from where it grows evenly, in multiples; null: global_size at once",
+        at_least=1,
     )
-    warmup_samples: int | None = setting(None, "samples of all workers in which it grows; set this or warmup_epochs")
-    warmup_epochs: float | None = setting(None, "the same as epochs")
+    warmup_samples: int | None = setting(
+        None,
+        "samples of all workers in which it grows; set this or warmup_epochs",
+        at_least=1,
+    )
+    warmup_epochs: float | None = setting(None, "the same as epochs", above=0)
     tokens: int | None = setting(
-        None, "most tokens of a step, over all workers, for samples of unequal lengths; null: global_size samples"
+        None,
+        "most tokens of a step, over all workers, for samples of unequal lengths; null: global_size samples",
+        at_least=1,
     )
     num_shards: int | None = setting(
-        None, "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed"
+        None,
+        "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed",
+        at_least=1,
     )
     micro_size: int | None = setting(
-        None, "most samples of one forward; a larger share is accumulated over several; null: no limit"
+        None, "most samples of one forward; a larger share is accumulated over several; null: no limit", at_least=1
     )
 
 
@@ -450,82 +475,116 @@ class Comm:
     algorithm: str = setting(
         "auto", "how an all-reduce runs: shared_memory, ring, tree, …, MODULE:NAME; auto: in the least predicted time"
     )
-    order: Order = setting(
+    order: Additions = setting(
         "any", "canonical: use only algorithms that add along the same binary tree over the workers; any: use all"
     )
     shared_memory: bool = setting(True, "use shared memory inside a host; false: messages only")
     debug: bool = setting(False, "before each collective, compare what the workers call")
-    segment_bytes: int = setting(4 << 20, "size of the pieces in which a long message travels, in bytes")
-    warn_s: float = setting(10.0, "seconds after which a waiting worker says whom it waits for")
-    abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run")
+    segment_bytes: int = setting(
+        SEGMENT_BYTES,
+        "size of the pieces in which a long message travels, in bytes",
+        at_least=1024,
+    )
+    warn_s: float = setting(
+        10.0,
+        "seconds after which a waiting worker says whom it waits for",
+        above=0,
+        at_most=LONGEST_S,
+    )
+    abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run", above=0, at_most=LONGEST_S)
 
 
 @dataclass(kw_only=True, slots=True)
-class Replica:
+class ReplicaChoice:
     """The copies of the model, and how their gradients are averaged."""
 
     kind: ReplicaKind = setting(
         "bucketed", "bucketed: buckets are reduced while backward runs; naive: one all-reduce per parameter, afterwards"
     )
-    bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB")
-    first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early")
-    wire: Wire = setting(
+    bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB", above=0)
+    first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early", above=0)
+    wire: WireChoice = setting(
         "none",
         "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
         "precision=bf16_pure, whose gradients are added up as float32 then",
     )
     sync_batchnorm: bool = setting(False, "BatchNorm normalises over all workers' samples, by ddp.SyncBatchNorm")
-    verify_every: int = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
+    verify_every: int = setting(
+        0,
+        "steps between two bitwise comparisons of all workers' parameters; 0: never",
+        at_least=0,
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
     """The checkpoints of the run."""
 
-    every_steps: int | None = setting(None, "steps between two checkpoints; null: one at the end of every epoch")
-    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best ones")
-    keep_best: int = setting(1, "how many of those with the best main metric are kept")
+    every_steps: int | None = setting(
+        None,
+        "steps between two checkpoints; null: one at the end of every epoch",
+        at_least=1,
+    )
+    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best ones", at_least=1)
+    keep_best: int = setting(1, "how many of those with the best main metric are kept", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class EarlyStopping:
     """The end of a run whose main metric no longer becomes better."""
 
-    patience: int | None = setting(None, "evaluations in a row without a better main metric that end a run; null: off")
-    min_delta: float = setting(0.0, "a metric is better if it is better by more than this")
+    patience: int | None = setting(
+        None,
+        "evaluations in a row without a better main metric that end a run; null: off",
+        at_least=1,
+    )
+    min_delta: float = setting(0.0, "a metric is better if it is better by more than this", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
 class Ema:
     """An exponential moving average of the weights, which evaluations and ddp.load use."""
 
-    decay: float | None = setting(None, "share of the average that a step keeps, such as 0.999; null: no average")
+    decay: float | None = setting(
+        None,
+        "share of the average that a step keeps, such as 0.999; null: no average",
+        at_least=0,
+        below=1,
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class Evaluate:
     """The evaluations on the held-out samples; the last one follows the last step."""
 
-    every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs")
-    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps")
+    every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs", at_least=1)
+    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class Loader:
     """Loading of samples."""
 
-    num_workers: int = setting(0, "loader processes of each worker; 0: the worker loads by itself")
+    num_workers: int = setting(0, "loader processes of each worker; 0: the worker loads by itself", at_least=0)
     cache: bool = setting(False, "keep samples in memory once they are read, one copy for all processes of a host")
-    evaluation_batch: int = setting(256, "samples per worker in one forward of an evaluation")
+    evaluation_batch: int = setting(256, "samples per worker in one forward of an evaluation", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
     """The settings of one run."""
 
-    seed: int = setting(0, "seed of all random numbers: first weights, order of samples, augmentation, dropout")
-    epochs: int | None = setting(15, "passes over the training samples; null: until max_steps")
-    max_steps: int | None = setting(None, "most optimizer steps; epochs may end the run earlier; null: no limit")
+    seed: int = setting(
+        0,
+        "seed of all random numbers: first weights, order of samples, augmentation, dropout",
+        at_least=0,
+    )
+    epochs: int | None = setting(15, "passes over the training samples; null: until max_steps", at_least=1)
+    max_steps: int | None = setting(
+        None,
+        "most optimizer steps; epochs may end the run earlier; null: no limit",
+        at_least=1,
+    )
     deterministic: bool = setting(False, "use deterministic kernels only, which can be slower")
     device: Device = setting("auto", "where tensors live; auto: on CUDA where there is any, else on the CPU")
     backend: Backend = setting(
@@ -536,11 +595,12 @@ class Config:
         "number format of forward and backward; bf16, fp16: autocast, while parameters and gradients stay fp32; fp16 "
         "also scales the loss; bf16_pure: parameters and gradients, too, with fp32 master weights",
     )
-    clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
-    log_every: int = setting(10, "steps between two lines of metrics.jsonl")
+    clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping", above=0)
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl", at_least=1)
     noise_scale_every: int = setting(
         10,
         "steps between two measurements of the gradient noise scale, the batch up to which more workers pay; 0: never",
+        at_least=0,
     )
     resume: str = setting(
         "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
@@ -555,7 +615,7 @@ class Config:
     cluster: Cluster = field(default_factory=Cluster)
     batch: Batch = field(default_factory=Batch)
     comm: Comm = field(default_factory=Comm)
-    replica: Replica = field(default_factory=Replica)
+    replica: ReplicaChoice = field(default_factory=ReplicaChoice)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     ema: Ema = field(default_factory=Ema)
@@ -565,7 +625,7 @@ class Config:
     model: Model = field(default_factory=Cnn)
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
     schedule: Schedule = field(default_factory=Cosine)
-    hook: Hook = field(default_factory=lambda: choose("hook", "none"))
+    hook: HookChoice = field(default_factory=lambda: choose("hook", "none"))
 
 
 def plain_defaults() -> dict[str, Any]:

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.wire_format import WireName
+from ddp.setting import WireName
 from ddp.comm.work import Work
 from ddp.errors import CommunicatorBroken, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot

@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ddp.bench.place import available_cores
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
 from ddp.collectives.simulate import Link, Network
@@ -27,6 +26,7 @@ from ddp.pictures.epoch import Epoch, epoch_svg
 from ddp.pictures.schedule import svg
 from ddp.pictures.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
 from ddp.pictures.timeline import timeline_svg
+from ddp.process.memory import available_cores
 from ddp.units import format_size, format_time
 from recipes.tutorial.tools.chart import Axis, Panel
 

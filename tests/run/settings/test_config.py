@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from ddp.errors import ConfigError
+from ddp.process.memory import available_cores
 from ddp.run.launch.command_line import CONF, composed, translated
-from ddp.run.settings.checks import available_cores, resolve, validate
+from ddp.run.settings.checks import resolve, validate
 from ddp.run.settings.config import CHOICES, Config, Sgd, choose
 from ddp.run.settings.reader import from_plain
 
@@ -186,8 +187,8 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
             "early_stopping.patience=2: goes by evaluations, of which there is one, at the end; set",
         ),
         ({"ema": {"decay": 1.0}}, "ema.decay=1.0: must be at least 0 and below 1"),
-        ({"hook": {"name": "top_k", "ratio": 1.5}}, "hook.ratio=1.5: is a share, at most 1"),
-        ({"hook": {"name": "random_k", "ratio": 0.0}}, "hook.ratio=0.0: must be greater than 0"),
+        ({"hook": {"name": "top_k", "ratio": 1.5}}, "hook.ratio=1.5: must be greater than 0 and at most 1"),
+        ({"hook": {"name": "random_k", "ratio": 0.0}}, "hook.ratio=0.0: must be greater than 0 and at most 1"),
         ({"hook": {"name": "powersgd", "rank": 0}}, "hook.rank=0: must be at least 1"),
         ({"hook": {"name": "top_k", "momentum": 1.0}}, "hook.momentum=1.0: must be at least 0 and below 1"),
         ({"hook": {"name": "sign", "dense_start_steps": -1}}, "hook.dense_start_steps=-1: must be at least 0"),

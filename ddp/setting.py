@@ -1,0 +1,80 @@
+"""Says what a setting is: the field of a dataclass, with its default, its meaning and its bounds on one line.
+
+    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
+
+The command line, its errors, --help and docs/settings.md read these lines, and so do the policies that are arguments of
+`ddp.fit`. The words that a setting may be, and that several rooms know, stand here, too. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import field, fields, is_dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+Additions = Literal["any", "canonical"]  # the order in which an all-reduce may add
+Narrow = Literal["bf16", "fp16", "int8", "int8_stochastic"]
+WireName = Literal[Narrow, "fp32"]
+Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+Scaling = Literal["none", "linear", "sqrt", "legw"]
+Uneven = Literal["join", "stop_all", "raise"]
+
+LARGEST = 3.4e38  # of float32
+
+
+class Bounds(NamedTuple):
+    """The bounds of a number; None: not bounded on this side."""
+
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+
+    def admit(self, value: float) -> bool:
+        """Returns True if the value is within the bounds."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        words = ("at least", "greater than", "below", "at most")
+        return " and ".join(f"{word} {bound:g}" for word, bound in zip(words, self, strict=True) if bound is not None)
+
+
+def setting(default: Any, meaning: str, **bounds: float) -> Any:
+    """Returns a field of a settings class.
+
+    Args:
+        default: MISSING where each choice of a group has its own.
+        meaning: one phrase, with the unit and with what null and the choices of a Literal stand for.
+        bounds: of a number, by the names of `Bounds`.
+    """
+    metadata = {"meaning": meaning, "bounds": Bounds(**bounds)}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=partial(copy, default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def metadata_of(kind: type, name: str) -> Mapping[str, Any]:
+    """Returns what the line of a setting says, also where a subclass has only given it another default."""
+    lines = (getattr(each, "__dataclass_fields__", {}).get(name) for each in kind.__mro__)
+    return next((line.metadata for line in lines if line is not None and line.metadata), {})
+
+
+def out_of_bounds(settings: Any, prefix: str = "") -> Iterator[str]:
+    """Yields a sentence for each number in a tree of settings that is not within its bounds."""
+    for item in fields(settings):
+        value, key = getattr(settings, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from out_of_bounds(value, f"{key}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            bounds: Bounds = metadata_of(type(settings), item.name).get("bounds", Bounds())
+            if isinstance(value, float) and not abs(value) <= LARGEST:
+                yield f"{key}={value}: must be a finite number, at most {LARGEST:.2g}"
+            elif not bounds.admit(value):
+                yield f"{key}={value}: must be {bounds}"
