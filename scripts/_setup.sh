@@ -84,7 +84,7 @@ install() {
     install_torch
     say "installing the rest"
     pip_install setuptools wheel
-    pip_install --no-build-isolation --editable '.[test]'
+    pip_install --no-build-isolation --editable '.[test,studies]'
     let_torchvision_be_imported
     wanted_stamp >"$stamp"
 }

@@ -39,8 +39,8 @@ def run(command: str, folder: Path) -> str:
     match words:
         case ["python", *rest]:
             words = [sys.executable, *rest]
-        case [_, "bench_step" | "bench_collectives" as name, *rest]:
-            words = [sys.executable, str(ROOT / "scripts" / name), *rest, "--turns", "1"]
+        case [_, "bench_step" | "bench_collectives", *_]:
+            words = [sys.executable, "-P", "-m", "ddp", *words[1:], "--turns", "1"]
         case ["scripts/ddp", *rest]:
             words = [sys.executable, "-P", "-m", "ddp", *rest]
         case [_, *options, "recipes/train_torchrun.py", setting]:

@@ -21,7 +21,7 @@ same bits on every rank.
 | transport      | an all-reduce of any tensor with shared memory off                          |
 | ring, tree, …  | an all-reduce by that algorithm, in the memory that the algorithm is for    |
 
-`LEGEND` in ddp/bench/report.py says what the figures mean.
+`CollectiveCell.legend` says what the figures mean.
 
 `scripts/ddp bench_collectives` is the command.
 """
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ddp.bench.barrier import Barrier, open_barrier
 from ddp.bench.place import HERE, Place
-from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
+from ddp.bench.turns import OVER_TURNS, TimedCell, announce, num_repetitions, slowest, take_turns
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
 from ddp.process.clock import now_s
@@ -96,6 +96,19 @@ class CollectiveCell(TimedCell):
     """
 
     rival: ClassVar[str] = "Gloo"
+    legend: ClassVar[Mapping[str, str]] = {
+        "case": "what was timed (--help lists the cases)",
+        "algorithm": "how it ran",
+        "size": "of the tensor; 1 KB is 1024 bytes",
+        "time": "of one call, median over turns, on the slowest rank",
+        "GB/s": "bus bandwidth, busbw of nccl-tests: algbw × 2(n−1)/n for n ranks, algbw = size ÷ time; GB: 10⁹ bytes",
+        "of wire": "least time that the hosts' links allow ÷ time",
+        "delays": "time ÷ one-way delay between hosts: how many messages cross the links one after another",
+        "predicted": "time by the cost model, which chooses the way of an all-reduce",
+        "Gloo": "time of torch.distributed on Gloo, which takes turns with ours",
+        "Gloo ÷ ours": "median over turns; above 1, ours is faster",
+        "over turns": OVER_TURNS,
+    }
     case: str
     algorithm: str
     nbytes: int

@@ -1,7 +1,7 @@
 """Says where a benchmark runs: on this host or on a bed of network namespaces, alone or beside strangers.
 
-    --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
-    --beside 1                 one process that only computes runs on the same cores as the ranks
+--netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
+--beside 1                 one process that only computes runs on the same cores as the ranks
 """
 
 from __future__ import annotations
@@ -83,3 +83,10 @@ def refuse_unknown(what: str, names: Collection[str], known: Collection[str]) ->
     """Raises ConfigError if a name is unknown."""
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"{what} {unknown[0]!r} is unknown; choose among {', '.join(known)}")
+
+
+def split(option: str, text: str) -> list[str]:
+    """Returns the parts between commas, each once; raises ConfigError if there is none."""
+    if parts := list(dict.fromkeys(part for part in text.split(",") if part)):
+        return parts
+    raise ConfigError(f"{option} {text}: want at least one, or several with commas between them")

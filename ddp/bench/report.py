@@ -30,50 +30,6 @@ NEAR = 0.3
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
-_STEP = "ms per step, median over turns, on the slowest rank"
-LEGEND = {
-    "case": "what was timed (--help lists the cases)",
-    "algorithm": "how it ran",
-    "size": "of the tensor; 1 KB is 1024 bytes",
-    "time": "of one call, median over turns, on the slowest rank",
-    "GB/s": "bus bandwidth, busbw of nccl-tests: algbw × 2(n−1)/n for n ranks, algbw = size ÷ time; 1 GB is 10⁹ bytes",
-    "of wire": "least time that the hosts' links allow ÷ time",
-    "delays": "time ÷ one-way delay between hosts: how many messages cross the links one after another",
-    "predicted": "time by the cost model, which chooses the way of an all-reduce",
-    "Gloo": "time of torch.distributed on Gloo, which takes turns with ours",
-    "Gloo ÷ ours": "median over turns; above 1, ours is faster",
-    "model": "what is trained",
-    "variant": "how it is trained (--help lists the variants)",
-    "ours": f"ddp.DistributedDataParallel: {_STEP}",
-    "torch": "the same of torch's DistributedDataParallel on Gloo",
-    "naive": "the same with one all-reduce per parameter, after backward",
-    "alone": "the same without communication",
-    "in_backward": "ours, with the optimizer inside backward",
-    "fit": "ms of a step of ddp.fit, from its beginning to the next one's: fetching, logging and checks included",
-    "fit_noise": "the same, and the gradient noise scale is measured in every step",
-    "lamb": "ours with LAMB, and the norm of the gradient: ms per step, median over turns, on the slowest rank",
-    "sharded": "the same, and each rank updates a slice of the parameters",
-    "lamb ÷ sharded": "median over turns; above 1, sharding is faster",
-    "noise scale": "(fit_noise ÷ fit − 1) ÷ 10: what measuring it in every tenth step adds",
-    "by_hand": "the same of torch's DistributedDataParallel in a loop by hand, with DataLoader and DistributedSampler",
-    "by_hand ÷ fit": "median over turns; above 1, ddp.fit is faster",
-    "torch ÷ ours": "median over turns; above 1, ours is faster",
-    "over turns": "least and greatest such ratio of a turn",
-    "over alone": "ours ÷ alone − 1: what communication adds to a step",
-    "µs per parameter": "(ours − alone) ÷ number of parameter tensors",
-    "wait": "ms per step that backward of ours waits for reductions, on the rank where that is longest",
-    "wire": "least ms in which the hosts' links carry the gradients of a step",
-    "method": "how gradients travel (ddp/bench/hooks.py lists the methods)",
-    "step": _STEP,
-    "plain ÷ step": "median over turns; how many times as fast a step is",
-    "foretold": "a step as the cost model predicts it, from the measured links and what a step takes without waiting",
-    "on the link": "MB that leave the busiest host in a step, counted by its network interface",
-    "foretold MB": "MB that were to leave it, headers not included",
-    "encoding": "ms of processor time of a rank in a step, for encoding and decoding outside of collectives",
-    "peak": "MiB above what the worker had before it built its model, of the worker where that is highest",
-}
-"""Title of a column → what it shows, for both benchmarks."""
-
 
 def print_report(cells: Sequence[Cell], console: Console) -> None:
     """Prints a table for each place, without empty columns, and what its cells say together; then the legend."""
@@ -82,7 +38,7 @@ def print_report(cells: Sequence[Cell], console: Console) -> None:
         rows = [cell.columns() for cell in group]
         table = Table(title=place)
         titles = [title for title in rows[0] if any(row[title] for row in rows)]
-        shown |= {title: LEGEND[title] for title in titles}
+        shown |= {title: group[0].legend[title] for title in titles}
         for title in titles:
             justify: Literal["left", "right"] = "left" if title in WORDS else "right"
             table.add_column(title, justify=justify, no_wrap=True)

@@ -19,7 +19,7 @@ repetition is one step: zero_grad, forward, backward, optimizer.
 `fit`, `fit_noise` and `by_hand` fetch a new batch for each step; the others have it. All replicas have their default: a
 forward in training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
 
-`LEGEND` in ddp/bench/report.py says what the figures mean.
+`StepCell.legend` says what the figures mean.
 
 Note "replicas first". torch's replica holds the process group. If the replica is the last to hold it, the replica's
 destructor ends the group with the interpreter lock held, and waits there for Gloo's thread; that thread may be waiting
@@ -34,7 +34,7 @@ from __future__ import annotations
 import copy
 import gc
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp.bench.place import HERE, Place
-from ddp.bench.turns import TimedCell, announce, num_repetitions, slowest, take_turns
+from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, num_repetitions, slowest, take_turns
 from ddp.bench.workloads import Batch, loss_of, workload
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import current, init, shutdown
@@ -93,6 +93,28 @@ class StepCell(TimedCell):
     """
 
     rival: ClassVar[str] = "torch"
+    legend: ClassVar[Mapping[str, str]] = {
+        "model": "what is trained",
+        "ours": f"ddp.DistributedDataParallel: {STEP}",
+        "torch": "the same of torch's DistributedDataParallel on Gloo",
+        "naive": "the same with one all-reduce per parameter, after backward",
+        "alone": "the same without communication",
+        "in_backward": "ours, with the optimizer inside backward",
+        "fit": "ms of a step of ddp.fit, from its beginning to the next one's: fetching, logging and checks included",
+        "fit_noise": "the same, and the gradient noise scale is measured in every step",
+        "lamb": f"ours with LAMB, and the norm of the gradient: {STEP}",
+        "sharded": "the same, and each rank updates a slice of the parameters",
+        "by_hand": "the same of torch's class in a loop by hand, with DataLoader and DistributedSampler",
+        "torch ÷ ours": "median over turns; above 1, ours is faster",
+        "over turns": OVER_TURNS,
+        "by_hand ÷ fit": "median over turns; above 1, ddp.fit is faster",
+        "lamb ÷ sharded": "median over turns; above 1, sharding is faster",
+        "noise scale": "(fit_noise ÷ fit − 1) ÷ 10: what measuring it in every tenth step adds",
+        "over alone": "ours ÷ alone − 1: what communication adds to a step",
+        "µs per parameter": "(ours − alone) ÷ number of parameter tensors",
+        "wait": "ms per step that backward of ours waits for reductions, on the rank where that is longest",
+        "wire": "least ms in which the hosts' links carry the gradients of a step",
+    }
     num_parameters: int
     wait_s: float | None
     wire_s: float | None

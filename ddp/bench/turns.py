@@ -29,14 +29,23 @@ TURN_S, MOST_REPETITIONS = 0.2, 200
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(ABC):
-    """Is one line of a report: what ran (`name`), and where (`place`, the title of its table)."""
+    """Is one line of a report: what ran (`name`), and where (`place`, the title of its table).
 
+    Attributes:
+        legend: by titles of columns, what they show.
+    """
+
+    legend: ClassVar[Mapping[str, str]]
     place: str
     name: str
 
     @abstractmethod
     def columns(self) -> dict[str, str]:
         """Returns the line by titles of columns; "" for what was not measured."""
+
+
+STEP = "ms per step, median over turns, on the slowest rank"
+OVER_TURNS = "least and greatest such ratio of a turn"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp.bench.place import refuse_unknown, split
 from ddp.errors import ConfigError
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
 from ddp.models.resnet import resnet
+from ddp.process.arguments import Parser
 from ddp.run.build.own_model import own_model
 from ddp.run.settings.address import is_address, told
 
@@ -143,3 +146,26 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point():
         return F.mse_loss(outputs, targets)
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def add_models(parser: Parser) -> None:
+    """Adds which models are trained."""
+    parser.add_argument(
+        "--models",
+        default="digits-cnn,resnet18-32px",
+        metavar="MODEL,MODEL,…",
+        help=f"all, or some of {', '.join(WORKLOADS)}, or your own by MODULE:NAME (default: %(default)s)",
+    )
+
+
+def models_of(options: argparse.Namespace) -> list[str]:
+    """Returns the names of the models.
+
+    Raises:
+        ConfigError: there is no such model, or one of the user's own cannot be trained.
+    """
+    models = list(WORKLOADS) if options.models == "all" else split("--models", options.models)
+    refuse_unknown("model", [model for model in models if not is_address(model)], [*WORKLOADS, "MODULE:NAME"])
+    for model in filter(is_address, models):
+        try_own(model)
+    return models

@@ -1,109 +1,76 @@
-"""Evaluates a finished run, or predicts with it, on the samples that were held out from it, or on others.
-
-    python -m ddp evaluate runs/mine                       the metrics, over all samples
-    python -m ddp predict runs/mine --out scores.csv       what the model makes of each sample: a row each, in order
-    … data.test_path=other.csv cluster.workers=4           with settings other than those of the run
+"""Prepares `evaluate` and `predict`: a finished run, its settings, and one sample through the model.
 
     parent        settings, data, checkpoint, and one sample through the model: refuses what cannot work
        │ launch
-    every rank    its share of the samples: ddp.evaluate, ddp.predict; rank 0 writes the file, whole or not at all
+    every rank    its share of the samples
 
 Of the run's settings only those matter that say what the data are, how the model is built, and what it has learnt.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 import torch
 import yaml
-from numpy.typing import NDArray
 
+from ddp.commands.command import parser_of
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import source_of
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
-from ddp.process.files import whole_file
+from ddp.process.arguments import Parser
 from ddp.process.invocation import program
 from ddp.run.build import components
 from ddp.run.build.load import Trained, load
-from ddp.run.build.stages import joined
 from ddp.run.launch.command_line import launch
 from ddp.run.launch.run_folder import read_settings
 from ddp.run.settings.address import own_parts, told
 from ddp.run.settings.config import CHOICES, Config
 from ddp.run.settings.reader import from_plain, settings_of
 from ddp.run.settings.trust import check_trust
-from ddp.train.evaluate import evaluate, predict
-from ddp.train.report import metric_in_words, words_of
 from ddp.train.starts import STARTS
 from ddp.train.tasks.task import Task
-from ddp.units import counted
 
 OF_THE_RUN = ("data", "model", "loss", "loader", "precision", "device", "backend", "deterministic")
 MAY_DIFFER = ("data", "loader", "cluster", "comm", "precision", "device", "backend", "deterministic", "trust")
-ENDINGS = (".csv", ".npy")
 _OF_TRAINING = ("transform", "sharding", "validation", "validation_path")  # of data, and no matter afterwards
 _PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir")  # of data, which may be relative
 _NO_LIMIT = 1 << 30  # a global batch, because no step is made
 
 
-def evaluate_run(run: Path, words: Sequence[str]) -> str:
-    """Returns, in words, the metrics of a run's best checkpoint, or of the checkpoint that `run` is.
+def parsed(name: str, words: Sequence[str], *, writes: bool = False) -> tuple[Parser, argparse.Namespace]:
+    """Returns the parser and the options of a command about a finished run, to which settings may be given.
 
     Args:
-        words: settings on top of the run's, as KEY=VALUE.
-
-    Raises:
-        ConfigError, CheckpointError: the folder, a setting, or the data cannot be used.
-        WorkersFailed: a worker raised or died.
+        writes: it has an option --out.
     """
-    config, trained, splits = _checked(run, words, is_evaluation=True)
-    means: Mapping[str, float] = _launched(config, partial(_evaluate, config, trained.path))
-    rows = {words_of(f"test_{name}"): metric_in_words(f"test_{name}", value) for name, value in means.items()}
-    width = max(map(len, rows))
-    samples = counted(len(splits.test), "sample")
-    return "\n".join(
-        [f"{trained.path}, on {samples} of data={config.data.name}:"]
-        + [f"  {name:>{width}}  {value}" for name, value in rows.items()]
-    )
+    usage = f"{program()} {name} RUN {'--out FILE ' if writes else ''}[KEY=VALUE …]"
+    known = "data.test_path=other.csv, cluster.workers=4, loader.…, comm.…, device=…, trust=true"
+    parser = parser_of(name, usage=usage, epilog=f"KEY=VALUE: {known}")
+    parser.add_argument("run", type=Path, help="the folder of a run, whose best checkpoint is taken, or a checkpoint")
+    if writes:
+        rows = "NAME.csv or NAME.npy, a row a sample"
+        parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=rows)
+    options, settings = parser.parse_known_args(words)
+    options.settings = settings
+    if wrong := [word for word in settings if "=" not in word or word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    return parser, options
 
 
-def predict_run(run: Path, words: Sequence[str], out: Path) -> str:
-    """Writes what a run's model makes of each sample, and returns in words what was written.
-
-    Args:
-        run, words: as in `evaluate_run`.
-        out: NAME.csv, with a column for each number of an output; or NAME.npy, [samples, ...].
-
-    Raises:
-        ConfigError, CheckpointError: as `evaluate_run`; or `out` cannot be written.
-        WorkersFailed: a worker raised or died; `out` is what it was.
-    """
-    _check_writable(out)
-    config, trained, _ = _checked(run, words, is_evaluation=False)
-    shape: Sequence[int] = _launched(config, partial(_predict, config, trained.path, out.absolute()))
-    form = " × ".join(map(str, shape[1:])) or "1"
-    return f"{out}: {counted(shape[0], 'row')}, each with {form} of {trained.path}"
-
-
-# ------------------------------------------------------------------------------------------------------- the parent
-
-
-def _launched(config: Config, work: Any) -> Any:
+def launched(config: Config, work: Any) -> Any:
     """Returns what rank 0 has returned."""
     return launch(work, workers=config.cluster.workers, threads_per_worker=config.cluster.threads_per_worker)[0]
 
 
-def _checked(run: Path, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
+def checked(run: Path, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
     """Finds out in one process, before any worker starts, whether the question can be answered."""
     config = settings_for(run, words)
     splits, task = components.load_held_out(config, download=True), components.make_task(config)
@@ -195,16 +162,6 @@ def _absolute(data: Mapping[str, Any], starts: Path) -> dict[str, Any]:
     return {key: absolute(value) if key in _PATHS else value for key, value in data.items()}
 
 
-def _check_writable(out: Path) -> None:
-    if out.suffix not in ENDINGS:
-        raise ConfigError(f"--out {out}: its name must end with {' or '.join(ENDINGS)}")
-    folder = out.absolute().parent
-    if out.is_dir() or not folder.is_dir():
-        raise ConfigError(f"--out {out}: {'is a folder' if out.is_dir() else f'there is no folder {folder}'}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out}: {folder} cannot be written; take another folder")
-
-
 def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, is_evaluation: bool) -> None:
     """Raises ConfigError if the model cannot take the first sample."""
     model, source = trained.built(config), source_of(splits.test, what="data", collate=splits.collate)
@@ -221,16 +178,7 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------------- every rank
-
-
-def _evaluate(config: Config, checkpoint: Path) -> dict[str, float] | None:
-    with joined(config) as comm:
-        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
-        return evaluate(model, splits.test, loss=components.make_task(config), comm=comm, **_reading(config, splits))
-
-
-def _reading(config: Config, splits: Splits) -> dict[str, Any]:
+def reading(config: Config, splits: Splits) -> dict[str, Any]:
     """Returns how samples are read and computed, as arguments of `evaluate` and `predict`."""
     return {
         "collate": splits.collate,
@@ -238,38 +186,3 @@ def _reading(config: Config, splits: Splits) -> dict[str, Any]:
         "num_workers": config.loader.num_workers,
         "precision": config.precision,
     }
-
-
-def _predict(config: Config, checkpoint: Path, out: Path) -> list[int]:
-    with joined(config) as comm:
-        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
-        outputs = predict(model, splits.test, task=components.make_task(config), comm=comm, **_reading(config, splits))
-        if comm.rank == 0:
-            plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
-            write_out(out, plain.cpu().numpy())
-        return list(outputs.shape)
-
-
-def write_out(out: Path, rows: NDArray[Any]) -> None:
-    """Writes rows to a file, whole or not at all.
-
-    Raises:
-        ConfigError: the disk refuses, as a full one does.
-    """
-    try:
-        with whole_file(out) as file:
-            write_rows(file, rows, is_csv=out.suffix == ".csv")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror or error}; make room there, or take another folder") from error
-
-
-def write_rows(file: IO[bytes], rows: NDArray[Any], *, is_csv: bool) -> None:
-    """Writes rows [n, ...] as they are, or as CSV, with the fewest digits that are read back as the same numbers."""
-    if not is_csv:
-        np.save(file, rows)
-        return
-    flat = rows.reshape(len(rows), -1)
-    names = [f"output_{column}" for column in range(flat.shape[1])] if rows.ndim > 1 else ["output"]
-    file.write(f"{','.join(names)}\n".encode())
-    for row in flat:
-        file.write(f"{','.join(map(str, row))}\n".encode())

@@ -13,18 +13,21 @@ what a sampler asks of them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ddp.commands.command import parser_of, respond
 from ddp.data.orders.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in, with_share
 from ddp.errors import ConfigError
+from ddp.process.arguments import whole
 from ddp.process.invocation import program
 from ddp.run.build.components import load_data
 from ddp.run.build.sampling import Noted, sampler_for
@@ -33,6 +36,21 @@ from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 from ddp.train.starts import STARTS
 from ddp.units import counted
+
+
+def main(words: Sequence[str]) -> int:
+    """Says which samples were in a step of a run, or when and by whom a sample was read."""
+    parser = parser_of("where")
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--step", type=whole(1), help="number of a step, from 1")
+    parser.add_argument("--sample", type=whole(0), help="number of a training sample, from 0")
+    parser.add_argument("--epoch", type=whole(0), help="the epoch in which to look for it, from 0")
+    return respond(parser, parser.parse_args(words), answer)
+
+
+def answer(options: argparse.Namespace) -> str:
+    """Returns the answer."""
+    return where(options.run, step=options.step, sample=options.sample, epoch=options.epoch)
 
 
 class Start(NamedTuple):

@@ -493,7 +493,7 @@ class Runner:
         line += ["--nproc-per-node", str(self.args.nproc_per_node), "--rdzv-id", self.bed.name]
         line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.bed.address(0)}:{PORT}"]
         line += ["--local-addr", self.bed.address(host), "--rdzv-conf", f"is_host={int(host == 0)}"]
-        return [*line, self.args.script, *self.args.args]
+        return [*line, *(["-m"] if self.args.module else []), self.args.script, *self.args.args]
 
     def environment(self) -> dict[str, str]:
         extra = {f"{library}_SOCKET_IFNAME": "eth0" for library in ("GLOO", "NCCL", "TP")}
@@ -643,6 +643,7 @@ def parser() -> argparse.ArgumentParser:
     for verb in (up, run):
         verb.add_argument("--rate", type=parse_rate, default=None, help=f"e.g. 100mbit (default {UNLIMITED})")
         verb.add_argument("--delay", type=parse_delay, default=0.0, help="one way, host to host, e.g. 1ms")
+    run.add_argument("-m", action="store_true", dest="module", help="the script is a module, as in python -m")
     run.add_argument("script")
     run.add_argument("args", nargs=argparse.REMAINDER)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from ddp.__main__ import main
 from ddp.bench.collectives import CASES, Case, CollectiveCell, Rival, WrongSum, check
 from ddp.bench.report import from_json
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_collectives"
 
 
 def test_the_bandwidth_is_the_bus_bandwidth_of_nccl_tests() -> None:
@@ -76,13 +73,10 @@ def test_a_wrong_sum_and_unequal_bits_are_seen() -> None:
         assert "different bits" in unequal
 
 
-def test_the_shortest_run_measures_and_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shortest_run_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "cells.json"
     words = ["--workers", "2", "--sizes", "4KB", "--turns", "1", "--beside", "1", "--json", str(kept)]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words, "--cases", "allocated,ring,barrier"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert main(["bench_collectives", *words, "--cases", "allocated,ring,barrier"]) == 0
     printed = capsys.readouterr().out
     assert "2 ranks on one host" in printed and "beside 1 process" in printed
     cells = from_json(kept.read_text(), CollectiveCell)

@@ -1,11 +1,7 @@
-"""Tests the benchmark of training steps: how memory is counted, what its models are, and its shortest runs."""
+"""Tests the benchmark of training steps: what its models are, and its shortest run."""
 
 from __future__ import annotations
 
-import mmap
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,61 +9,9 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from ddp.bench.hooks import METHODS, HookCell, TimeHooks
-from ddp.bench.memory import MeasureMemory, MemoryCell
-from ddp.bench.pss import sampling
 from ddp.bench.step import VARIANTS, StepCell, TimeSteps, make
 from ddp.bench.workloads import WORKLOADS, TinyLayers, loss_of, try_own
-from ddp.comm.transport import topology
 from ddp.errors import ConfigError
-
-MIB = 1 << 20
-
-# -------------------------------------------------------------------------------------------------------------- memory
-
-
-def test_an_allocation_is_seen_also_after_its_end() -> None:
-    with sampling(os.getpid()) as take:
-        before = take()
-        with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
-            pages[:: mmap.PAGESIZE] = b"\1" * (64 * MIB // mmap.PAGESIZE)
-            seen = take() - before
-        assert 60 * MIB <= seen <= 72 * MIB
-        take()  # may begin with a sample from before the end
-        assert take() - before <= 8 * MIB
-
-
-NEIGHBOUR = """
-import mmap, sys
-with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
-    pages[:: mmap.PAGESIZE] = b"x" * (len(pages) // mmap.PAGESIZE)
-    print("mapped", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_shared_mapping_is_counted_in_part() -> None:
-    with os.fdopen(os.memfd_create("shared"), "w+b") as file, sampling(os.getpid()) as take:
-        file.truncate(64 * MIB)
-        before = take()
-        with mmap.mmap(file.fileno(), 0) as pages:
-            pages[:: mmap.PAGESIZE] = b"\1" * (64 * MIB // mmap.PAGESIZE)
-            assert 48 * MIB <= take() - before <= 72 * MIB  # the kernel may have taken some back
-            command = [sys.executable, "-I", "-S", "-c", NEIGHBOUR, f"/proc/{os.getpid()}/fd/{file.fileno()}"]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour:
-                assert neighbour.stdout is not None
-                assert neighbour.stdout.readline() == b"mapped\n"
-                take()  # what came before the neighbour
-                assert 20 * MIB <= take() - before <= 40 * MIB
-                neighbour.communicate()
-
-
-def test_who_cannot_be_looked_into_is_an_error() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    with pytest.raises(OSError, match=f"/proc/{ended.pid}/smaps_rollup"), sampling(ended.pid):
-        pass
-
 
 # ----------------------------------------------------------------------------------------------------------- workloads
 
@@ -175,36 +119,3 @@ def test_the_shortest_run_has_every_figure_and_the_same_on_all_ranks() -> None:
     assert (cell.name, cell.num_parameters) == ("digits-cnn", 8)
     assert cell.place.startswith("2 ranks on one host")
     assert cell.wait_s is not None and cell.wait_s > 0
-
-
-SOME_METHODS = ("plain", "int8", "sign", "powersgd1", "torch_fp16", "torch_powersgd1")
-
-
-def hooked() -> list[HookCell]:
-    topology._boot_id = lambda: f"host of rank {os.environ['RANK']}"
-    return TimeHooks("small-mlp", SOME_METHODS, num_turns=1)()
-
-
-def test_methods_of_sending_less_are_timed() -> None:
-    cells, same = run_ranks(hooked, 2, timeout_s=100)
-    assert cells == same
-    assert [cell.name for cell in cells] == list(SOME_METHODS)
-    assert set(SOME_METHODS) <= METHODS.keys()
-    for cell in cells:
-        assert cell.place.startswith("2 ranks on 2 hosts")
-        assert cell.ratio is not None and cell.ratio > 0 and cell.step_s[0] > 0
-        assert cell.link_bytes is None  # the interface of this machine carries other things, too
-        assert (cell.encoding_s is not None) == (cell.name in ("sign", "powersgd1"))
-
-
-def memory_of(variant: str) -> list[MemoryCell]:
-    return MeasureMemory("digits-cnn", variant)()
-
-
-@pytest.mark.parametrize("variant", ["ours", "torch"])
-def test_the_memory_of_a_variant_is_that_of_the_highest_rank(variant: str) -> None:
-    (cell,), same = run_ranks(memory_of, 2, variant)
-    assert [cell] == same
-    assert (cell.name, cell.variant) == ("digits-cnn", variant)
-    num_bytes = 4 * sum(p.numel() for p in WORKLOADS["digits-cnn"].make().parameters())
-    assert cell.peak >= 3 * num_bytes  # parameters, gradients, momentum

@@ -229,8 +229,8 @@ def test_hosts_without_a_shared_disk_fetch_their_own_data_and_resume_what_rank_0
 
 
 def test_an_interrupted_benchmark_takes_its_bed_down() -> None:
-    script = ROOT / "scripts" / "bench_collectives"
-    with subprocess.Popen([sys.executable, str(script), "--netbed", "2x1@1gbit"], stderr=subprocess.PIPE) as process:
+    words = [sys.executable, "-m", "ddp", "bench_collectives", "--netbed", "2x1@1gbit"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
         mine = Path(f"/run/hosts-bed/bench{process.pid}")
         wait_for(lambda: mine.exists() or process.poll() is not None)
         process.send_signal(signal.SIGINT)

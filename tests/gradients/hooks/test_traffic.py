@@ -10,8 +10,8 @@ import torch
 from test_hooks import HOOKS, each_rank
 from torch import nn
 
-from ddp.bench.offers import OFFERS, PLAIN, Gradients, table
 from ddp.comm.communicator import Communicator
+from ddp.commands.explain import OFFERS, PLAIN, Gradients, table
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Cost, Traffic, foretold
 from ddp.train.traffic_hint import too_dear, worth_it

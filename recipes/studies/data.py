@@ -10,11 +10,13 @@
 | files opened               | by a worker in an epoch, files ÷ workers + lanes at most                               |
 | cache                      | proportional memory of all processes of a host, over one copy of the samples           |
 
-`scripts/ddp bench_data` is the command.
+    python recipes/studies/data.py               some two minutes
+    python recipes/studies/data.py --turns 21    more turns, whose medians are shown
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tarfile
@@ -29,12 +31,14 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
+import ddp
 from ddp.bench.turns import take_turns
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.setup import init, shutdown
@@ -45,11 +49,11 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.distributed_sampler import DistributedSampler
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.samples import TensorSet
+from ddp.process.arguments import Parser, whole
 from ddp.process.clock import now_s
 from ddp.units import three_digits
 
 BATCH = 64
-Launch = Callable[..., list[Any]]
 
 COMPUTING_S = 10e-3  # of a step
 READING_SHARE = 0.8  # of that
@@ -97,7 +101,7 @@ class Rows(Dataset[Any]):
         return torch.full((16,), float(index)), index % 10
 
 
-def rows(sizes: Sizes, num_turns: int, launch: Launch) -> Iterator[Row]:
+def rows(sizes: Sizes, num_turns: int) -> Iterator[Row]:
     """Yields the lines of the table, as they are measured."""
     yield from _order(sizes)
     yield _first_index(sizes, num_turns)
@@ -106,7 +110,7 @@ def rows(sizes: Sizes, num_turns: int, launch: Launch) -> Iterator[Row]:
         files = _tar_files(Path(folder), sizes)
         yield _resumed_files(files, sizes, num_turns)
         yield from _files_opened(files, sizes)
-    yield _cache(sizes, launch)
+    yield _cache(sizes)
     yield from _reading(sizes, num_turns)
     yield from _samples_per_s(sizes, num_turns)
 
@@ -217,9 +221,11 @@ def _files_opened(files: Callable[[], FileSet], sizes: Sizes) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------------------------- cache
 
 
-def _cache(sizes: Sizes, launch: Launch) -> Row:
+def _cache(sizes: Sizes) -> Row:
     workers, loaders = sizes.cache_workers, 2
-    shares = launch(_shared_bytes, sizes.resumed // 50, loaders, workers=workers, threads_per_worker=1, timeout_s=300)
+    shares = ddp.launch(
+        _shared_bytes, sizes.resumed // 50, loaders, workers=workers, threads_per_worker=1, timeout_s=300
+    )
     one_copy = shares[0][1]
     over = sum(share for share, _ in shares) / one_copy
     name = f"cache, {workers} workers × {loaders} loader processes: memory over one copy of {one_copy >> 20} MiB"
@@ -261,8 +267,8 @@ def _shared_bytes(num_samples: int, loaders: int) -> tuple[int, int]:
 
 
 def _pss_of_shared_memory(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Shmem:"))
+    shared = (each for each in psutil.Process(pid).memory_maps() if each.path.startswith(("/memfd:", "/dev/shm/")))
+    return sum(each.pss for each in shared)
 
 
 # ----------------------------------------------------------------------------------------------------- steps that read
@@ -362,18 +368,24 @@ def _in_ms(times_s: list[float]) -> str:
     return f"{three_digits(1e3 * statistics.median(times_s))} ms"
 
 
-def show(num_turns: int, launch: Launch, sizes: Sizes = USUAL) -> None:
-    """Measures everything, and prints the table.
-
-    Args:
-        launch: `ddp.launch`, which runs a function on several workers.
-    """
+def show(num_turns: int, sizes: Sizes = USUAL) -> None:
+    """Measures everything, and prints the table."""
     torch.set_num_threads(1)
     table = Table(title=f"feeding one process, one thread; medians of {num_turns} turns")
     table.add_column("what", overflow="fold")
     for title in ("ours", "torch", "torch ÷ ours"):
         table.add_column(title, justify="right")
-    for row in rows(sizes, num_turns, launch):
+    for row in rows(sizes, num_turns):
         table.add_row(*row)
     console = Console()
     (console if console.is_terminal else Console(width=120)).print(table)
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=whole(1), default=5, help="turns of each measurement (default: %(default)s)")
+    show(parser.parse_args().turns)
+
+
+if __name__ == "__main__":
+    main()

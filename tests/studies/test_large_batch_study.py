@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from large_batch import BATCHES, RIVALS, SEEDS, Findings, LargeBatch, best_of, critical_batch, samples_to
+from matplotlib.figure import Figure
+from study import Result
 
-from ddp.bench.large_batch import (
-    BATCHES,
-    RIVALS,
-    SEEDS,
-    Result,
-    Trial,
-    best_of,
-    planned,
-    read,
-    trials_in_order,
-    tuning_trials,
-)
-from ddp.bench.large_batch_report import Findings, draw, foretold, samples_to, show
 from ddp.train.monitor.noise_scale import Estimate
+
+STUDY = LargeBatch(num_train=10_000)
 
 
 def studied() -> list[Result]:
     """Results of a study in which the second rate is the best, and SGD diverges at the largest batch."""
-    tuning = list(tuning_trials(num_train=10_000))
-    results: dict[Trial, Result] = {}
-    for trial in trials_in_order(tuning, results):
+    results: dict[Any, Result] = {}
+    for trial in STUDY.trials(results):
         lost = trial.rival == "SGD" and trial.batch == BATCHES[-1]
         accuracy = 0.6 - 0.1 * abs(RIVALS[trial.rival].rates.index(trial.rate) - 1) + 0.01 * trial.seed
         curve = [(1000, 0.3), (2000, accuracy)]
         noise = Estimate(100.0 + trial.seed, 10.0, None)
-        results[trial] = Result(trial) if lost else Result(trial, accuracy, 2.0, curve, noise, seconds=1.0)
+        results[trial] = Result(trial) if lost else Result(trial, accuracy, curve, 1.0, noise)
     return list(results.values())
 
 
@@ -41,7 +31,7 @@ def test_every_optimizer_is_tried_at_four_rates_and_the_best_is_tested_with_all_
     results = studied()
     by_trial = {result.trial: result for result in results}
     tuning = [trial for trial in by_trial if not trial.is_test]
-    assert len(results) == len(RIVALS) * len(BATCHES) * (4 + len(SEEDS))
+    assert len(results) == STUDY.num_trials == len(RIVALS) * len(BATCHES) * (4 + len(SEEDS))
     assert {trial.seed for trial in tuning} == {SEEDS[0]}
     best = {(trial.rival, trial.batch): trial.rate for trial in best_of(tuning, by_trial)}
     assert all(best[name, BATCHES[0]] == rival.rates[1] for name, rival in RIVALS.items())
@@ -50,7 +40,7 @@ def test_every_optimizer_is_tried_at_four_rates_and_the_best_is_tested_with_all_
 
 
 def test_findings_are_means_over_seeds_and_a_run_that_diverged_counts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = Findings.of(studied())
     assert found.target == pytest.approx(0.61 - 0.02)
@@ -59,36 +49,28 @@ def test_findings_are_means_over_seeds_and_a_run_that_diverged_counts_nothing(
     crossings = [1000 + 1000 * (0.59 - 0.3) / (0.3 + 0.01 * seed) for seed in SEEDS]
     assert lamb.to_target == pytest.approx(sum(crossings) / len(SEEDS))
     assert (sgd.mean, sgd.to_target) == (0, None)
-    assert foretold(found) == "100 to 102 samples"
-    show(found)
+    assert critical_batch(found) == "100 to 102 samples"
+    STUDY.show(studied())
     assert "61.0 ± 1.0 (0.003) " in capsys.readouterr().out
-    draw(found, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    figure = Figure()
+    STUDY.draw(studied(), figure)
+    assert [len(axes.get_lines()) for axes in figure.axes] == [len(RIVALS), len(RIVALS)]
 
 
-def test_a_study_that_was_stopped_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_that_was_stopped_shows_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     for results in ([], studied()[:3], studied()[:50]):
-        found = Findings.of(results)
-        show(found)
-        draw(found, tmp_path / "picture.png")
-        assert foretold(found) == "not measured"
+        STUDY.show(results)
+        STUDY.draw(results, Figure())
+        assert critical_batch(Findings.of(results)) == "not measured"
         assert "AdamW" in capsys.readouterr().out
-
-
-def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
-    path, results = tmp_path / "results.jsonl", studied()[:3]
-    assert read(path) == []
-    lines = [json.dumps(asdict(result)) for result in results]
-    path.write_text("\n".join([*lines[:2], lines[2][:50]]))
-    assert read(path) == results[:2]
 
 
 def test_results_of_another_grid_are_left_out() -> None:
     results = studied()
     elsewhere = Result(replace(results[-1].trial, rate=0.77), 0.9)
-    assert planned([elsewhere, *results], num_train=10_000) == results
-    assert planned([*results[:5], elsewhere], num_train=10_000) == results[:5]
-    assert planned(results, num_train=20_000) == []
+    assert STUDY.own([elsewhere, *results]) == results
+    assert STUDY.own([*results[:5], elsewhere]) == results[:5]
+    assert LargeBatch(num_train=20_000).own(results) == []
 
 
 def test_samples_to_a_target() -> None:

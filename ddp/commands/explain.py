@@ -1,18 +1,85 @@
-"""Compares what every wire format and hook would make of a step on this network, as `explain --hooks` shows it."""
+"""Explains which all-reduce "auto" would choose on this machine for tensors of a size, or what each hook would save."""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+import ddp
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.place import is_rank
+from ddp.commands.command import add_workers, parser_of, respond, time_of
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Traffic, foretold
-from ddp.units import format_time, three_digits
+from ddp.process import memory
+from ddp.process.arguments import checked
+from ddp.run.launch import command_line
+from ddp.units import format_size, format_time, parse_size, three_digits
+
+MOST_EXPLAINED = "128GB"
+
+
+def main(words: Sequence[str]) -> int:
+    """Measures, and explains what the words ask."""
+    parser = parser_of("explain", epilog="Between several hosts: torchrun --nnodes … -m ddp explain … on each of them.")
+    parser.add_argument(
+        "bytes", type=size_explained, help="size of the tensor, or with --hooks of a model's gradients, e.g. 25MB"
+    )
+    add_workers(parser)
+    parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
+    parser.add_argument("--hooks", action="store_true", help="what every wire format and hook would make of a step")
+    parser.add_argument("--compute", type=time_of, metavar="TIME", help="of its forward and backward, e.g. 250ms")
+    return respond(parser, parser.parse_args(words), answer)
+
+
+def answer(options: argparse.Namespace) -> str:
+    if options.compute is not None and not options.hooks:
+        raise ValueError("--compute goes with --hooks, which says what they make of a step")
+    if not options.hooks and 2 * options.bytes * options.workers > memory.available_bytes():
+        raise ValueError(
+            f"{format_size(options.bytes)}: all-reduces of it are timed, and {options.workers} ranks have no "
+            "memory for that here; give a smaller size"
+        )
+    question = partial(
+        explained,
+        options.bytes,
+        shared_memory=not options.transport_only,
+        compute_s=(options.compute or 0.0) if options.hooks else None,
+    )
+    if is_rank():
+        return question()
+    answers = command_line.launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
+    return str(answers[0])
+
+
+def size_explained(text: str) -> int:
+    """Returns the bytes of a tensor that `explain` is asked about."""
+    nbytes = checked(parse_size)(text)
+    if nbytes > parse_size(MOST_EXPLAINED):
+        raise argparse.ArgumentTypeError(f"{text:.40}: give up to {MOST_EXPLAINED}, for which predictions take seconds")
+    return nbytes
+
+
+def explained(nbytes: int, *, shared_memory: bool, compute_s: float | None) -> str:
+    """Returns, as rank 0 of a new world, what its communicator says about an all-reduce of `nbytes`; elsewhere "".
+
+    Args:
+        compute_s: of a step; None: nothing is asked about hooks.
+    """
+    comm = ddp.init(device="auto", shared_memory=shared_memory)
+    answer = comm.explain(nbytes) if compute_s is None else compared(comm, nbytes, compute_s=compute_s)
+    rank = comm.rank
+    ddp.shutdown()
+    return answer if rank == 0 else ""
+
+
+# -------------------------------------------------------------------------------------- what each hook would save
 
 PLAIN = "as they are"
 OFFERS: Mapping[str, Mapping[str, Any]] = {

@@ -3,10 +3,15 @@ with the commands of the README.)"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import pytest
 
 from ddp.__main__ import main
-from ddp.bench.offers import OFFERS
+from ddp.commands.explain import OFFERS
+from ddp.commands.registry import COMMANDS
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -24,14 +29,14 @@ def test_simulate_gives_the_textbook_s_time_and_bytes(capsys: pytest.CaptureFixt
     assert text.rstrip().endswith("bus bandwidth 1 GB/s")
 
 
-def test_ctrl_c_ends_a_question_in_a_sentence(
+def test_ctrl_c_ends_a_command_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt("it has ended the workers")
 
     monkeypatch.setattr("ddp.run.launch.command_line.launch", interrupted)
-    monkeypatch.setattr("ddp.__main__.simulate", interrupted)
+    monkeypatch.setattr("ddp.commands.simulate.simulate", interrupted)
     for words in (["draw", "overlap"], ["explain", "25MB"], ["simulate", "ring", "4"]):
         assert main(words) == 130
         assert capsys.readouterr().err == "stopped by SIGINT before there was an answer\n"
@@ -93,7 +98,7 @@ def test_a_number_out_of_bounds_is_refused_with_the_reason(
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
-    """Returns the line with which a question is refused."""
+    """Returns the line with which a command is refused."""
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
@@ -101,14 +106,26 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
     return line
 
 
-def test_help_has_a_line_and_an_example_for_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_a_module_a_line_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
+    assert ended.value.code == 0 and capsys.readouterr().out == text
     listed, _, examples = text.partition("examples:")
-    for question in ("train", "draw", "check", "simulate", "explain", "exercise"):
-        assert f"\n    {question} " in listed and f"\n  python -m ddp {question} " in examples
+    for command in COMMANDS:
+        assert find_spec(f"ddp.commands.{command}")
+        assert f"\n    {command}" in listed and f"\n  python -m ddp {command} " in examples
+
+
+def test_drawing_imports_no_torch() -> None:
+    code = "import sys; from ddp.__main__ import main; main(['draw', 'ring', '3']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "invalid choice: 'drow' (choose from" in refused(capsys, "drow ring 4")
 
 
 def test_explain_hooks_where_gradients_travel(capsys: pytest.CaptureFixture[str]) -> None:

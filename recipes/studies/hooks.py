@@ -1,5 +1,8 @@
 """Times training steps whose gradients travel in fewer bytes: wire formats and hooks of ours, and torch's hooks.
 
+    python recipes/studies/hooks.py --netbed 2x1@100mbit --models mlp-25m --turns 3      on two hosts (root, iproute2)
+    python recipes/studies/hooks.py --netbed 2x2@100mbit --methods plain,sign
+
 | method           | how gradients travel                                                                            |
 |------------------|-------------------------------------------------------------------------------------------------|
 | plain            | `ddp.DistributedDataParallel`, as they are                                                      |
@@ -21,28 +24,34 @@ All methods train a copy of one model on the same batch, and take turns. Besides
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import thread_time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp.bench.place import HERE, Place
+from ddp.bench.command import add_options, add_turns, place_of, run
+from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import Training, make
-from ddp.bench.turns import PROGRESS, Cell, num_repetitions, slowest, take_turns
+from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
+from ddp.bench.workloads import add_models, models_of
 from ddp.comm.communicator import Communicator
 from ddp.comm.setup import init, shutdown
+from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Traffic, foretold
+from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.replica import Replica
@@ -99,6 +108,16 @@ class HookCell(Cell):
         foretold_bytes, foretold_s: what was to be expected of the bytes and of the step; None for torch's.
     """
 
+    legend: ClassVar[Mapping[str, str]] = {
+        "model": "what is trained",
+        "method": "how gradients travel (--help lists the methods)",
+        "step": STEP,
+        "plain ÷ step": "median over turns; how many times as fast a step is",
+        "foretold": "a step by the cost model, from the measured links and what a step takes without waiting",
+        "on the link": "MB that leave the busiest host in a step, counted by its network interface",
+        "foretold MB": "MB that were to leave it, headers not included",
+        "encoding": "ms of processor time of a rank in a step, for encoding and decoding outside of collectives",
+    }
     model: str
     step_s: Sequence[float]
     ratio: float | None
@@ -256,3 +275,25 @@ def bytes_sent() -> int:
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): counters.split() for name, counters in (line.split(":", 1) for line in lines)}
     return sum(int(of_one[8]) for name, of_one in counts.items() if name != "lo")
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, workers="2", least=1)
+    add_turns(parser, 9)
+    add_models(parser)
+    usual = ",".join(METHODS)
+    parser.add_argument("--methods", default=usual, metavar="NAME,NAME,…", help="what to time (default: all)")
+    sys.exit(respond(parser, parser.parse_args(), answer))
+
+
+def answer(options: argparse.Namespace) -> str:
+    """Times what was asked for; the report is printed."""
+    where, models, methods = place_of(options), models_of(options), tuple(split("--methods", options.methods))
+    refuse_unknown("method", methods, METHODS)
+    run(options, [TimeHooks(model, methods, options.turns, where) for model in models], HookCell, where)
+    return ""
+
+
+if __name__ == "__main__":
+    main()

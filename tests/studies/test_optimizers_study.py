@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import optimizers
 import pytest
 import torch
 from torch import nn
 
-from ddp.bench import optimizers
 from ddp.optim import LAMB
 
 

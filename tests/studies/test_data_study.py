@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import data
 import pytest
 import torch
-
-import ddp
-from ddp.bench import data
 
 SMALL = data.Sizes(
     order=10**6, first_index=1000, resumed=6400, num_files=12, samples_per_file=20, num_steps=8, cache_workers=2
@@ -16,7 +14,7 @@ SMALL = data.Sizes(
 def test_the_table_has_all_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(data, "COMPUTING_S", 2e-3)
     num_threads = torch.get_num_threads()
-    data.show(num_turns=1, launch=ddp.launch, sizes=SMALL)
+    data.show(num_turns=1, sizes=SMALL)
     torch.set_num_threads(num_threads)
     out = capsys.readouterr().out
     wanted = (

@@ -1,0 +1,69 @@
+"""Lists the commands, and runs one: the module of its name in this folder, which is imported when it is asked for.
+
+`torchrun … -m ddp train` trains as well, in the processes that torchrun has started; so do `mpirun` and `srun`
+(`comm/meeting/place.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from ddp.process.arguments import Parser
+from ddp.process.invocation import program
+
+COMMANDS = {
+    "train": "trains a model on this host's workers; its --help lists all settings",
+    "draw": 'draws the rounds of a schedule, or, as "draw overlap", the timeline of a step',
+    "check": "proves a schedule, and shows what each chunk becomes",
+    "simulate": "predicts time, messages and bytes of a schedule on another network",
+    "explain": 'measures here, and says which all-reduce "auto" chooses and why; or what each hook would save',
+    "where": "says which samples a step has, or who reads a sample",
+    "evaluate": "says how good a finished run is",
+    "predict": "writes what a finished run makes of each sample",
+    "exercise": "checks your solution of an exercise of recipes/tutorial",
+    "tutorial": "writes the read-along, prose beside code, as pages for a browser",
+    "bench_step": "times training steps beside torch's DistributedDataParallel",
+    "bench_collectives": "times collectives beside torch.distributed's on Gloo",
+}
+"""The name of a module, whose `main` takes the other words and returns the exit status → what it does."""
+EXAMPLES = """\
+examples:
+  python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
+  python -m ddp draw ring 4                                            as text; with --svg ring.svg as a picture
+  python -m ddp draw overlap --workers 2                               the timeline of a step; with --svg, too
+  python -m ddp check hierarchical 6 --hosts 3,3                       ranks 0 to 2 on one host, 3 to 5 on another
+  python -m ddp check my_module:chain 4                                a schedule of your own
+  python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
+  python -m ddp explain 25MB --workers 2
+  python -m ddp explain 100MB --hooks --transport-only                 what every hook would save
+  python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
+  python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
+  python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data
+  python -m ddp predict runs/mine --out scores.csv                     what its model makes of each sample
+  python -m ddp exercise 02                                            checks your solution in 02_ring.py
+  python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
+  python -m ddp bench_step --models digits-cnn,mine:Net                your own model beside torch's class
+  python -m ddp bench_collectives --workers 2 --sizes 64KB
+
+python -m ddp COMMAND --help lists the options of a command."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a command; without one, prints the list. Returns the exit status."""
+    if argv and argv[0] in COMMANDS:
+        return int(import_module(f"ddp.commands.{argv[0]}").main(argv[1:]))
+    parser = Parser(
+        prog=program(),
+        usage=f"{program()} COMMAND …",
+        description="Trains, evaluates, measures, and answers questions about collectives.",
+        epilog=EXAMPLES.replace("python -m ddp", program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, meaning in COMMANDS.items():
+        commands.add_parser(name, help=meaning)
+    parser.parse_args(argv)  # refuses other words, or prints the help that was asked for
+    parser.print_help()
+    return 0

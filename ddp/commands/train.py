@@ -1,0 +1,21 @@
+"""Trains with the settings that follow, which Hydra reads; under torchrun, in the processes that are there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ddp.comm.meeting.place import is_rank
+from ddp.process.invocation import program
+from ddp.run.launch import command_line as launcher
+from ddp.run.launch import torchrun as under_torchrun
+
+
+def main(settings: Sequence[str]) -> NoReturn:
+    """Trains, and ends the process."""
+    sys.argv = [f"{program()} train", *settings]
+    with launcher.bad_input_to(launcher.exit_with_error):
+        train = under_torchrun.main if is_rank() else launcher.main
+    train()
+    raise AssertionError("training ends the process")

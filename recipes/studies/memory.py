@@ -1,0 +1,157 @@
+"""Measures the memory that a worker needs to train: its peak, less what it had before its model was built.
+
+Each variant has a launch of its own, so that no other's memory counts for it:
+
+    import everything, join torch.distributed               ── before
+    build the model, wrap it, make its batch, some steps    ── peak − before, of the worker where that is highest
+
+Memory is the proportional set size (PSS): what k processes have mapped counts 1/k for each, where RSS would count a
+neighbour's gradients in full. A thread samples it every few milliseconds, while torch computes without the
+interpreter's lock; a shorter peak can hide between two samples. The communicator is made after "before", so its memory
+is ours and not everyone's. For scale, "alone" is the same training without communication: parameters, gradients,
+momentum and activations.
+
+    python recipes/studies/memory.py --models mlp-25m,gpt-10m --variants ours,torch,alone
+
+Variants and models are those of `ddp bench_step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import psutil
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+from ddp.bench.command import add_options, place_of, run
+from ddp.bench.place import HERE, Place, refuse_unknown, split
+from ddp.bench.step import VARIANTS, TimeSteps, Training, make
+from ddp.bench.turns import Cell
+from ddp.bench.workloads import add_models, models_of, workload
+from ddp.comm.setup import init, shutdown
+from ddp.commands.command import respond
+from ddp.errors import ConfigError
+from ddp.process.arguments import Parser
+
+REST_S = 0.001
+NUM_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCell(Cell):
+    """Holds the figure of one variant of one model: bytes above "before", of the worker where that is highest."""
+
+    legend: ClassVar[Mapping[str, str]] = {
+        "model": "what is trained",
+        "variant": "how it is trained (ddp bench_step --help lists the variants)",
+        "peak": "MiB above what the worker had before it built its model, of the worker where that is highest",
+    }
+    variant: str
+    peak: int
+
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns."""
+        return {"model": self.name, "variant": self.variant, "peak": f"{self.peak / (1 << 20):.1f}"}
+
+
+@dataclass(frozen=True)
+class MeasureMemory:
+    """Measures one variant of one model. A call runs on every rank of one host, in the environment of `ddp.launch`."""
+
+    model: str
+    variant: str
+    place: Place = HERE
+
+    def __call__(self) -> list[MemoryCell]:
+        """Returns one cell, the same on all ranks."""
+        torch.set_num_threads(1)
+        with torch.device("meta"), contextlib.suppress(ConfigError):  # one of the user's own may need numbers
+            workload(self.model).make()  # imports what it needs, torchvision say, and takes no memory for numbers
+        dist.init_process_group("gloo")
+        peak = torch.tensor(self._measure())
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        gc.collect()  # ddp/bench/step.py, note "replicas first"
+        place = self.place.title(dist.get_world_size())
+        shutdown()
+        dist.destroy_process_group()
+        return [MemoryCell(place=place, name=self.model, variant=self.variant, peak=int(peak))]
+
+    def _measure(self) -> int:
+        """Returns this rank's peak above "before"."""
+        with sampling() as take:
+            before = _together(take)
+            if self.variant not in ("torch", "alone"):
+                init(device="cpu")
+            training = Training(self.variant, *make(self.model, rank=dist.get_rank()))
+            for _ in range(NUM_STEPS):
+                training.step()
+            return _together(take) - before
+
+
+def _together(take: Callable[[], int]) -> int:
+    """Takes the peak once all ranks are here, and lets none go on before all have taken theirs."""
+    dist.barrier()
+    taken = take()
+    dist.barrier()
+    return taken
+
+
+@contextlib.contextmanager
+def sampling() -> Iterator[Callable[[], int]]:
+    """Samples the memory of this process while the block runs.
+
+    Yields:
+        a function that returns the most bytes that a sample found since its last call, that moment included.
+    """
+    process, is_over, peak = psutil.Process(), threading.Event(), 0
+
+    def sample() -> None:
+        nonlocal peak
+        while not is_over.wait(REST_S):
+            peak = max(peak, process.memory_full_info().pss)
+
+    def take() -> int:
+        nonlocal peak
+        taken, peak = max(peak, process.memory_full_info().pss), 0
+        return taken
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    yield take
+    is_over.set()
+    thread.join()
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, workers="2", least=1)
+    add_models(parser)
+    usual = ",".join(TimeSteps.variants)
+    parser.add_argument("--variants", default=usual, metavar="NAME,NAME,…", help="(default: %(default)s)")
+    sys.exit(respond(parser, parser.parse_args(), answer))
+
+
+def answer(options: argparse.Namespace) -> str:
+    """Measures what was asked for, a launch for each; the report is printed."""
+    where, models, variants = place_of(options), models_of(options), split("--variants", options.variants)
+    refuse_unknown("variant", variants, VARIANTS)
+    if where.bed is not None:
+        raise ConfigError("memory is measured on this host: leave --netbed out")
+    if not hasattr(psutil.Process().memory_full_info(), "pss"):
+        raise ConfigError("memory is measured as PSS, which Linux alone counts")
+    jobs = [MeasureMemory(model, variant, where) for model in models for variant in variants]
+    run(options, jobs, MemoryCell, where)
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The study of hooks: every method is timed, and the figures are the same on all ranks."""
+
+from __future__ import annotations
+
+import os
+
+from hooks import METHODS, HookCell, TimeHooks
+from ranks import run_ranks
+
+from ddp.comm.transport import topology
+
+SOME_METHODS = ("plain", "int8", "sign", "powersgd1", "torch_fp16", "torch_powersgd1")
+
+
+def hooked() -> list[HookCell]:
+    topology._boot_id = lambda: f"host of rank {os.environ['RANK']}"
+    return TimeHooks("small-mlp", SOME_METHODS, num_turns=1)()
+
+
+def test_methods_of_sending_less_are_timed() -> None:
+    cells, same = run_ranks(hooked, 2, timeout_s=100)
+    assert cells == same
+    assert [cell.name for cell in cells] == list(SOME_METHODS)
+    assert set(SOME_METHODS) <= METHODS.keys()
+    for cell in cells:
+        assert cell.place.startswith("2 ranks on 2 hosts")
+        assert cell.ratio is not None and cell.ratio > 0 and cell.step_s[0] > 0
+        assert cell.link_bytes is None  # the interface of this machine carries other things, too
+        assert cell.columns().keys() == cell.legend.keys()
+        assert (cell.encoding_s is not None) == (cell.name in ("sign", "powersgd1"))
