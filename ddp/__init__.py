@@ -35,6 +35,7 @@ The words of this package, one meaning each:
     cost                what the model predicts that a collective takes
     calibrate           measure what the cost model needs
     replica             one rank's copy of the model
+    strategy            says who holds parameters and optimizer state, and how often the ranks agree
     bucket              gradients that are reduced together, and their memory
     slot                a parameter and its gradient's place in a bucket
     ready               said of a gradient: autograd has computed it
@@ -132,7 +133,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("collectives", "data", "gradients", "optim"):
+    if name in ("collectives", "data", "gradients", "optim", "strategies"):
         return importlib.import_module(f"ddp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}")
@@ -144,4 +145,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "collectives", "data", "gradients", "optim"])
+    return sorted([*_HOMES, "collectives", "data", "gradients", "optim", "strategies"])

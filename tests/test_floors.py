@@ -13,6 +13,7 @@ FLOORS = [
     ["comm"],
     ["gradients", "pictures"],
     ["replica"],
+    ["strategies"],
     ["train"],
     ["run"],
     ["bench"],

@@ -58,6 +58,8 @@ from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
+from ddp.strategies import strategy
+from ddp.strategies.choice import strategy_for
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
 from ddp.train.state import TrainState
@@ -267,14 +269,14 @@ class Updating(Training):
         super().__init__(variant, module, batch)
         self._optimizer = LAMB(self.replica.parameters(), lr=1e-4)
         assert isinstance(self.replica, Replica)
-        self._update = self.replica.make_update(self._optimizer)
+        self._strategy = strategy_for(self.replica, self._optimizer)
 
     def step(self) -> None:
         inputs, targets = self._batch
         self._optimizer.zero_grad(set_to_none=True)
         loss = loss_of(self.replica(inputs), targets)
         loss.backward()
-        self._update.step(self._update.gradient_norm(), None)
+        strategy.step(self._strategy)
         self.loss = loss.detach()
 
 

@@ -16,7 +16,7 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, secti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,45 +25,40 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from ddp.optim.update import Update, clipped_step, gradient_norm
-
 
 class MasterWeights:
-    """Makes a model's parameters bfloat16, and keeps float32 copies of them.
+    """Makes parameters of a model bfloat16, and keeps float32 copies of them, which the optimizer updates.
 
     Args:
+        module: the model.
+        parameters: those that become bfloat16; of none, nothing changes.
         watched: somebody may write to `parameter.data`, which shows in no counter, so that values must be compared.
 
     Attributes:
         of: by parameter, its master.
     """
 
-    def __init__(self, module: nn.Module, *, watched: bool = True) -> None:
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter], *, watched: bool = True) -> None:
         self._module, self._watched = module, watched
         self.of: dict[Tensor, nn.Parameter] = {}
-        for parameter in narrowed(module):
+        for parameter in parameters:
             self.of[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.bfloat16()
             parameter.grad = None
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._scratch = torch.empty(max((p.numel() for p in self.of), default=0), dtype=torch.bfloat16)
-        self.rounded()
+        self._note_rounded()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns the module's state with the masters in the place of its parameters."""
-        self.take_in()
-        named = dict(self._module.named_parameters(remove_duplicate=False))
-        state: dict[str, Tensor] = self._module.state_dict()
-        return {**state, **{name: self.of[p].detach() for name, p in named.items() if p in self.of and name in state}}
+    # --- a step, in the order of time ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state_dict` has returned."""
-        self._module.load_state_dict(state)
-        for name, parameter in self._module.named_parameters():
-            if parameter in self.of:
-                self.of[parameter].copy_(state[name])
-        self.rounded()
+    def updated(self) -> Iterator[Tensor]:
+        """Yields what the optimizer updates: the masters, and the parameters that have none."""
+        return (self.of.get(parameter, parameter) for parameter in self._module.parameters())
+
+    def take_gradients(self) -> None:
+        """Gives the masters the gradients of their parameters, as float32."""
+        for parameter, master in self.of.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -80,11 +75,56 @@ class MasterWeights:
             rounded = self._scratch[: master.numel()].view(master.shape).copy_(master)
             if not torch.equal(parameter.view(torch.int16), rounded.view(torch.int16)):  # bits, which is fast
                 master.copy_(torch.where(parameter == rounded, master, parameter))
-        self.rounded()
+        self._note_rounded()
 
-    def rounded(self) -> None:
+    @contextmanager
+    def known_to(self, optimizer: Optimizer) -> Iterator[None]:
+        """Lets the optimizer have masters in the place of parameters, with their state, for a block."""
+        self._exchange(optimizer, self.of)
+        try:
+            yield
+        finally:
+            self._exchange(optimizer, {master: parameter for parameter, master in self.of.items()})
+
+    def _exchange(self, optimizer: Optimizer, of: Mapping[Any, Tensor]) -> None:
+        if of:
+            for group in optimizer.param_groups:
+                group["params"] = [of.get(each, each) for each in group["params"]]
+            state = {of.get(each, each): state for each, state in optimizer.state.items()}
+            optimizer.state = defaultdict(dict, state)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Rounds the masters that had a gradient to their parameters."""
+        moved = {parameter: master for parameter, master in self.of.items() if master.grad is not None}
+        if moved:
+            torch._foreach_copy_(list(moved), list(moved.values()))
+        for master in moved.values():
+            master.grad = None
+        self._note_rounded()
+
+    def _note_rounded(self) -> None:
         """Notes that every parameter is its master, rounded."""
         self._seen = {} if self._watched else {parameter: _version(parameter) for parameter in self.of}
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the module's state with the masters in the place of its parameters."""
+        self.take_in()
+        state: dict[str, Tensor] = self._module.state_dict()
+        if not self.of:
+            return state
+        named = dict(self._module.named_parameters(remove_duplicate=False))
+        return {**state, **{name: self.of[p].detach() for name, p in named.items() if p in self.of and name in state}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state_dict` has returned."""
+        self._module.load_state_dict(state)
+        for name, parameter in self._module.named_parameters():
+            if parameter in self.of:
+                self.of[parameter].detach().copy_(state[name])
+        self._note_rounded()
 
     def give_back(self) -> None:
         """Makes the parameters float32 again: the masters."""
@@ -105,58 +145,3 @@ def narrowed(module: nn.Module) -> Iterator[nn.Parameter]:
     for parameter in module.parameters():
         if id(parameter) not in kept and parameter.dtype == torch.float32:
             yield parameter
-
-
-class MasterUpdate(Update):
-    """Updates the masters, and rounds them to the parameters.
-
-    Args:
-        module: the model, whose parameters are bfloat16 already.
-        optimizer: over its parameters, which also know its state. Groups and state hold in every step as they are then.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: Optimizer, masters: MasterWeights) -> None:
-        super().__init__(module, optimizer)
-        self._masters = masters
-
-    def gradient_norm(self) -> Tensor:
-        for parameter, master in self._masters.of.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        return gradient_norm(self._all())
-
-    @torch.no_grad()
-    def step(self, norm: Tensor, clip_norm: float | None) -> None:
-        self._masters.take_in()
-        with self._on_masters():
-            clipped_step(self.optimizer, self._all(), norm, clip_norm)
-        moved = {parameter: master for parameter, master in self._masters.of.items() if master.grad is not None}
-        torch._foreach_copy_(list(moved), list(moved.values()))
-        for master in moved.values():
-            master.grad = None
-        self._masters.rounded()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self._on_masters():  # because torch gives a state its parameter's dtype
-            self.optimizer.load_state_dict(state)
-
-    def finish(self) -> None:
-        self._masters.give_back()
-
-    def _all(self) -> Iterator[Tensor]:
-        """Yields all that the optimizer updates."""
-        return (self._masters.of.get(parameter, parameter) for parameter in self._module.parameters())
-
-    @contextmanager
-    def _on_masters(self) -> Iterator[None]:
-        """Lets the optimizer have masters in the place of parameters, with their state, for a block."""
-        self._exchange(self._masters.of)
-        try:
-            yield
-        finally:
-            self._exchange({master: parameter for parameter, master in self._masters.of.items()})
-
-    def _exchange(self, of: Mapping[Any, Tensor]) -> None:
-        for group in self.optimizer.param_groups:
-            group["params"] = [of.get(each, each) for each in group["params"]]
-        state = {of.get(each, each): state for each, state in self.optimizer.state.items()}
-        self.optimizer.state = defaultdict(dict, state)

@@ -256,6 +256,10 @@ class BucketedDataParallel(Replica):
         return self.compression is None
 
     @property
+    def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
+        return [[slot.parameter for slot in bucket.slots] for bucket in self.buckets]
+
+    @property
     def bucket_layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together; the bits of a ring depend on it."""
         return self._layouts.current.names

@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
-from ddp.optim.update import Update
 from ddp.process.clock import Stopwatch
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
@@ -163,14 +161,15 @@ class Replica(nn.Module, ABC):
     def _average(self) -> Totals:
         """Makes every gradient the mean over the ranks, after backward. Returns the step's totals. Collective."""
 
-    def make_update(self, optimizer: Optimizer) -> Update:
-        """Returns what makes this optimizer's steps with the gradients that this kind of replica has averaged."""
-        return Update(self, optimizer)
-
     @property
     def measures_parts(self) -> bool:
         """Returns True if this kind of replica can measure the parts of a batch (`Totals.parts`)."""
         return False
+
+    @property
+    def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
+        """The parameters of each bucket, if the next step all-reduces buckets as the cost model expects; else []."""
+        return []
 
     @property
     def bucket_layout(self) -> list[list[str]]:
@@ -272,6 +271,11 @@ class Replica(nn.Module, ABC):
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
+
+
+def replicas_in(model: nn.Module) -> list[Replica]:
+    """Returns the replicas among a model and all modules in it."""
+    return [each for each in model.modules() if isinstance(each, Replica)]
 
 
 class Verification(NamedTuple):

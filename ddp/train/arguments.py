@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.collectives.catalog import own_schedules
-from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.objects import all_gather_object, on_rank_zero
-from ddp.comm.setup import device_of, init
 from ddp.data.loading.cache import cached
 from ddp.data.loading.source import UNKEYED, Source, fingerprint
 from ddp.data.orders.order import Order
@@ -31,19 +28,12 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import WholeBatches
 from ddp.data.sets.validation import selection_in
 from ddp.errors import CheckpointError, ConfigError, did_you_mean, nearest
-from ddp.gradients.hooks.hook import Hook
-from ddp.optim.master import MasterWeights
 from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment, TorchSchedule
 from ddp.process.log import log
 from ddp.process.memory import available_bytes
-from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.drop_in.data_parallel import DistributedDataParallel
-from ddp.replica.drop_in.sparse import produces_sparse_gradient
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.setting import WireName
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 from ddp.train.early_stopping import EarlyStopping
@@ -59,14 +49,6 @@ NEEDED: Any = ...
 
 CACHE_SHARE = 0.5  # of the memory that is left
 LARGEST_CACHE = 1 << 44  # bytes, where the host does not say how much is left
-
-
-def ranks_of(model: nn.Module) -> Communicator:
-    """Returns the ranks of a replica, or all: those on the model's GPU, or else on the device to be moved to."""
-    if isinstance(model, Replica):
-        return model.comm
-    device = device_of(model) if isinstance(model, nn.Module) else None
-    return init(device=device if device is not None and device.type == "cuda" else "auto")
 
 
 def shards_of(
@@ -94,93 +76,6 @@ def shards_of(
     return then if fits and not (isinstance(global_batch, int) and global_batch < then) else None
 
 
-def replica_of(
-    model: nn.Module,
-    optimizer: Optimizer,
-    comm: Communicator,
-    *,
-    sharded: bool = False,
-    wire: WireName | None = None,
-    hook: Hook | None = None,
-) -> Replica:
-    """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
-
-    Raises:
-        ConfigError: the model cannot be trained here, or not by this optimizer.
-    """
-    name = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model={model!r:.60}: give a torch.nn.Module; of a class, an object")
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optimizer={optimizer!r:.60}: give a torch.optim.Optimizer; of a class, an object")
-    if isinstance(optimizer, LBFGS):
-        raise ConfigError("LBFGS evaluates the loss several times a step, which fit does not: take another optimizer")
-    if not isinstance(model, Replica) and isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError("the model is in torch's DistributedDataParallel already: give ddp.fit the bare module")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError(f"the model {name} is on the meta device and has no weights: model.to_empty(device=…) first")
-    named = dict(model.named_parameters())
-    own = {id(parameter): key for key, parameter in named.items()}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not held <= own.keys():
-        raise ConfigError(
-            f"the optimizer holds {len(held - own.keys())} parameter(s) that are not the model's: make the optimizer "
-            "from the parameters of the model that is trained, after the model was changed or copied"
-        )
-    left_out = [key for key, p in named.items() if p.requires_grad and id(p) not in held]
-    if left_out and comm.rank == 0:
-        log.warning(
-            "the optimizer leaves out %d parameter(s) of the model that have a gradient, such as %s: they stay as they "
-            "are; requires_grad_(False) would save their gradients",
-            len(left_out),
-            left_out[0],
-        )
-    if isinstance(model, Replica):
-        if sharded and not isinstance(model, ShardedDataParallel):
-            raise ConfigError(f"sharded=True with a model in a {name}: give ddp.fit the bare module")
-        for key, given in (("wire", wire), ("hook", hook)):
-            if given is not None:
-                takes_it = isinstance(model, BucketedDataParallel)
-                what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
-                raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
-        if model.compression is not None:
-            check_momentum(model.compression.hook, optimizer)
-        return model
-    if isinstance(hook, Hook):
-        check_momentum(hook, optimizer)
-    model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
-    is_sparse = any(produces_sparse_gradient(layer) for layer in model.modules())
-    if is_sparse and sharded:
-        raise ConfigError("sharded=True: a layer has sparse gradients, which no slice can hold; leave it out")
-    if sharded:
-        return ShardedDataParallel(model, comm=comm, wire=wire, hook=hook)
-    if is_sparse:
-        return DistributedDataParallel(model, comm=comm, wire=wire, hook=hook)
-    return BucketedDataParallel(model, comm=comm, wire=wire, hook=hook)
-
-
-def master_weights(replica: Replica, precision: str, *, callbacks: Iterable[Callback]) -> MasterWeights | None:
-    """Returns master weights where the precision asks for them; the parameters are bfloat16 then.
-
-    Args:
-        callbacks: the user's own may write to weights by any way; ours give back what they write, and show it.
-
-    Raises:
-        ConfigError: they do not go with the replica.
-    """
-    if precision != "bf16_pure":
-        if replica.wire == "fp32" and all(parameter.dtype.itemsize >= 4 for parameter in replica.parameters()):
-            raise ConfigError("wire='fp32': all gradients are float32 already; leave it out")
-        return None
-    if isinstance(replica, ShardedDataParallel):
-        raise ConfigError("precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out")
-    try:
-        checks.wire(replica.wire, "mean", torch.bfloat16)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; with precision='bf16_pure' gradients are bfloat16") from None
-    return MasterWeights(replica.module, watched=any(type(each) not in (EMA, EarlyStopping) for each in callbacks))
-
-
 def idle_notes(replica: Replica) -> list[str]:
     """Returns a line that says so where a hook or a wire format has nothing to do, because no gradient travels."""
     hook = None if replica.compression is None else replica.compression.hook
@@ -191,15 +86,6 @@ def idle_notes(replica: Replica) -> list[str]:
     if replica.comm.world_size == 1:
         return [f"{given[0]} does nothing here: there is one worker"]
     return [f"{given[0]} does nothing here: all workers share a host's memory; to try it: comm.shared_memory=false"]
-
-
-def check_momentum(hook: Hook, optimizer: Optimizer) -> None:
-    """Raises ConfigError if the hook and the optimizer both have momentum, which would act twice."""
-    if hook.momentum and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
-        raise ConfigError(
-            f"momentum={hook.momentum:g} in the hook {hook!r}, beside that of {type(optimizer).__name__}: leave one "
-            "out, as in torch.optim.SGD(…, momentum=0)"
-        )
 
 
 def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) -> None:

@@ -67,7 +67,7 @@ def save_checkpoint(
         CheckpointError: it could not be written; on every rank.
     """
     state.model.sync_buffers()
-    optimizer = state.update.state_dict()
+    whole = state.strategy.state_dict()
     compression = state.model.compression
     hook = None if compression is None else gathered(compression, state.comm)
     beside = {} if kept is None else kept.parts(state.comm)
@@ -89,10 +89,11 @@ def save_checkpoint(
 
     def write() -> None:
         parts = {
-            "model": state.weights(),
-            "optimizer": plain(optimizer),
+            "model": whole["model"],
+            "optimizer": plain(whole["optimizer"]),
             "position": {
                 **state.position(),
+                "loss_scale": whole["loss_scale"],
                 "seen": _together(seen),
                 "places": places,
                 "unreadable": sorted(set[int]().union(*unreadable)),
@@ -152,14 +153,14 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     added = _groups_to_add(checkpoint, state)
     state.load_position(parts["position"])
     state.model.num_steps = state.step
-    state.load_weights(parts["model"])
     settings = [dict(group) for group in state.optimizer.param_groups]
     for parameters in added:
         state.optimizer.add_param_group({"params": parameters})
     named = dict(state.model.module.named_parameters())
     for name in checkpoint.meta.get("changed_frozen", ()):
         named[name].requires_grad_(name in state.first_frozen)
-    state.update.load_state_dict(parts["optimizer"])
+    scale = parts["position"].get("loss_scale")  # checkpoints of the first version have none
+    state.strategy.load_state_dict({"model": parts["model"], "optimizer": parts["optimizer"], "loss_scale": scale})
     unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version
     began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=False)
     base = _base_rates(parts["position"], state.optimizer, settings)

@@ -96,8 +96,7 @@ class _Weights:
 
 def _weights(state: TrainState) -> Iterator[Tensor]:
     """Yields the parameters, or their masters."""
-    masters = {} if state.masters is None else state.masters.of
-    return (masters.get(parameter, parameter) for parameter in state.model.module.parameters())
+    return (state.masters.get(parameter, parameter) for parameter in state.model.module.parameters())
 
 
 @torch.no_grad()

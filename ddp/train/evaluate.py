@@ -22,7 +22,7 @@ from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.optim.autocast import forward_precision
-from ddp.replica.replica import Replica
+from ddp.replica.replica import replicas_in
 from ddp.setting import Precision
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.given_back import modes_kept
@@ -185,10 +185,9 @@ def _evaluating(model: nn.Module, task: Task | None) -> Iterator[None]:
 
     No forward synchronises buffers meanwhile, because a rank with fewer samples makes fewer forwards.
     """
-    replicas = [each for each in model.modules() if isinstance(each, Replica)]  # also one inside torch.compile's
     losses = [] if task is None else loss_modules(task)
     with ExitStack() as stack:
-        for replica in replicas:
+        for replica in replicas_in(model):  # also one inside torch.compile's module
             replica.sync_buffers()
             stack.enter_context(replica.without_buffer_sync())
         for each in (model, *losses):

@@ -39,26 +39,23 @@ from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest
 from ddp.gradients.hooks.error_feedback import corrected
 from ddp.gradients.hooks.hook import Hook
 from ddp.optim.layerwise import Layerwise
-from ddp.optim.loss_scale import LossScale
 from ddp.optim.schedules import RateSchedule
 from ddp.optim.torch_schedule import Moment
 from ddp.process.clock import now_s
 from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
 from ddp.process.log import log
 from ddp.setting import Precision, Uneven, WireName
+from ddp.strategies.choice import ranks_of, replica_of, strategy_for
 from ddp.train.arguments import (
     NEEDED,
     check_callbacks,
     check_ending,
     check_numbers,
     idle_notes,
-    master_weights,
     not_one_of,
     order_of,
-    ranks_of,
     refuse_disagreement,
     refuse_unknown,
-    replica_of,
     schedules_of,
     settings_of,
     shards_of,
@@ -68,6 +65,8 @@ from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMet
 from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.data_checks import EpochCheck
+from ddp.train.early_stopping import EarlyStopping
+from ddp.train.ema import EMA
 from ddp.train.given_back import gives_back
 from ddp.train.held_out import Evaluator, check_held_out, held_out_of, note_of_choice
 from ddp.train.kept import Kept
@@ -328,9 +327,10 @@ def fit(
     refuse_disagreement(comm, {**arguments, **alike}, source, held_out.given())
     check_held_out(comm, replica, held_out, batch_size=evaluation_batch)
     source = with_cache(source, comm) if cache else source
-    loss_scale = LossScale() if precision == "fp16" else None
-    masters = master_weights(replica, precision, callbacks=callbacks)
-    state = TrainState(comm, replica, optimizer, sampler, loss_scale=loss_scale, masters=masters, schedule=scheduler)
+    # The user's own callbacks may write to weights by any way; ours give back what they write, and show it.
+    watched = any(type(each) not in (EMA, EarlyStopping) for each in callbacks)
+    strategy = strategy_for(replica, optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
+    state = TrainState(comm, strategy, optimizer, sampler, schedule=scheduler)
     state.main_metric, state.higher_is_better = f"{held_out.chooser}_{task.main_metric}", task.higher_is_better
     identity = run_identity(comm, replica, arguments if settings is None else settings)
     beside = Kept(replica, task, callbacks, saves=checkpoint_dir is not None, schedule=factor)
@@ -344,7 +344,7 @@ def fit(
         if not num_steps and skip_steps is not None:
             raise ConfigError(f"skip_steps={list(skip_steps)}: leaves out all steps of the run; name fewer")
     except BaseException:
-        state.update.finish()  # no step was made, so that nothing has to be gathered
+        state.strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
     begins_anew, num_left = resume is not None and start is None, num_steps - state.step
     notes = _headline(state, num_steps)
@@ -398,7 +398,6 @@ def fit(
                 epochs=epochs,
                 max_steps=max_steps,
                 schedule=factor,
-                clip_norm=clip_norm,
                 precision=precision,
                 noise_scale_every=noise_scale_every,
                 debug_data=debug_data,
@@ -413,12 +412,11 @@ def fit(
             )
         except BaseException as error:
             # What all ranks raise alike has changed nothing, so that the optimizer can go on.
-            if isinstance(error, (Diverged, UnusedParameters)) or not state.update.is_collective:
-                state.update.finish()
+            state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
             raise
 
     # 4  the results
-    state.update.finish()
+    state.strategy.finish()
     if note := note_of_choice(state, held_out, callbacks, saves=run_dir is not None):
         _say(comm, note, progress=progress)
     if known := noise.scale.estimate():

@@ -162,7 +162,7 @@ class Kept(Callback):
                 comm, "schedule", f"the state of schedule={name_of(self._schedule)} is in no checkpoint: make it a "
                 "function of its arguments alone"
             )  # fmt: skip
-        for name, value in state.weights().items():
+        for name, value in state.model.module.state_dict().items():
             if not isinstance(value, Tensor) and (why := refusal_of(value)):
                 raise ConfigError(
                     f"the model's state_dict has {name}, which a checkpoint cannot hold, because it is more than "

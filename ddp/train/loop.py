@@ -14,8 +14,6 @@ from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import ConfigError
 from ddp.optim.schedules import RateSchedule, constant
 from ddp.process.log import log
-from ddp.replica.drop_in.data_parallel import DistributedDataParallel
-from ddp.replica.drop_in.in_backward import refusal
 from ddp.setting import Precision, Uneven
 from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import Callback
@@ -39,7 +37,6 @@ def train_loop(
     epochs: int | None = None,
     max_steps: int | None = None,
     schedule: RateSchedule | None = None,
-    clip_norm: float | None = None,
     precision: Precision = "fp32",
     noise_scale_every: int = 0,
     debug_data: bool = False,
@@ -71,7 +68,6 @@ def train_loop(
         source: the training samples.
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
         schedule: a factor, by samples, on the optimizer's first rates; not used if `state` has torch's scheduler.
-        clip_norm: largest norm of the global gradient.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         uneven: what happens where the stream of one rank ends before that of another.
         max_unreadable: most samples that a rank leaves out because they cannot be read.
@@ -100,7 +96,6 @@ def train_loop(
     rules = StepRules(
         task=task,
         schedule=state.schedule or (lambda plan: factor(_middle(plan, state.sampler), num_samples)),
-        clip_norm=clip_norm,
         precision=precision,
         seed=seed,
         noise_scale_every=noise_scale_every,
@@ -109,7 +104,7 @@ def train_loop(
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
     feed = _feed(state, source, uneven, max_unreadable, stop)
     state.unreadable = feed.unreadable
-    _check_replica(state, uneven, max_unreadable)
+    _check_waiting(state, uneven, max_unreadable)
     state.stopped_by = ""
     state.model.train()
     running_step = None
@@ -179,11 +174,9 @@ def _feed(
     return TrainLoader(source.samples, state.sampler, **choices)
 
 
-def _check_replica(state: TrainState, uneven: Uneven, max_unreadable: int) -> None:
-    """Raises ConfigError if a step of the replica cannot be taken back, or if its layers would wait for ever."""
+def _check_waiting(state: TrainState, uneven: Uneven, max_unreadable: int) -> None:
+    """Raises ConfigError if layers of the replica would wait for ever."""
     model, sampler = state.model, state.sampler
-    if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
-        raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
     if state.comm.world_size > 1 and waits_in_training(model):
         if max_unreadable:
             raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
@@ -14,12 +14,11 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader_watch import Limits
 from ddp.data.orders.sampler import TrainSampler
 from ddp.gradients.totals import Parts
-from ddp.optim.loss_scale import LossScale
-from ddp.optim.master import MasterUpdate, MasterWeights
 from ddp.optim.schedules import Rates
 from ddp.optim.torch_schedule import TorchSchedule
-from ddp.optim.update import Update
 from ddp.replica.replica import Replica
+from ddp.strategies.replicated import Replicated
+from ddp.strategies.strategy import Strategy
 from ddp.train.stopping import StopFlag
 
 
@@ -28,24 +27,23 @@ class TrainState:
     """The state of a run after its last committed step.
 
     Attributes:
+        strategy: holds parameters and optimizer state, and makes the update.
+        optimizer: the user's, whose groups and state hold in every step as they are then.
         step: committed optimizer steps.
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
         main_metric: the one of them that everything goes by that chooses, such as which checkpoint is the best
             (`held_out.py`); higher_is_better: in which direction.
-        loss_scale: with precision="fp16".
-        masters: with precision="bf16_pure".
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
-        update: makes the optimizer's step.
         rates: of the groups, with and without the schedule.
         first_frozen: names of the parameters that needed no gradient when the run began.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
     """
 
     comm: Communicator
-    model: Replica
+    strategy: Strategy
     optimizer: Optimizer
     sampler: TrainSampler
     step: int = 0
@@ -55,25 +53,28 @@ class TrainState:
     evaluated_at: int = -1
     main_metric: str = "test_loss"
     higher_is_better: bool = False
-    loss_scale: LossScale | None = None
-    masters: MasterWeights | None = None
     schedule: TorchSchedule | None = None
     unreadable: set[int] = field(default_factory=set)
-    update: Update = field(init=False)
     rates: Rates = field(init=False)
     first_frozen: set[str] = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.masters is None:
-            self.update = self.model.make_update(self.optimizer)
-        else:
-            self.update = MasterUpdate(self.model, self.optimizer, self.masters)
         self.rates, self.first_frozen = Rates(self.optimizer), self.frozen()
         self.first_settings = [
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups
         ]
+
+    @property
+    def model(self) -> Replica:
+        """Returns the replica that is trained."""
+        return self.strategy.model
+
+    @property
+    def masters(self) -> Mapping[Tensor, nn.Parameter]:
+        """Returns the master weights, by parameter, of those that have one."""
+        return self.strategy.masters.of if isinstance(self.strategy, Replicated) else {}
 
     @property
     def reported(self) -> dict[str, float]:
@@ -96,15 +97,6 @@ class TrainState:
         """Returns the names of the parameters that need no gradient now."""
         return {name for name, parameter in self.model.module.named_parameters() if not parameter.requires_grad}
 
-    def weights(self) -> dict[str, Tensor]:
-        """Returns the inner module's state, with master weights where there are any."""
-        state: dict[str, Tensor] = (self.masters or self.model.module).state_dict()
-        return state
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes what `weights` returned."""
-        (self.masters or self.model.module).load_state_dict(weights)
-
     def position(self) -> dict[str, Any]:
         """Returns step, sampler position and latest metrics, valid at any world size."""
         return {
@@ -114,15 +106,12 @@ class TrainState:
             "base_rates": self.rates.adopted(),
             "evaluation": dict(self.evaluation),
             "evaluated_at": self.evaluated_at,
-            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         """Continues from what `position` returned."""
         self.sampler.load_state_dict(position["sampler"])  # first, because it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
-        if self.loss_scale is not None and (scale := position.get("loss_scale")) is not None:
-            self.loss_scale.load_state_dict(scale)
         # Checkpoints of the first version have no metrics.
         self.evaluation, self.evaluated_at = dict(position.get("evaluation", {})), position.get("evaluated_at", -1)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,15 +27,15 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ddp.data.orders.sampler import StepPlan
-from ddp.errors import ConfigError, Diverged, UnusedParameters
+from ddp.data.orders.sampler import Micro, StepPlan
+from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts, Totals, count_of
 from ddp.optim.autocast import forward_precision
 from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
 from ddp.process.clock import Stopwatch, now_s
-from ddp.process.log import log
 from ddp.setting import Precision
+from ddp.strategies.strategy import Agreement
 from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
@@ -50,14 +49,12 @@ class StepRules:
 
     Attributes:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
-        clip_norm: largest norm of the global mean gradient; None for no clipping.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         looks: each is given the bare model and each batch, with its number of samples, before the batch is used.
     """
 
     task: Task
     schedule: Callable[[StepPlan], float] | TorchSchedule
-    clip_norm: float | None
     precision: Precision
     seed: int
     noise_scale_every: int
@@ -76,21 +73,18 @@ def train_step(
     start_s, fetching = now_s(), Stopwatch()
     model = state.model
     model.waited.take_s()
-    before = Before(state, batches) if state.loss_scale is not None else None
-    norm = None
-    while norm is None:
+    before = Before(state, batches) if rules.precision == "fp16" else None
+    while True:
         these = batches if before is None else before.batches()
-        norm = _mean_gradient(state, rules, plan, these, fetching, wants_stop)
-        if norm is None and before is not None:
-            before.restore(state)
-    totals = model.totals
+        totals, agreement = _gradient(state, rules, plan, these, fetching, wants_stop)
+        if agreement is None or before is None or not agreement.is_overflow:
+            break
+        before.restore(state)
     if not isinstance(rules.schedule, TorchSchedule):
         state.rates.set(rules.schedule(plan))
     rate = float(state.optimizer.param_groups[0]["lr"])
     if totals.num_items:
-        state.update.step(norm, rules.clip_norm)
-        if state.loss_scale is not None:
-            state.loss_scale.grow()
+        state.strategy.update(agreement)
     else:  # no rank could read a sample: momentum and decay alone must not move parameters
         model.take_back()
     state.sampler.commit(plan)
@@ -105,7 +99,7 @@ def train_step(
         num_items=totals.num_items,
         num_samples=plan.size,
         parts=totals.parts,
-        gradient_norm=float(norm),
+        gradient_norm=math.nan if agreement is None else float(agreement.norm),
         rate=rate,
         step_s=now_s() - start_s,
         data_s=fetching.total_s,
@@ -148,15 +142,15 @@ class Before:
                 buffer.copy_(before)
 
 
-def _mean_gradient(
+def _gradient(
     state: TrainState,
     rules: StepRules,
     plan: StepPlan,
     batches: Iterator[Any],
     fetching: Stopwatch,
     wants_stop: bool,
-) -> Tensor | None:
-    """Computes the mean gradient. Returns its norm, or None if the loss scale was too large, and is smaller now.
+) -> tuple[Totals, Agreement | None]:
+    """Computes the gradient. Returns totals, and what the ranks have agreed on; where they have not, this rank's own.
 
     Raises:
         UnusedParameters, Diverged, ConfigError: the step cannot be made; on every rank alike.
@@ -164,49 +158,16 @@ def _mean_gradient(
     model = state.model
     model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
     num_averaged = model.num_steps
-    _backward(state, rules, plan, batches, fetching, wants_stop)
-    try:
-        return _agreed_norm(state, rules, num_averaged)
-    except UnusedParameters:
-        model.take_back()
-        raise
-    except Diverged:
-        model.take_back()
-        scale = state.loss_scale
-        if scale is None or not math.isfinite(model.totals.mean_loss):
-            raise
-        if not scale.shrink():
-            raise Diverged(
-                f"a gradient of step {state.step + 1} is not finite, even with a loss scale of {scale.value}; "
-                f"parameters are still those of step {state.step}. Take precision=bf16, or lower the learning rate "
-                "(optim.lr)"
-            ) from None
-        log.debug("loss scale %d, because a gradient of step %d was not finite", scale.value, state.step + 1)
-        return None
-
-
-def _agreed_norm(state: TrainState, rules: StepRules, num_averaged: int) -> Tensor:
-    """Returns the norm of the mean gradient, once every rank knows that the step can be made.
-
-    Args:
-        num_averaged: steps that the replica had made before.
-
-    Raises:
-        UnusedParameters, Diverged, ConfigError: it cannot; on every rank alike.
-    """
-    model = state.model
-    model.raise_pending()
+    mine = _backward(state, rules, plan, batches, fetching, wants_stop)
     if model.num_steps == num_averaged:
+        model.raise_pending()
         raise ConfigError(
             f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
             "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
         )
-    if not math.isfinite(model.totals.mean_loss):
-        raise Diverged(_diverged(state.step + 1, "loss", model.totals.mean_loss))
-    norm = state.update.gradient_norm()
-    if not math.isfinite(length := float(norm)):
-        raise Diverged(_diverged(state.step + 1, "gradient norm", length))
-    return norm
+    agreement = state.strategy.agree(state.step + 1)
+    # Ranks that have not agreed cannot end together: a wish to stop waits.
+    return mine._replace(num_stopping=0, num_ending=0) if agreement is None else agreement.totals, agreement
 
 
 def _backward(
@@ -216,49 +177,58 @@ def _backward(
     batches: Iterator[Any],
     fetching: Stopwatch,
     wants_stop: bool,
-) -> None:
-    """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks."""
+) -> Totals:
+    """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks.
+
+    Returns:
+        This rank's own totals.
+    """
     model, device = state.model, state.comm.device
     every, has_parts = rules.noise_scale_every, state.comm.world_size > 1 or len(plan.micros) > 1
     measures = every > 0 and state.step % every == 0 and has_parts and model.measures_parts
-    loss_scale = 1 if state.loss_scale is None else state.loss_scale.value
-    totals = Totals(num_stopping=int(wants_stop), num_ending=int(plan.is_last), measure=measures, loss_scale=loss_scale)
-    if not plan.micros:
-        model.ride_along(totals)
-        model.reduce_without_backward()
-    for micro in plan.micros:
-        is_last = micro is plan.micros[-1]
-        with fetching.running():
-            batch = next(batches)
-            batch = None if batch is None else to_device(batch, device)
-        if batch is None:  # none of its samples can be read
-            if is_last:
-                model.ride_along(totals)
-                model.reduce_without_backward()
-            continue
-        # bfloat16 weights take the user's inputs under autocast alone; other weights are looked at in their own type
-        with forward_precision("bf16_pure" if rules.precision == "bf16_pure" else "fp32", device):
-            for look in rules.looks:
-                look(model.module, batch, len(micro.indices))
-        with nullcontext() if is_last else model.no_sync():
-            dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
-            try:
-                with forward_precision(rules.precision, device):
-                    loss_sum, num_items = sum_and_count(rules.task, rules.task.loss(model, batch))
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                error.add_note(_about(batch, model))  # the usual cause: they do not fit each other
-                if TOO_FEW in str(error):
-                    error.add_note(f"a share of one sample cannot be normalised: {REMEDY}")
-                raise
+    totals = Totals(num_stopping=int(wants_stop), num_ending=int(plan.is_last), measure=measures)
+    for number, micro in enumerate(plan.micros or (None,), 1):
+        is_last, batch = number >= len(plan.micros), None
+        if micro is not None:
+            with fetching.running():
+                batch = next(batches)
+                batch = None if batch is None else to_device(batch, device)
+        with state.strategy.micro_batch(is_last=is_last) as scale:
+            totals = totals._replace(loss_scale=scale)
+            if micro is None or batch is None:  # there are no samples for this rank, or none of them can be read
+                if is_last:
+                    model.ride_along(totals)
+                    model.reduce_without_backward()
+                continue
+            loss_sum, num_items = _forward(state, rules, micro, batch)
             totals = totals._replace(
                 loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items
             )
             if is_last:
                 model.ride_along(totals)
-            (loss_sum if loss_scale == 1 else loss_sum * loss_scale).backward()
+            (loss_sum if scale == 1 else loss_sum * scale).backward()
         if totals.measure and not is_last:  # then the first micro-batch is this rank's part
-            square = (gradient_norm(model.parameters()) / loss_scale).square()
+            square = (gradient_norm(model.parameters()) / scale).square()
             totals = totals._replace(parts=Parts.of(square, num_items), measure=False)
+    return totals
+
+
+def _forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tuple[Tensor, float]:
+    """Returns the loss of a micro-batch, as a sum, and the number of items in it."""
+    model, device = state.model, state.comm.device
+    # bfloat16 weights take the user's inputs under autocast alone; other weights are looked at in their own type
+    with forward_precision("bf16_pure" if rules.precision == "bf16_pure" else "fp32", device):
+        for look in rules.looks:
+            look(model.module, batch, len(micro.indices))
+    dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
+    try:
+        with forward_precision(rules.precision, device):
+            return sum_and_count(rules.task, rules.task.loss(model, batch))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        error.add_note(_about(batch, model))  # the usual cause: they do not fit each other
+        if TOO_FEW in str(error):
+            error.add_note(f"a share of one sample cannot be normalised: {REMEDY}")
+        raise
 
 
 def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float]:
@@ -316,10 +286,3 @@ class _Shape(str):
     """Is shown without quotes."""
 
     __repr__ = str.__str__
-
-
-def _diverged(step: int, what: str, value: float) -> str:
-    return (
-        f"the {what} of step {step} is {value} on every rank; parameters are still those of step {step - 1}. "
-        "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"
-    )

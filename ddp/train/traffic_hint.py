@@ -13,8 +13,6 @@ import torch
 
 from ddp.gradients import ErrorFeedback, PowerSGD
 from ddp.gradients.hooks.traffic import Traffic, foretold
-from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.sharded import ShardedDataParallel
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 
@@ -47,16 +45,13 @@ class TrafficHint(Callback):
 
     def _line(self, state: TrainState) -> str:
         replica, comm = state.model, state.comm
-        if not isinstance(replica, BucketedDataParallel) or isinstance(replica, ShardedDataParallel):
-            return ""
-        if comm.host_partition.num_hosts == 1 or not replica.buckets or replica.logging_data().get("comm_hook"):
+        if comm.host_partition.num_hosts == 1 or not (buckets := replica.all_reduced_buckets):
             return ""
         # The rank that waits least is the one that the others wait for, too; it waits for the network alone.
         figures = torch.tensor([self._wait_s, -self._step_s], dtype=torch.float64, device="cpu").to(comm.device)
         wait_s, step_s = (
             comm.all_reduce(figures, "min", label="times of a step").mul_(figures.new_tensor([1, -1])).tolist()
         )
-        buckets = [[slot.parameter for slot in bucket.slots] for bucket in replica.buckets]
         ask = partial(foretold, comm, buckets)
         if replica.compression is not None:
             return too_dear(repr(replica.compression.hook), ask(hook=replica.compression.hook), ask(), step_s - wait_s)

@@ -14,7 +14,7 @@ from typing import Any
 from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
 from ddp.process.scratch import scratch_folder
-from ddp.train.arguments import ranks_of
+from ddp.strategies.choice import ranks_of
 from ddp.train.state import TrainState
 
 NUM_STEPS = 3

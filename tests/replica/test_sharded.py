@@ -21,9 +21,10 @@ from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups
-from ddp.replica.sharded import ShardedDataParallel, ShardedUpdate
+from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.shards import slice_bounds
 from ddp.replica.verify import tensor_hash
+from ddp.strategies import Replicated, Sharded, Strategy, step
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))
@@ -270,7 +271,7 @@ def refusals() -> None:
     with pytest.raises(ConfigError, match="with Derived: takes SGD"):
         fitted_with(module, Derived(module.parameters()))
     with pytest.raises(ConfigError, match="Rprop: takes SGD"):
-        ShardedUpdate(ShardedDataParallel(nn.Linear(3, 3)), torch.optim.Rprop(module.parameters()))
+        Sharded(ShardedDataParallel(nn.Linear(3, 3)), torch.optim.Rprop(module.parameters()))
     ddp.shutdown()
 
 
@@ -290,20 +291,18 @@ def memory() -> tuple[int, int, int]:
     module = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 300), nn.Linear(300, 1000))
     twin = copy.deepcopy(module)
     optimizer = LAMB(module.parameters(), lr=0.01)
-    replica = ShardedDataParallel(module)
-    update = ShardedUpdate(replica, optimizer)
-    whole = ddp.BucketedDataParallel(twin)
-    updates = [(replica, update), (whole, whole.make_update(LAMB(twin.parameters(), lr=0.01)))]
-    for step in range(3):
-        inputs = torch.randn(2, 1000, generator=torch.Generator().manual_seed(2 * step + comm.rank))
-        for model, each in updates:
-            model.zero_grad(set_to_none=True)
-            model(inputs).square().sum().backward()
-            each.step(each.gradient_norm(), None)
+    sharded = Sharded(module, optimizer)
+    both: list[Strategy] = [sharded, Replicated(twin, LAMB(twin.parameters(), lr=0.01))]
+    for number in range(3):
+        inputs = torch.randn(2, 1000, generator=torch.Generator().manual_seed(2 * number + comm.rank))
+        for each in both:
+            each.model.zero_grad(set_to_none=True)
+            each.model(inputs).square().sum().backward()
+            step(each)
     assert torch.equal(flat(module), flat(twin))  # with blocks of the usual size
     held = sum(t.numel() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
-    room = sum(tensor.numel() for tensor in update._of_parts.__dict__["_rooms"].values())
-    assert list(map(id, optimizer.state.values())) == list(map(id, update._of_parts.state.values()))
+    room = sum(tensor.numel() for tensor in sharded._of_parts.__dict__["_rooms"].values())
+    assert list(map(id, optimizer.state.values())) == list(map(id, sharded._of_parts.state.values()))
     assert comm.world_size == 2
     ddp.shutdown()
     return held, room, sum(parameter.numel() for parameter in module.parameters())

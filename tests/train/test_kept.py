@@ -87,9 +87,7 @@ class ByHand(ddp.Callback):
         self.average, self.decay = list[Tensor](), decay
 
     def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
-        weights = [
-            (p if state.masters is None else state.masters.of.get(p, p)).detach() for p in state.model.parameters()
-        ]
+        weights = [state.masters.get(p, p).detach() for p in state.model.parameters()]
         before = self.average or weights
         self.average = [torch.lerp(old, new, 1 - self.decay) for old, new in zip(before, weights, strict=True)]
 

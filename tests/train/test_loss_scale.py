@@ -89,13 +89,13 @@ def near(one: Tensor, other: Tensor) -> bool:
 def everything(folder: str) -> None:
     ddp.init(abort_s=30, shared_memory=False)
     state, plain, _ = fitted("fp32", model=made(0.0))
-    assert state.loss_scale is None
+    assert state.strategy.loss_scale is None
 
     loss_scale.FIRST = loss_scale.LARGEST = 1 << 40
     assert near(fitted(model=made(0.0))[1], plain)
     repeated_exactly()
     state, vector, repeated = fitted()
-    scale = state.loss_scale.value
+    scale = state.strategy.loss_scale.value
     assert 1 < scale < loss_scale.FIRST
     assert (state.step, state.model.num_steps) == (7, 7)
     loss_scale.FIRST = scale
@@ -109,7 +109,7 @@ def everything(folder: str) -> None:
     assert near(grown, vector)
     loss_scale.FIRST = scale >> 5
     state, hooked, _ = fitted(hook=ErrorFeedback(Sign()))
-    assert state.loss_scale.value == scale >> 2
+    assert state.strategy.loss_scale.value == scale >> 2
     loss_scale.GROW_AFTER = 2000
     assert near(hooked, fitted(hook=ErrorFeedback(Sign()))[1])
 
@@ -119,7 +119,8 @@ def everything(folder: str) -> None:
     fitted(checkpoint_dir=f"{folder}/parts", **how, max_steps=4)
     parts, _, same = fitted(checkpoint_dir=f"{folder}/parts", **how)
     assert bits == same
-    assert whole.loss_scale.state_dict() == parts.loss_scale.state_dict() == {"value": scale >> 3, "num_good": 1}
+    for state in (whole, parts):
+        assert state.strategy.loss_scale.state_dict() == {"value": scale >> 3, "num_good": 1}
 
     with pytest.raises(Diverged, match=r"gradient of step 1 is not finite, even with a loss scale of 1; param"):
         fitted(model=RootOfNothing())

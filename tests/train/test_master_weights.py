@@ -39,13 +39,13 @@ class Looks(ddp.Callback):
     """Looks at the parameters after each step."""
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
-        assert state.masters is not None
+        assert state.masters
         named = dict(state.model.module.named_parameters())
         assert {name: p.dtype for name, p in named.items() if p.dtype != torch.bfloat16} == {
             "1.weight": torch.float32,
             "1.bias": torch.float32,
         }
-        for parameter, master in state.masters.of.items():
+        for parameter, master in state.masters.items():
             assert master.dtype == torch.float32
             assert torch.equal(parameter, master.bfloat16())
         assert all(p.grad is not None and p.grad.dtype == p.dtype for p in named.values())

@@ -21,6 +21,7 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.verify import tensor_hash
+from ddp.strategies.replicated import Replicated
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
     Checkpointer,
@@ -82,7 +83,7 @@ def part_of_a_run(
     sampler = TrainSampler(
         len(data), global_batch=10, rank=comm.rank, world_size=comm.world_size, num_shards=num_shards, seed=7
     )
-    state = TrainState(comm, replica, optimizer, sampler)
+    state = TrainState(comm, Replicated(replica, optimizer), optimizer, sampler)
     store = CheckpointStore(Path(folder))
     if resume:
         restore(read_checkpoint(comm, Path(folder)), state, identity={})
@@ -141,7 +142,8 @@ def alone() -> ddp.Communicator:
 def state_of(sampler: TrainSampler, step: int, optimizer: torch.optim.Optimizer | None = None) -> TrainState:
     comm, module = alone(), nn.Linear(3, 1)
     optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
-    return TrainState(comm, ddp.DistributedDataParallel(module, comm=comm), optimizer, sampler, step)
+    strategy = Replicated(ddp.DistributedDataParallel(module, comm=comm), optimizer)
+    return TrainState(comm, strategy, optimizer, sampler, step)
 
 
 @pytest.mark.parametrize("global_batch", [5, 10, 47, 20])

@@ -108,7 +108,8 @@ def run(data: Any, **changes: Any) -> tuple[Any, ...]:
     ddp.init(abort_s=20)
     SEEN.clear()
     state = trained(data, **changes)
-    return sorted(SEEN), state.step, state.epoch, state.sampler.position, state.weights()["layer.weight"]
+    weights = state.model.module.state_dict()["layer.weight"]
+    return sorted(SEEN), state.step, state.epoch, state.sampler.position, weights
 
 
 def together(results: list[Any]) -> list[list[float]]:

@@ -280,6 +280,10 @@ class DistributedDataParallel(UnevenInputs):
         )
 
     @property
+    def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
+        return super().all_reduced_buckets if self._wishes.hook is None else []
+
+    @property
     def measures_parts(self) -> bool:
         # asked before the forward, which alone would find out that a sparse layer was unfrozen
         sparse = (child.weight for child in self.module.modules() if produces_sparse_gradient(child))

@@ -1,0 +1,7 @@
+"""Strategies: who holds parameters and optimizer state, and how often the workers agree; for a loop of your own."""
+
+from ddp.strategies.replicated import Replicated as Replicated
+from ddp.strategies.sharded import Sharded as Sharded
+from ddp.strategies.strategy import Agreement as Agreement
+from ddp.strategies.strategy import Strategy as Strategy
+from ddp.strategies.strategy import step as step

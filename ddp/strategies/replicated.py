@@ -1,0 +1,133 @@
+"""The replicated strategy: every rank holds all parameters and the optimizer's whole state, and makes the same step.
+
+    backward      the replica averages the gradients
+    agree         every rank measures the norm of the same mean gradient: no message
+    update        clip, optimizer; with precision="bf16_pure" on master weights, which are rounded (`optim/master.py`)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp.errors import Diverged, UnusedParameters
+from ddp.optim.loss_scale import LossScale
+from ddp.optim.master import MasterWeights, narrowed
+from ddp.optim.update import clipped_step, gradient_norm
+from ddp.process.log import log
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.replica import Replica
+from ddp.setting import Precision
+from ddp.strategies.strategy import Agreement
+
+
+class Replicated:
+    """Makes the same update on every rank. Collective to make.
+
+    Args:
+        model: a module, which is wrapped in a `BucketedDataParallel`; or a replica.
+        optimizer: over its parameters. Groups and state hold in every step as they are then.
+        precision: "fp16" scales the loss; "bf16_pure" makes the parameters bfloat16, with master weights. Autocast is
+            the loop's.
+        clip_norm: largest norm of the global mean gradient; None for no clipping.
+        watched: somebody may write to `parameter.data` between steps (`MasterWeights`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        watched: bool = True,
+    ) -> None:
+        self.model = self._replica(model)
+        self.optimizer, self._clip_norm = optimizer, clip_norm
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        narrow = narrowed(self.model.module) if precision == "bf16_pure" else ()
+        self.masters = MasterWeights(self.model.module, narrow, watched=watched)
+
+    def _replica(self, model: nn.Module) -> Replica:
+        return model if isinstance(model, Replica) else BucketedDataParallel(model)
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool = True) -> Iterator[int]:
+        with nullcontext() if is_last else self.model.no_sync():
+            yield 1 if self.loss_scale is None else self.loss_scale.value
+
+    def agree(self, step: int) -> Agreement:
+        try:
+            self.model.raise_pending()
+            totals = self.model.totals
+            if not math.isfinite(totals.mean_loss):
+                raise Diverged(_diverged(step, "loss", totals.mean_loss))
+            norm = self._gradient_norm()
+            if math.isfinite(length := float(norm)):
+                return Agreement(totals, norm)
+            if (scale := self.loss_scale) is None:
+                raise Diverged(_diverged(step, "gradient norm", length))
+            if not scale.shrink():
+                raise Diverged(
+                    f"a gradient of step {step} is not finite, even with a loss scale of {scale.value}; parameters are "
+                    f"still those of step {step - 1}. Take precision=bf16, or lower the learning rate (optim.lr)"
+                )
+        except (UnusedParameters, Diverged):
+            self.model.take_back()
+            raise
+        log.debug("loss scale %d, because a gradient of step %d was not finite", scale.value, step)
+        self.model.take_back()
+        return Agreement(totals, norm, is_overflow=True)
+
+    def update(self, agreement: Agreement | None) -> None:
+        assert agreement is not None
+        self._step(agreement.norm)
+        if self.loss_scale is not None:
+            self.loss_scale.grow()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.masters.state_dict(),
+            "optimizer": self._optimizer_state(),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.masters.load_state_dict(state["model"])
+        self._load_optimizer_state(state["optimizer"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def finish(self, *, alone: bool = False) -> None:
+        self.masters.give_back()
+
+    # --- the update: `sharded.py` has another -------------------------------------------------------------------------
+
+    def _gradient_norm(self) -> Tensor:
+        self.masters.take_gradients()
+        return gradient_norm(self.masters.updated())
+
+    def _step(self, norm: Tensor) -> None:
+        self.masters.take_in()
+        with self.masters.known_to(self.optimizer):
+            clipped_step(self.optimizer, self.masters.updated(), norm, self._clip_norm)
+        self.masters.round()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        with self.masters.known_to(self.optimizer):  # because torch gives a state its parameter's dtype
+            self.optimizer.load_state_dict(state)
+
+
+def _diverged(step: int, what: str, value: float) -> str:
+    return (
+        f"the {what} of step {step} is {value} on every rank; parameters are still those of step {step - 1}. "
+        "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"
+    )

@@ -1,0 +1,253 @@
+"""The sharded strategy: each rank updates a slice of the parameters, and keeps the optimizer's state of that alone.
+
+    backward    each bucket is reduce-scattered: a rank gets the mean gradient of its slice, and not of the rest
+    agree       each rank measures its slice; one small all-reduce
+    update      each rank updates its slice; for trust ratios, norms of whole tensors in one small all-reduce. Then an
+                all-gather: every rank gets the new parameters of all slices
+
+As many bytes travel as in an all-reduce, which is a reduce-scatter and an all-gather, too. Between the two, each of p
+ranks does 1 ÷ p of the optimizer's work, and holds 1 ÷ p of its state: ZeRO stage 1 (Rajbhandari et al., arXiv
+1910.02054, section 5.1). Where hosts have different numbers of ranks, the two go over the network's edges alone.
+
+A checkpoint holds the whole state, in torch's form: it can be resumed at any world size, sharded or not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ddp.comm.objects import all_gather_object
+from ddp.errors import ConfigError
+from ddp.optim.lamb import LAMB
+from ddp.optim.lars import LARC, LARS
+from ddp.optim.layerwise import Layerwise, Measured, laid_out_like
+from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norms, wide
+from ddp.optim.update import clipped_step
+from ddp.replica.replica import Replica
+from ddp.replica.sharded import ShardedDataParallel
+from ddp.replica.shards import Part, Shards, slice_of
+from ddp.setting import Precision
+from ddp.strategies.replicated import Replicated
+
+ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
+"""Optimizers that update each element by itself, but for norms that they ask for; a class derived from one may not."""
+
+
+class Sharded(Replicated):
+    """Updates this rank's slices, and gives them to all ranks. Every method is collective.
+
+    Args:
+        model: a module, which is wrapped in a `ShardedDataParallel`; or such a replica.
+        optimizer: over its parameters. Its groups and its state hold in every step as they are then. From the first
+            step on, until `finish`, it has the state of this rank's parts, by whole parameter.
+        precision, clip_norm, watched: as in `Replicated`, but not "bf16_pure".
+
+    Raises:
+        ConfigError: the optimizer's update of an element may depend on other elements, or the optimizer has hooks; or
+            the model or the precision cannot be sharded.
+    """
+
+    model: ShardedDataParallel
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        watched: bool = True,
+    ) -> None:
+        if type(optimizer) not in ELEMENTWISE:
+            raise ConfigError(
+                f"sharded=True with {type(optimizer).__name__}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which "
+                "update each element by itself but for norms; leave it out, or take one of these"
+            )
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise ConfigError(
+                f"sharded=True with hooks of {type(optimizer).__name__}: they would see parts; remove them, or leave "
+                "it out"
+            )
+        if precision == "bf16_pure":
+            raise ConfigError(
+                "precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out"
+            )
+        super().__init__(model, optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
+        self._comm = self.model.comm
+        self._shards: Shards | None = None
+        self._of_parts: Optimizer = optimizer  # over the parts, once they are known
+        self._places: dict[int, Part] = {}  # by address
+        self._groups: list[list[int]] = []  # ids of parameters, by group
+
+    def _replica(self, model: nn.Module) -> Replica:
+        if isinstance(model, Replica) and not isinstance(model, ShardedDataParallel):
+            raise ConfigError(f"sharded=True with a model in a {type(model).__name__}: give the bare module")
+        return model if isinstance(model, Replica) else ShardedDataParallel(model)
+
+    def finish(self, *, alone: bool = False) -> None:
+        if self._shards is not None and not alone:
+            self.optimizer.state = self._gathered(keep=True)
+            self._shards.give_back()
+            self._shards = None
+            self._of_parts, self._places = self.optimizer, {}  # frees the parts
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def _gradient_norm(self) -> Tensor:
+        shards = self._prepared()
+        parts = [part for part in shards.parts if part.whole.grad is not None]
+        dtype = wide({parameter.dtype for parameter in shards.layout.parameters})  # also of what others measure
+        norms = block_norms((part.gradient for part in parts), dtype)
+        everyone = torch.zeros(shards.num_blocks, dtype=torch.float64, device=self._comm.device)
+        everyone[[block for part in parts for block in part.blocks]] = norms.to(everyone)
+        self._comm.all_reduce(everyone, label=f"step {self.model.num_steps}, norms of gradients")
+        return total_norm(everyone.to(dtype))
+
+    @torch.no_grad()
+    def _step(self, norm: Tensor) -> None:
+        shards = self._prepared()
+        self._take_in()
+        for part in shards.parts:
+            part.weights.grad = None if part.whole.grad is None else part.gradient
+        for mine, given in zip(self._of_parts.param_groups, self.optimizer.param_groups, strict=True):
+            mine.update({key: value for key, value in given.items() if key != "params"})
+        clipped_step(self._of_parts, [part.weights for part in shards.parts], norm, self._clip_norm)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
+        shards.gather(step=self.model.num_steps)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Returns the whole state on rank 0; elsewhere the settings alone."""
+        if self._shards is None:
+            return self.optimizer.state_dict()
+        of_parts, self.optimizer.state = self.optimizer.state, self._gathered(keep=self._comm.rank == 0)
+        try:
+            return self.optimizer.state_dict()
+        finally:
+            self.optimizer.state = of_parts
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a whole state, which every rank has; each keeps its parts."""
+        self.optimizer.load_state_dict(state)  # whole until the next step
+        self._shards = None
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _prepared(self) -> Shards:
+        """Returns the parts for the layout of the last backward, with their optimizer."""
+        layout, groups = self.model.layout, [list(map(id, each["params"])) for each in self.optimizer.param_groups]
+        if self._shards is not None and self._shards.layout is layout and self._groups == groups:
+            self._shards.take_in()
+            return self._shards
+        whole = self.optimizer.state if self._shards is None else self._gathered(keep=True)
+        self._shards, self._groups = Shards(self._comm, layout), groups
+        self._of_parts = self._optimizer_of(self._shards.parts)
+        mine = {part.whole for part in self._shards.parts}
+        # Of parameters that need no gradient now, every rank keeps all.
+        kept = {each: state for each, state in whole.items() if each in mine or id(each) not in layout.slot_of}
+        self.optimizer.state = defaultdict(dict, kept)
+        self._take_in()
+        return self._shards
+
+    def _take_in(self) -> None:
+        """Takes over the optimizer's state as it is now: what it has of a whole parameter is cut."""
+        assert self._shards is not None
+        for part in self._shards.parts:
+            state = self.optimizer.state.setdefault(part.whole, {})
+            for name, value in state.items():
+                if _is_large(value, part.whole, name) and value.shape != part.weights.shape:
+                    state[name] = _cut(value, part)
+            self._of_parts.state[part.weights] = state  # the same dict, so that each has what the other changes
+
+    def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
+        """Returns the optimizer of these parts, without a state."""
+        mine = copy.copy(self.optimizer)
+        by_parameter = {id(part.whole): part for part in parts}
+        self._places = {part.weights.data_ptr(): part for part in parts}
+        mine.state = defaultdict(dict)
+        mine.param_groups = []
+        for group in self.optimizer.param_groups:
+            held = [by_parameter[id(parameter)] for parameter in group["params"] if id(parameter) in by_parameter]
+            mine.param_groups.append({**group, "params": [part.weights for part in held]})
+        if isinstance(mine, Layerwise):
+            mine.exchange = self._exchange
+            mine.is_large = self._is_of_large  # type: ignore[method-assign]
+        return mine
+
+    def _is_of_large(self, weights: Tensor) -> bool:
+        return Layerwise.is_large(self._places[weights.data_ptr()].whole)
+
+    def _exchange(self, waiting: Sequence[Measured]) -> list[Tensor | None]:
+        """Returns the norms of whole tensors, of which each rank has measured its parts."""
+        assert self._shards is not None
+        norms = torch.zeros(self._shards.num_blocks, 2, dtype=torch.float64, device=self._comm.device)
+        units = [[self._places[weights.data_ptr()] for weights in measured.unit.weights] for measured in waiting]
+        for measured, parts in zip(waiting, units, strict=True):
+            if measured.norms is not None:
+                norms[[block for part in parts for block in part.blocks]] = measured.norms.to(norms)
+        self._comm.all_reduce(norms, label=f"step {self.model.num_steps}, norms of weights and updates")
+        found: list[Tensor | None] = []
+        for measured, parts in zip(waiting, units, strict=True):
+            if measured.norms is None:
+                found.append(None)
+                continue
+            here = norms[[block for part in parts for block in part.blocks_of_whole]].to(measured.norms)
+            counts = [len(part.blocks_of_whole) for part in parts]
+            columns = here.unbind(1)
+            found.append(torch.stack([whole_norms(column, counts) for column in columns], dim=1))
+        return found
+
+    # --- the whole state ---------------------------------------------------------------------------------------------
+
+    def _gathered(self, *, keep: bool) -> defaultdict[Tensor, dict[str, Any]]:
+        """Returns the state of whole parameters, on the ranks that keep it. Collective."""
+        assert self._shards is not None
+        self._take_in()
+        layout, state = self._shards.layout, self._of_parts.state
+        slots = {id(slot.parameter): slot for slot in layout.slots}
+        mine = {  # small values, and the types of large ones
+            slots[id(part.whole)].index: {
+                name: value.dtype if _is_large(value, part.weights, name) else value
+                for name, value in state.get(part.weights, {}).items()
+            }
+            for part in self._shards.parts
+        }
+        about = {index: each for found in all_gather_object(self._comm, mine) for index, each in found.items()}
+        whole: dict[Tensor, dict[str, Any]] = {
+            slot.parameter: dict(about[slot.index]) for slot in layout.slots if about.get(slot.index)
+        }
+        weights_of = {id(part.whole): part.weights for part in self._shards.parts}
+        for bucket, bounds in zip(layout.buckets, layout.bounds, strict=True):
+            kinds = {
+                (name, value)
+                for slot in bucket.slots
+                for name, value in about.get(slot.index, {}).items()
+                if isinstance(value, torch.dtype)
+            }
+            for name, dtype in sorted(kinds, key=str):
+                flat = torch.zeros(bounds[-1], dtype=dtype, device=self._comm.device)
+                for slot, _, begin, end in slice_of(bucket, bounds, self._comm.slices[self._comm.rank]):
+                    if about.get(slot.index, {}).get(name) == dtype:
+                        flat[begin:end] = state[weights_of[id(slot.parameter)]][name]
+                self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
+                for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
+                    if keep and about.get(slot.index, {}).get(name) == dtype:
+                        whole[slot.parameter][name] = view.clone()
+        frozen = {each: state for each, state in self.optimizer.state.items() if id(each) not in slots}
+        return defaultdict(dict, {**frozen, **whole} if keep else {})
+
+
+def _is_large(value: Any, like: Tensor, name: str) -> bool:
+    """Returns True for a state that has an element for each element of its parameter."""
+    return isinstance(value, Tensor) and value.shape == like.shape and name != "step"
+
+
+def _cut(value: Tensor, part: Part) -> Tensor:
+    """Returns a part's share of a large value of the state of a whole parameter."""
+    return in_memory_order(laid_out_like(part.whole, value))[part.start : part.stop].clone()
