@@ -229,8 +229,8 @@ def _place(start: Start, samplers: list[TrainSampler], step: int, position: int)
         sampler.seek(step)
         plan = next(sampler.plans())
         before = _num_micros_before(sampler, plan)
-        for number, micro in enumerate(sampler.parts(range(plan.position, plan.position + plan.size))):
-            if position in micro.indices:
+        for number, micro in enumerate(plan.micros):
+            if position in micro.positions:
                 where = f"step {step:,}, rank {rank}, {_loader(start.config, before + number)}shard {micro.shard}"
                 return f"{where}, part {micro.part}" if start.config.batch.micro_size else where
     raise AssertionError(position)

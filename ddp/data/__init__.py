@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ddp.data.files.lines import JsonLines as JsonLines
     from ddp.data.files.remote import Retries as Retries
     from ddp.data.files.storage import Storage as Storage
-    from ddp.data.files.tar_shards import TarSamples as TarSamples
+    from ddp.data.files.tar_files import TarSamples as TarSamples
     from ddp.data.orders.order import Blocks as Blocks
     from ddp.data.orders.order import FirstOf as FirstOf
     from ddp.data.orders.order import Fixed as Fixed
@@ -43,7 +43,7 @@ _HOMES = {
     "Retries": "ddp.data.files.remote",
     "Storage": "ddp.data.files.storage",
     "Stratified": "ddp.data.orders.order",
-    "TarSamples": "ddp.data.files.tar_shards",
+    "TarSamples": "ddp.data.files.tar_files",
     "TokenBudget": "ddp.data.orders.token_budget",
     "TokenSet": "ddp.data.sets.tokens",
     "Transformed": "ddp.data.samples",

@@ -50,7 +50,7 @@ def may_have_one(comm: Communicator, sampler: TrainSampler, *, num_steps: int) -
         return []
     sizes = {plan.size for plan in _first(sampler, num_steps)} if num_steps < sampler.num_steps_per_epoch else None
     sizes = sampler.sizes.all() if sizes is None else sizes
-    mine = [size for size in sizes if any(len(micro.indices) == 1 for micro in sampler.parts(range(size)))]
+    mine = [size for size in sizes if any(len(micro.positions) == 1 for micro in sampler.parts(range(size)))]
     return sorted(set[int]().union(*all_gather_object(comm, mine)))
 
 

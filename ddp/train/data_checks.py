@@ -37,18 +37,18 @@ class EpochCheck(Callback):
         if not state.sampler.at_epoch_end:
             return
         seen = state.sampler.take_seen()
-        promised = state.sampler.promised(report.epoch)
+        expected = state.sampler.expected(report.epoch)
         parts = all_gather_object(state.comm, seen)
-        if promised is None or None in parts:
+        if expected is None or None in parts:
             return
         found = reduce(Checksum.with_, (Checksum(*each) for each in parts))
         self.num_checked += 1
-        self.num_as_promised += found == promised
-        if found != promised and state.comm.rank == 0:
+        self.num_as_promised += found == expected
+        if found != expected and state.comm.rank == 0:
             log.warning(
                 "epoch %d was not what its order (%s) promises: %s in the place of %s; some samples were read twice or "
                 "never. Is each position one sample, and the same at each call?",
-                *(report.epoch, state.sampler.order.in_words(), found, promised),
+                *(report.epoch, state.sampler.order.in_words(), found, expected),
             )
 
 

@@ -30,8 +30,9 @@ from ddp.data.loading.cache import cache_of
 from ddp.data.loading.iterable import ENDLESS, IterableSampler, sampler_of_stream
 from ddp.data.loading.source import Source, source_of
 from ddp.data.orders.order import Order
-from ddp.data.orders.sampler import TrainSampler, checked_range, sampler_of
+from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.sharding import OwnSharding
+from ddp.data.orders.skips import checked_range
 from ddp.data.orders.steps import BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.samples import Collate

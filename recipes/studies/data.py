@@ -43,7 +43,7 @@ from ddp.bench.turns import take_turns
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.setup import init, shutdown
 from ddp.data.files.file_set import FileSet
-from ddp.data.files.tar_shards import TarSamples
+from ddp.data.files.tar_files import TarSamples
 from ddp.data.loading.cache import Cached
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.distributed_sampler import DistributedSampler

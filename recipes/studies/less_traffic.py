@@ -95,12 +95,12 @@ class Job(NamedTuple):
 
 
 def _digits() -> tuple[Any, Any]:
-    splits = digits.load()
+    splits = digits.load_digits()
     return splits.train, splits.test
 
 
 def _texts() -> tuple[Any, Any]:
-    splits = standard_library.load(context=CONTEXT)
+    splits = standard_library.load_standard_library(context=CONTEXT)
     num = len(splits.test)
     some = list(range(0, num, max(1, num // NUM_JUDGED)))[:NUM_JUDGED]
     return splits.train, standard_library.ByteWindows.batch(splits.test, some)  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def test_gpt_refuses_what_cannot_work() -> None:
 
 def test_cnn_learns_digits_in_seconds() -> None:
     torch.manual_seed(0)
-    splits, task = digits.load(), Classification()
+    splits, task = digits.load_digits(), Classification()
     model = CNN(in_channels=1, image_size=8, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for start in range(0, 4 * len(splits.train), 64):

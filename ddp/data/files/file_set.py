@@ -5,7 +5,7 @@
     span in the file      [start, end)  …                            from the index, mapped into memory
     sample                format.decode(the bytes from start to end)
 
-    shards = FileSet("/data/train-{000..099}.tar", TarSamples(decode=ImageAndClass()), index_dir="/data/index")
+    samples = FileSet("/data/train-{000..099}.tar", TarSamples(decode=ImageAndClass()), index_dir="/data/index")
 
 `file_sizes` says how many samples each file has; a sampler that keeps to a few files at a time needs it.
 

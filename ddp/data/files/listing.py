@@ -1,10 +1,10 @@
 """Turns addresses into a list of files: patterns, brace lists, folders.
 
-    /data/shard-{000..099}.tar     braces: a range, with as many digits as its first number has; 100 files
+    /data/train-{000..099}.tar     braces: a range, with as many digits as its first number has; 100 files
     /data/{train,extra}.jsonl      braces: alternatives
     /data/**/*.tar                 a pattern, as in a shell; ** is any depth
-    /data/shards                   a folder: the files in it that have the format's suffix
-    s3://bucket/shards/            a remote folder ends with /
+    /data/train                    a folder: the files in it that have the format's suffix
+    s3://bucket/train/             a remote folder ends with /
     [one, another]                 the files of each, in this order
 
 Files of a pattern or a folder are in the order of their addresses. Local addresses become absolute, because a worker

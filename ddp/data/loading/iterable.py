@@ -29,16 +29,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp.data.loading.device_copies import DeviceCopies
-from ddp.data.loading.loader import CPU, NO_LIMITS, process_options
+from ddp.data.loading.loader import CPU, NO_LIMITS
 from ddp.data.loading.loader_watch import Limits, LoaderWatch
-from ddp.data.loading.sending import make_room_for_sockets, packed
+from ddp.data.loading.processes import appear_as, data_loader
+from ddp.data.loading.sending import packed
 from ddp.data.loading.source import digest_of
 from ddp.data.orders.order import Checksum, Fixed, Order
-from ddp.data.orders.sampler import SamplerState, StepPlan, TrainSampler
+from ddp.data.orders.sampler import StepPlan, TrainSampler
+from ddp.data.orders.sampler_state import SamplerState
 from ddp.data.orders.sharding import OwnSharding
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
@@ -93,7 +95,7 @@ class IterableSampler(TrainSampler):
     @property
     def position(self) -> int:
         """Returns how many samples all ranks together have trained on in the whole run."""
-        return self._before + self._state.consumed
+        return self._before + self.state.consumed
 
     def position_of(self, plan: StepPlan) -> int:
         """Returns how many samples the run has trained on before a step."""
@@ -108,7 +110,7 @@ class IterableSampler(TrainSampler):
     @property
     def num_batches(self) -> int:
         """Returns how many batches of this rank the pass has had."""
-        return self._state.consumed // self.global_batch * self.num_micros(self.global_batch)
+        return self.state.consumed // self.global_batch * self.num_micros(self.global_batch)
 
     def commit(self, plan: StepPlan) -> None:
         """Moves the state past a step that has happened."""
@@ -122,10 +124,10 @@ class IterableSampler(TrainSampler):
             num_samples: of all ranks, in the pass that is over.
         """
         self._before += num_samples
-        self._state = SamplerState(self._state.seed, self._state.epoch + 1, 0)
+        self._next = (self.state.epoch + 1) * self.length
         self.read = {}
 
-    def promised(self, epoch: int) -> Checksum | None:
+    def expected(self, epoch: int) -> Checksum | None:
         """Returns None, because nobody knows what a stream has."""
         return None
 
@@ -145,7 +147,8 @@ class IterableSampler(TrainSampler):
                 f"the data share themselves out, and have done so among {num_processes} processes of each worker, and "
                 f"now there are {self._num_processes}: go on with as many loader processes, or from the end of a pass"
             )
-        self._state = SamplerState(*(int(state[name]) for name in SamplerState._fields))
+        self._seed, epoch, consumed = (int(state[name]) for name in SamplerState._fields)
+        self._next = epoch * self.length + consumed
         self._before, self._num_steps = int(state["before"]), int(state.get("num_steps", 0))
 
     def places(self) -> dict[int, tuple[int, Any]]:
@@ -158,7 +161,7 @@ class IterableSampler(TrainSampler):
         Raises:
             ConfigError: the data share themselves out, and did so among another number of ranks.
         """
-        if self.shares_itself and len(places) != self.world_size and self._state.consumed:
+        if self.shares_itself and len(places) != self.world_size and self.state.consumed:
             raise ConfigError(
                 f"the data share themselves out, and have done so among {len(places)} workers; go on with as many, or "
                 "leave sharding='off' out"
@@ -241,16 +244,11 @@ class IterableLoader:
     ) -> None:
         self.sampler, self.num_samples = sampler, 0
         self._copies = DeviceCopies(device) if device.type == "cuda" else None
-        if num_workers:
-            make_room_for_sockets()
-        loader: DataLoader[Any] = DataLoader(
+        loader = data_loader(
             _Batches(data, sampler, collate=collate or default_collate, num_processes=num_workers),
-            batch_size=None,
-            collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=self._copies is not None,
-            **process_options(processes, num_workers=num_workers),
-            generator=torch.Generator(),
+            processes=processes,
         )
         self._watch = LoaderWatch(loader, limits)
         self._fetched: Iterator[_Fetched] = iter(())
@@ -311,10 +309,6 @@ class _Fetched(NamedTuple):
     firsts: tuple[str, ...]  # digests of the first samples that the process has read
 
 
-def _as_it_is(fetched: Any) -> Any:
-    return fetched  # a named function, because worker processes may have to pickle it
-
-
 class _Batches(IterableDataset[Any]):
     """The batches of one rank, of which each loader process yields every num_processes-th, packed.
 
@@ -330,8 +324,10 @@ class _Batches(IterableDataset[Any]):
         info, sampler = get_worker_info(), self.sampler
         turn = 0 if info is None else info.id
         process = (turn + sampler.num_batches) % self.num_processes if sampler.shares_itself else 0
-        if info is not None:
-            _pretend(process if sampler.shares_itself else None)
+        if info is not None and sampler.shares_itself:
+            appear_as(process)
+        elif info is not None:  # so that the data do not share themselves out
+            torch_worker._worker_info = None
         keys = (sampler.rank, process) if sampler.shares_itself else ()
         reader = _Reader(self.data, sampler.read.get(process, Place()), state=sampler.state, keys=keys)
         micros = (micro for plan in sampler.plans() for micro in plan.micros)
@@ -346,15 +342,6 @@ class _Batches(IterableDataset[Any]):
     def _finished(self, reader: _Reader, samples: list[Any], process: int) -> _Fetched:
         batch = reader.collated(samples, self.collate)
         return _Fetched(len(samples), batch, process, reader.place(), reader.firsts)
-
-
-def _pretend(process: int | None) -> None:
-    """Makes `get_worker_info` say that this is another process; or none, so that data do not share themselves out."""
-    info: Any = torch_worker._worker_info
-    torch_worker._worker_info = None
-    if process is not None:
-        facts = {"num_workers": info.num_workers, "seed": info.seed, "dataset": info.dataset}
-        torch_worker._worker_info = torch_worker.WorkerInfo(id=process, **facts)
 
 
 class _Reader:

@@ -9,12 +9,11 @@ A rank waits in many places: in a queue, in a pipe that holds half a batch, at t
 memory. None of them can be left from outside, but all of them end with the processes. So a thread keeps the time, and
 to give up it kills the loader processes; the error that this raises in the rank becomes a `LoaderLost`.
 
-The rank notes the beginning and the end of a wait by two assignments, and the thread looks twice a second.
+The rank notes the beginning and the end of a wait by two assignments, and the thread checks twice a second.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -32,9 +31,8 @@ from ddp.data.loading.sending import in_words, is_about_memory, received
 from ddp.errors import ConfigError, LoaderLost
 from ddp.process.clock import Patience
 from ddp.process.log import log
-from ddp.process.parent_death import ask_for_signal
 
-LOOK_S = 0.5
+CHECK_S = 0.5
 STOP_S = 10.0  # a run that shall stop waits so long for a batch
 END_S = 2.0  # a process whose socket has closed ends meanwhile
 MEMORY = "the memory may have run out; take fewer loader processes"
@@ -167,7 +165,7 @@ class LoaderWatch:
         """Looks how long the rank has been waiting, until the pass is over or a process is given up."""
         limits, number = self._limits, 0
         patience, stopping, has_warned = Patience(limits.abort_s), Patience(STOP_S), False
-        while not (is_over.wait(LOOK_S) or self._lost):
+        while not (is_over.wait(CHECK_S) or self._lost):
             if not self._waits or self._number != number:
                 number, patience, has_warned = self._number, Patience(limits.abort_s), False
             if not self._waits or not limits.wants_stop():
@@ -287,15 +285,3 @@ def _state(pid: int | None) -> str:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"T": "stopped", "t": "stopped", "D": "waiting for a disk or network", "Z": "dead"}.get(letter, "alive")
     return "alive"
-
-
-def follow_the_trainer(_worker: int) -> None:
-    """Leaves the trainer's process group, which a launcher signals as a whole: the trainer ends its loaders itself.
-
-    If the trainer is killed, the kernel ends them, even in a read that never returns.
-    """
-    os.setpgid(0, 0)
-    ask_for_signal(signal.SIGKILL)
-    trainer = multiprocessing.parent_process()  # also where a fork server is the parent that the kernel knows
-    if trainer is not None and not trainer.is_alive():  # it has died before
-        os._exit(1)

@@ -4,25 +4,16 @@ torch's DataLoader hands a batch to a queue, whose thread serialises it. Where t
 and drops the batch, and the rank would wait for it for ever. So the loader process serialises a batch in its own code,
 where the error can name the sample, and the queue carries the bytes.
 
-The bytes of a tensor stay in shared memory. The rank asks the loader process for that memory through a Unix socket in
-the folder for temporary files. The path of such a socket has at most 107 bytes. So where TMPDIR is too long, as Slurm
-and Nextflow make it, the sockets get a folder elsewhere.
+The bytes of a tensor stay in shared memory, which the rank asks the loader process for.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from multiprocessing import current_process, util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from ddp.errors import ConfigError, UnreadableSample
-
-_LONGEST_PATH = 107  # of a Unix socket
-_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class Failure(NamedTuple):
@@ -105,27 +96,3 @@ def in_words(samples: Sequence[int]) -> str:
     """Returns the numbers of the first samples of a batch, in words."""
     shown = ", ".join(map(str, samples[:5]))
     return f"sample{'s' if len(samples) > 1 else ''} {shown}{', …' if len(samples) > 5 else ''}"
-
-
-def make_room_for_sockets() -> None:
-    """Sees to it that sockets of loader processes have short paths. Before any is started.
-
-    Raises:
-        ConfigError: there is no folder with a short path.
-    """
-    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]  # where multiprocessing keeps it
-    usual = config.get("tempdir") or f"{tempfile.gettempdir()}/pymp-12345678"
-    if len(os.fsencode(usual)) + len("/listener-12345678") <= _LONGEST_PATH:
-        return
-    before, tempdir = config.pop("tempdir", None), tempfile.tempdir
-    for tempfile.tempdir in _SHORT_FOLDERS:
-        with suppress(OSError):
-            util.get_temp_dir()  # makes the folder that this process and those that it starts use from now on
-            break
-    tempfile.tempdir = tempdir
-    if "tempdir" not in config:
-        config["tempdir"] = before
-        raise ConfigError(
-            f"TMPDIR={tempfile.gettempdir()}: its path is too long for the sockets of loader processes: set a shorter "
-            "one (75 letters at most), or take loader_workers=0"
-        )

@@ -28,34 +28,26 @@ Cost: a rank looks up its own samples only, some thousand at a time; no list of 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation
 from ddp.data.orders.per_sample import length_of
 from ddp.data.orders.permutation import Indices, indices
-from ddp.data.orders.sharding import OwnSharding, dealt
+from ddp.data.orders.sampler_state import SamplerState, read_state, replicas
+from ddp.data.orders.sharding import OwnSharding, shard_order
+from ddp.data.orders.skips import Skipped, Skips, checked_range
 from ddp.data.orders.steps import BatchSizes, BatchWarmup, Steps
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from ddp.units import counted
 
 _LOOKED_UP = 4096  # samples that are looked up together
-_PROMISED = 1 << 16  # samples that are left out, and added up together
-
-
-class SamplerState(NamedTuple):
-    """The position of a run in its data."""
-
-    seed: int
-    epoch: int
-    consumed: int  # samples of this epoch that all ranks together have trained on
+_ADDED_UP = 1 << 16  # samples that are left out, and added up together
 
 
 class Micro(NamedTuple):
@@ -63,16 +55,8 @@ class Micro(NamedTuple):
 
     shard: int
     part: int
-    indices: Sequence[int]  # never empty
-
-
-class Skipped(NamedTuple):
-    """A range of steps that is left out, as steps and as positions of the run."""
-
-    first: int  # steps, counted from 1
-    last: int
-    start: int  # positions
-    stop: int
+    positions: Sequence[int]  # in the epoch; never empty
+    indices: Sequence[int] = ()  # the samples there; empty as long as only positions are planned
 
 
 class StepPlan(NamedTuple):
@@ -113,7 +97,7 @@ class TrainSampler:
             counts on from the steps that it has made.
 
     Attributes:
-        seen: what the samples of this rank add up to since the epoch began, to be compared with what was promised; None
+        seen: what the samples of this rank add up to since the epoch began, to be compared with what is expected; None
             if that is not known.
         set_apart: in words, the samples that are set apart for validation; "": none.
 
@@ -167,18 +151,11 @@ class TrainSampler:
             skipped: ranges that were left out.
         """
         position = state.epoch * self.length + state.consumed
-        self._skips = [each for each in skipped if each.stop <= position]
-        if self._skip_steps is not None and self._skip_steps not in [each[:2] for each in self._skips]:
-            first, last = self._skip_steps
-            if first <= num_steps:
-                raise ConfigError(
-                    f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, so that it is too late for "
-                    f"step {first}; name later steps, or go back to a checkpoint before them"
-                )
-            start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
-            self._skips.append(Skipped(first, last, start, stop))
-        self._state = self._settled(state)
-        self._num_steps, self._origin = num_steps, (num_steps, self._state)
+        self._skips = Skips(self.sizes, [each for each in skipped if each.stop <= position])
+        if self._skip_steps is not None:
+            self._skips = self._skips.with_range(self._skip_steps, num_steps=num_steps, position=position)
+        self._seed, self._next = state.seed, self._skips.past(position)  # `length` positions an epoch
+        self._num_steps, self._origin = num_steps, (num_steps, self._next)
 
     @property
     def num_samples(self) -> int | None:
@@ -193,20 +170,20 @@ class TrainSampler:
     @property
     def state(self) -> SamplerState:
         """Returns the position after the last committed step."""
-        return self._state
+        return SamplerState(self._seed, *divmod(self._next, self.length))
 
     @property
     def position(self) -> int:
         """Returns how many samples all ranks together have trained on in the whole run."""
-        return self._state.epoch * self.length + self._state.consumed
+        return self._next
 
     @property
     def at_epoch_end(self) -> bool:
         """Returns True if no step of an epoch is left after the last committed one."""
-        if self._state.consumed == 0:
+        _, epoch, consumed = self.state
+        if consumed == 0:
             return True
-        epoch = self._state.epoch
-        return any(each.stop == self.position and 0 < each.start <= epoch * self.length for each in self._skips)
+        return any(each.stop == self._next and 0 < each.start <= epoch * self.length for each in self._skips.ranges)
 
     def position_of(self, plan: StepPlan) -> int:
         """Returns how many samples the run has trained on before a step."""
@@ -214,25 +191,25 @@ class TrainSampler:
 
     def plans(self) -> Iterator[StepPlan]:
         """Yields the steps from the present state to the end of its epoch. The state stays where it is."""
-        return self._plans_from(self._state)  # the state at this call, not at the first next()
+        return self._plans_from(self._next)  # the state at this call, not at the first next()
 
-    def _plans_from(self, state: SamplerState) -> Iterator[StepPlan]:
-        steps = self._steps_from(state)
+    def _plans_from(self, position: int) -> Iterator[StepPlan]:
+        epoch, steps = position // self.length, self._steps_from(position)
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
             micros = [list(self.parts(step)) for step in ahead]
-            positions = indices(position for those in micros for micro in those for position in micro.indices)
-            samples = iter(self._samples(positions, state).tolist())
+            positions = indices(each for those in micros for micro in those for each in micro.positions)
+            samples = iter(self._samples(positions, epoch).tolist())
             for step, those in zip(ahead, micros, strict=True):
-                found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.indices)))) for micro in those)
-                yield StepPlan(state.epoch, step.start, len(step), found)
+                found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in those)
+                yield StepPlan(epoch, step.start, len(step), found)
 
-    def _samples(self, positions: Indices, state: SamplerState) -> Indices:
+    def _samples(self, positions: Indices, epoch: int) -> Indices:
         """Returns the samples at positions of an epoch.
 
         Raises:
             ConfigError: an order of the user's own returned something else.
         """
-        found = np.asarray(self.order.samples(positions, seed=state.seed, epoch=state.epoch))
+        found = np.asarray(self.order.samples(positions, seed=self._seed, epoch=epoch))
         if found.shape != positions.shape or found.dtype.kind not in "iu":
             raise ConfigError(
                 f"the order ({self.order.in_words()}) returned {found.dtype.name} {list(found.shape)} for "
@@ -246,22 +223,13 @@ class TrainSampler:
             )
         return indices(found)
 
-    def _steps_from(self, state: SamplerState) -> Iterator[range]:
-        """Yields the positions of each step from a state to the end of its epoch."""
-        while True:
-            size = self.sizes.size_at(state.epoch * self.length + state.consumed)
-            yield range(state.consumed, state.consumed + size)
-            following = self._settled(state._replace(consumed=state.consumed + size))
-            if following.epoch != state.epoch:
-                return
-            state = following
-
-    def _settled(self, state: SamplerState) -> SamplerState:
-        """Returns where the next step begins: past what is skipped, and not at the end of an epoch."""
-        position = state.epoch * self.length + state.consumed
-        for each in self._skips:
-            position = each.stop if each.start <= position < each.stop else position
-        return SamplerState(state.seed, *divmod(position, self.length))
+    def _steps_from(self, position: int) -> Iterator[range]:
+        """Yields the positions in their epoch of all steps that are left of it."""
+        epoch = position // self.length
+        while position // self.length == epoch:
+            start, size = position % self.length, self.sizes.size_at(position)
+            yield range(start, start + size)
+            position = self._skips.past(position + size)
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the steps that are left of the run, and the position after them.
@@ -270,41 +238,31 @@ class TrainSampler:
             epochs: of the whole run; None for no limit.
             num_steps: most steps from now on; None for no limit.
         """
-        left, end = self.sizes.end(self.position, epochs=epochs, num_steps=num_steps)
-        ahead = self._skips[-1] if self._skips else Skipped(0, 0, 0, 0)
-        before = self.sizes.num_steps(self.position, ahead.start)
-        if self.position >= ahead.stop or left <= before:
-            return left, end
-        rest = None if num_steps is None else num_steps - before
-        left, end = self.sizes.end(ahead.stop, epochs=epochs, num_steps=rest)
-        return before + left, end
+        return self._skips.end(self._next, epochs=epochs, num_steps=num_steps)
 
     def left_out_from(self, position: int) -> int | None:
         """Returns the first step of the range in which the sample at a position is skipped, if that lies ahead."""
-        ahead = (each for each in self._skips if each.first > self._origin[0])
+        ahead = (each for each in self._skips.ranges if each.first > self._origin[0])
         return next((each.first for each in ahead if each.start <= position < each.stop), None)
 
     def step_at(self, position: int) -> int:
         """Returns the number of the run's step that has the sample at a position, not before the state loaded."""
         num_steps, begin = self._origin
-        first = begin.epoch * self.length + begin.consumed
-        number = num_steps + self.sizes.num_steps(first, position + 1)
-        left_out = [each for each in self._skips if first <= each.start and each.stop <= position]
-        return number - sum(self.sizes.num_steps(each.start, each.stop) for each in left_out)
+        return num_steps + self._skips.num_steps(begin, position + 1)
 
     def steps_before(self, plan: StepPlan) -> list[range]:
         """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
-        begin = max(self._origin[1], self._settled(SamplerState(self._state.seed, plan.epoch, 0)))
+        begin = max(self._origin[1], self._skips.past(plan.epoch * self.length))
         return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin)))
 
     def seek(self, step: int) -> None:
         """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
-        num_steps, self._state = self._origin
+        num_steps, self._next = self._origin
         _, position = self.end(epochs=None, num_steps=step - 1 - num_steps)
-        self._state = self._settled(SamplerState(self._state.seed, *divmod(position, self.length)))
+        self._next = self._skips.past(position)
 
     def parts(self, step: Sequence[int]) -> Iterator[Micro]:
-        """Yields this rank's parts of a step, with positions, which `step` has, in the place of samples."""
+        """Yields this rank's parts of a step, with their positions, which `step` has."""
         # exercise 08: cut the step into shards, take this rank's, and cut each into parts of `micro_size` at most
         size, num_shards = len(step), self.num_shards
         first, end = (rank * num_shards // self.world_size for rank in (self.rank, self.rank + 1))
@@ -325,13 +283,13 @@ class TrainSampler:
         Raises:
             ConfigError: the plan does not begin at the state (a step was left out, or committed twice).
         """
-        seed, epoch, consumed = self._state
+        _, epoch, consumed = self.state
         if (plan.epoch, plan.position) != (epoch, consumed):
             raise ConfigError(
                 f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler is at "
                 f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
             )
-        self._state = self._settled(SamplerState(seed, epoch, consumed + plan.size))
+        self._next = self._skips.past(self._next + plan.size)
         self._num_steps += 1
         if self.seen is not None:
             self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
@@ -341,27 +299,26 @@ class TrainSampler:
         seen, self.seen = self.seen, Checksum()
         return seen
 
-    def promised(self, epoch: int) -> Checksum | None:
+    def expected(self, epoch: int) -> Checksum | None:
         """Returns what the samples of all ranks add up to in an epoch; None if the order does not say."""
-        promised, first = self.order.checksum(), epoch * self.length
-        if promised is None:
+        expected, first = self.order.checksum(), epoch * self.length
+        if expected is None:
             return None
-        state = SamplerState(self._state.seed, epoch, 0)
-        for each in self._skips:
-            begin, end = max(first, each.start) - first, min(first + self.length, each.stop) - first
-            for block in range(begin, end, _PROMISED):
-                positions = np.arange(block, min(block + _PROMISED, end))
-                promised = promised.without(Checksum.of(self._samples(positions, state)))
-        return promised
+        for left_out in self._skips.within(first, first + self.length):
+            for begin in range(left_out.start, left_out.stop, _ADDED_UP):
+                positions = np.arange(begin, min(begin + _ADDED_UP, left_out.stop)) - first
+                expected = expected.without(Checksum.of(self._samples(positions, epoch)))
+        return expected
 
     def state_dict(self) -> dict[str, Any]:
         """Returns seed, epoch, consumed, and what they belong to: equal on all ranks, and valid at any world size.
 
         Steps that were to be left out next are not yet: who goes on may leave out others.
         """
-        state, skips = self._state, [each for each in self._skips if each.stop <= self.position]
-        if skips and skips[-1].stop == self.position and skips[-1][:2] == self._skip_steps:
-            state = SamplerState(state.seed, *divmod(skips.pop().start, self.length))
+        position, skips = self._next, self._skips.before(self._next)
+        if skips and skips[-1].stop == position and skips[-1][:2] == self._skip_steps:
+            position = skips.pop().start
+        state = SamplerState(self._seed, *divmod(position, self.length))
         about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}
         about |= {"set_apart": self.set_apart} if self.set_apart else {}
         return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
@@ -441,11 +398,11 @@ def sampler_of(
     drop_last: bool = False,
     **choices: Any,
 ) -> tuple[TrainSampler, str]:
-    """Returns the sampler of a data set, and in words how its samples are dealt, if that is not as usual.
+    """Returns the sampler of a data set, and a note on how its samples are shared, if that is not as usual.
 
     Args:
         samples: the data set.
-        order, sharding: as in `sharding.dealt`.
+        order, sharding: as in `sharding.shard_order`.
         drop_last: an epoch ends with its last whole step.
         choices: the other arguments of `TrainSampler`.
 
@@ -456,7 +413,7 @@ def sampler_of(
     if isinstance(global_batch, TokenBudget):
         order = _only_order(len(samples) if order is None else order, global_batch)
     batch = global_batch if isinstance(global_batch, int) else None
-    chosen, note = dealt(samples, order, sharding, num_shards=num_shards, batch=batch)
+    chosen, note = shard_order(samples, order, sharding, num_shards=num_shards, batch=batch)
     chosen = _whole_steps(chosen, batch) if drop_last else chosen
     sampler = TrainSampler(
         chosen, global_batch=global_batch, rank=rank, world_size=world_size, num_shards=num_shards, **choices
@@ -517,58 +474,3 @@ def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:
             f"a batch that grows from {smallest} samples cannot be cut into {num_shards} shards: begin with "
             f"{num_shards} samples or more, or set num_shards={smallest}"
         )
-
-
-def checked_range(steps: Any) -> tuple[int, int]:
-    """Returns the first and the last of a range of steps.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        first, last = (operator.index(step) for step in steps)
-        is_range = 1 <= first <= last
-    except (TypeError, ValueError):
-        is_range = False
-    if not is_range:
-        raise ConfigError(f"skip_steps={steps!r}: takes the first and the last step, counted from 1, as (4700, 4710)")
-    return first, last
-
-
-def replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Returns number of ranks and rank, from `torch.distributed` where they are None.
-
-    Raises:
-        ConfigError: `rank` outside [0, num_replicas), or no default for them.
-    """
-    if num_replicas is None or rank is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ConfigError(
-                f"num_replicas={num_replicas} and rank={rank} have no default, as torch.distributed is not "
-                "initialised: call ddp.init() first, or pass both"
-            )
-        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        rank = dist.get_rank() if rank is None else rank
-    if num_replicas < 1:
-        raise ConfigError(f"the number of workers must be at least 1, got {num_replicas}")
-    if not 0 <= rank < num_replicas:
-        raise ConfigError(f"invalid rank {rank}: with {num_replicas} workers it must lie in [0, {num_replicas - 1}]")
-    return num_replicas, rank
-
-
-def read_state(state: Mapping[str, Any], *, length: int) -> SamplerState:
-    """Returns the position that a sampler saved, or the next epoch's beginning if that epoch was over.
-
-    Raises:
-        ConfigError: a field is missing, or the position lies outside this data set.
-    """
-    missing = [name for name in SamplerState._fields if name not in state]
-    if missing:
-        raise ConfigError(f"a sampler's state needs {', '.join(SamplerState._fields)}; missing: {', '.join(missing)}")
-    loaded = SamplerState(*(int(state[name]) for name in SamplerState._fields))
-    if loaded.epoch < 0 or not 0 <= loaded.consumed <= length:
-        raise ConfigError(
-            f"{loaded} is no position in a data set of {length} samples: "
-            "it was saved with another data set; give that one, or start without the sampler's state"
-        )
-    return loaded if loaded.consumed < length else SamplerState(loaded.seed, loaded.epoch + 1, 0)

@@ -30,16 +30,16 @@ OwnSharding = Callable[[int, int], Iterable[int]]
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
 
 
-class Dealt(NamedTuple):
+class ShardOrder(NamedTuple):
     """An order whose shards are what was asked for, and in words what was chosen."""
 
     order: Order
     note: str
 
 
-def dealt(
+def shard_order(
     samples: Any, order: Order | None, sharding: str | OwnSharding, *, num_shards: int, batch: int | None
-) -> Dealt:
+) -> ShardOrder:
     """Returns the order in which the steps of an epoch read a data set.
 
     Args:
@@ -62,7 +62,7 @@ def dealt(
     if sharding == "auto":
         sharding, note = _chosen(blocks, num_shards=num_shards, can_follow_files=batch is not None)
     if sharding == "sample":
-        return Dealt(order or Permutation(len(samples)), note)
+        return ShardOrder(order or Permutation(len(samples)), note)
     name = "file" if sharding == "file" else f"{sharding}" if isinstance(sharding, str) else "a function"
     if batch is None:
         raise ConfigError(
@@ -78,7 +78,7 @@ def dealt(
                 f"({order.in_words()}) out"
             )
         lists = _own_lists(sharding, len(samples), num_shards)
-        return Dealt(Lanes(lists, lists.sizes, batch=batch), lists.note())
+        return ShardOrder(Lanes(lists, lists.sizes, batch=batch), lists.note())
     if batch % num_shards:
         raise ConfigError(f"sharding={name}: all lanes are equally long; take a batch that {num_shards} shards divide")
     if sharding == "off":
@@ -88,7 +88,7 @@ def dealt(
     else:
         raise ConfigError(f"sharding=full_shuffle: shuffles by itself; leave the order ({order.in_words()}) out")
     note = f"an epoch has each of the {len(samples):,} samples {num_shards} times, because of sharding={name}"
-    return Dealt(Lanes(places, np.full(num_shards, places.length // num_shards), batch=batch), note)
+    return ShardOrder(Lanes(places, np.full(num_shards, places.length // num_shards), batch=batch), note)
 
 
 def _blocks_of(samples: Any) -> Blocks | None:
@@ -122,7 +122,7 @@ def _chosen(blocks: Blocks | None, *, num_shards: int, can_follow_files: bool) -
     return "sample", f"{why}: shards do not follow files, so a worker opens all of them"
 
 
-def _by_file(blocks: Blocks | None, order: Order | None, *, num_shards: int, batch: int) -> Dealt:
+def _by_file(blocks: Blocks | None, order: Order | None, *, num_shards: int, batch: int) -> ShardOrder:
     """Returns an order in which each shard follows a run of files of its own."""
     if blocks is None and order is not None:
         raise ConfigError(
@@ -143,7 +143,7 @@ def _by_file(blocks: Blocks | None, order: Order | None, *, num_shards: int, bat
     order = Lanes(Blocks(blocks.file_sizes, window=blocks.window, lanes=lengths), lengths, batch=batch)
     mixed = min(blocks.window, int(lengths.max()))
     are = "is" if _num_files(blocks) == 1 else "are"
-    return Dealt(order, f"{files} {are} dealt to {counted(num_shards, 'shard')}, samples mixed {mixed} at a time")
+    return ShardOrder(order, f"{files} {are} dealt to {counted(num_shards, 'shard')}, samples mixed {mixed} at a time")
 
 
 def _equal_lanes(length: int, num_shards: int, batch: int) -> Indices:

@@ -21,7 +21,7 @@ _HELD_OUT_SHARE = 0.2
 _MEAN, _DEVIATION = 4.884, 6.017  # of all pixels
 
 
-def load() -> Splits:
+def load_digits() -> Splits:
     """Returns 1,438 images to train on and 359 held out."""
     table = np.loadtxt(_file(), delimiter=",")  # [1797, 65]: pixels, and the class
     pixels, classes = table[:, :-1], table[:, -1].astype(np.int64)

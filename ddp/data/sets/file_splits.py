@@ -27,7 +27,7 @@ from ddp.data.files.file_set import FileSet
 from ddp.data.files.lines import Csv, JsonLines
 from ddp.data.files.listing import identity_of
 from ddp.data.files.storage import Storage
-from ddp.data.files.tar_shards import TarSamples
+from ddp.data.files.tar_files import TarSamples
 from ddp.data.samples import OnInput, Splits, Transformed
 from ddp.data.sets.image_sets import Augment, folder_transforms
 from ddp.data.sets.standard_library import Windows

@@ -91,7 +91,7 @@ class ByteWindows(Windows):
         super().__init__(torch.frombuffer(bytearray(text), dtype=torch.uint8), context=context)
 
 
-def load(*, context: int = 256) -> Splits:
+def load_standard_library(*, context: int = 256) -> Splits:
     """Returns both sides, as windows of `context` bytes.
 
     Raises:

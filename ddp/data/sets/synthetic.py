@@ -46,7 +46,9 @@ class SyntheticImages:
         ), label
 
 
-def load(*, image_size: int = 32, num_classes: int = 10, num_train: int = 4096, num_test: int = 512) -> Splits:
+def load_synthetic(
+    *, image_size: int = 32, num_classes: int = 10, num_train: int = 4096, num_test: int = 512
+) -> Splits:
     """Returns made-up images in colour."""
     colours = torch.randn(num_classes, 3, 4, 4, generator=_generator("patterns", 0), device="cpu")
     patterns = F.interpolate(colours, size=(image_size, image_size), mode="nearest")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp import streams
 from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
-from ddp.data.loading.loader import UNREADABLE
+from ddp.data.loading.fetching import UNREADABLE
 from ddp.data.loading.source import whole_splits
 from ddp.data.samples import Splits, Transformed
 from ddp.data.sets import digits, image_sets, standard_library, synthetic
@@ -90,14 +90,14 @@ def _whole_data(config: Config, *, download: bool, augment: Augment | None = Non
         case settings.DataFiles():
             return _data_files(config.data, augment=augment, trains=trains, build=download)
         case settings.StandardLibrary(context=context):
-            return standard_library.load(context=context)
+            return standard_library.load_standard_library(context=context)
         case settings.Synthetic(num_samples=num, image_size=image_size, num_classes=num_classes):
-            splits = synthetic.load(
+            splits = synthetic.load_synthetic(
                 image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
             )
             return augmented(splits, augment)
         case _:
-            return augmented(digits.load(), augment)
+            return augmented(digits.load_digits(), augment)
 
 
 def _data_files(data: settings.DataFiles, *, augment: Augment | None, trains: bool, build: bool) -> Splits:

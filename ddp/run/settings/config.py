@@ -112,7 +112,7 @@ class Synthetic(Images):
 
 @dataclass(kw_only=True, slots=True)
 class DataFiles(Data):
-    """Samples in files: tar shards, lines or tokens."""
+    """Samples in files: tar files, lines or tokens."""
 
     path: str | None = setting(
         None, "training files: a file, a pattern such as s3://bucket/train-{000..099}.tar, or a folder; must be given"

@@ -28,7 +28,7 @@ from ddp.data.files.listing import listed
 from ddp.data.files.readers import Reader
 from ddp.data.files.remote import Retries
 from ddp.data.files.storage import DIRECT, Storage
-from ddp.data.files.tar_shards import TarSamples
+from ddp.data.files.tar_files import TarSamples
 from ddp.data.sets.tokens import TokenFiles
 from ddp.errors import ConfigError, UnreadableSample
 

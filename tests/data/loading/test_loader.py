@@ -19,9 +19,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddp.data.loading.loader import EvaluationLoader, TrainLoader, process_options
+from ddp.data.loading.loader import EvaluationLoader, TrainLoader
+from ddp.data.loading.processes import process_options
 from ddp.data.orders.order import Weighted
-from ddp.data.orders.sampler import EvaluationSampler, SamplerState, TrainSampler
+from ddp.data.orders.sampler import EvaluationSampler, TrainSampler
+from ddp.data.orders.sampler_state import SamplerState
 from ddp.data.samples import WholeBatches
 from ddp.errors import ConfigError, LoaderLost, UnreadableSample
 from ddp.streams import augmentation_stream, preserved
@@ -287,7 +289,7 @@ def test_an_error_in_the_data_set_reaches_the_caller():
 ABANDONED = """
 import sys, torch
 from multiprocessing import active_children
-from ddp.data.loading.loader import EvaluationLoader, TrainLoader, WholeBatches, process_options
+from ddp.data.loading.loader import EvaluationLoader, TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 data = [torch.zeros(3)] * 64
 loader = TrainLoader(data, TrainSampler(64, global_batch=4, rank=0, world_size=1), num_workers=2)

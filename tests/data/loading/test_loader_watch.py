@@ -117,7 +117,7 @@ class Stuck:
 
 
 def test_a_process_that_does_not_start_is_given_up(monkeypatch, caplog):
-    monkeypatch.setattr(loader_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(loader_watch, "CHECK_S", 0.01)
     with subprocess.Popen(["sleep", "600"]) as other:
         stuck = Stuck()
         watch = LoaderWatch(stuck, Limits(rank=2, warn_s=0.02, abort_s=0.1))
@@ -133,7 +133,7 @@ def test_a_process_that_does_not_start_is_given_up(monkeypatch, caplog):
 
 def test_memory_is_named_where_it_has_run_out():
     loader = train_loader(Odd(lambda: raising(OSError(12, "Cannot allocate memory"))), max_unreadable=0)
-    loader._keyed.tolerated = ()
+    loader._batches.tolerated = ()
     with pytest.raises(OSError, match="Cannot allocate") as caught:
         list(batches_of(loader))
     assert caught.value.__notes__ == ["the memory may have run out; take fewer loader processes"]
@@ -142,7 +142,7 @@ def test_memory_is_named_where_it_has_run_out():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(loader_watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(loader_watch, "CHECK_S", 0.02)
 
 
 def stopped(batches: Any) -> int:

@@ -20,8 +20,10 @@ from ddp.data.files.lines import JsonLines
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.lanes import Lanes
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Stratified, key_of
-from ddp.data.orders.sampler import SamplerState, TrainSampler, sampler_of
+from ddp.data.orders.sampler import TrainSampler, sampler_of
+from ddp.data.orders.sampler_state import SamplerState
 from ddp.data.orders.sharding import _equal_lanes
+from ddp.data.orders.skips import Skips
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from tests.mutants import mutants, mutated
@@ -202,7 +204,7 @@ HARMLESS = {
 MUTATED: list[Any] = [
     *(Lanes.__init__, Lanes.samples, Lanes._position),
     *(Blocks.samples, Blocks.positions, Blocks._windows, Blocks._sequence),
-    *(_equal_lanes, key_of, TrainSampler._steps_from, TrainSampler._settled, TrainSampler.commit),
+    *(_equal_lanes, key_of, TrainSampler._steps_from, Skips.past, TrainSampler.commit),
 ]
 
 

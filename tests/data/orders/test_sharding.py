@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ddp.data.orders.lanes import Lanes
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Permutation, Stratified
 from ddp.data.orders.sampler import TrainSampler
-from ddp.data.orders.sharding import SHARDINGS, dealt
+from ddp.data.orders.sharding import SHARDINGS, shard_order
 from ddp.errors import ConfigError
 from ddp.run.settings import checks as config_checks
 
@@ -69,7 +69,7 @@ def test_an_epoch_has_what_was_promised(sizes, num_shards, more, sharding, name,
     }
     how = (lambda v, V: strided(v, V, len(data))) if sharding == "own" else sharding
     try:
-        order, _ = dealt(data, orders[name], how, num_shards=num_shards, batch=batch)
+        order, _ = shard_order(data, orders[name], how, num_shards=num_shards, batch=batch)
     except ConfigError:
         return
     copies = num_shards if sharding in ("full_shuffle", "off") else 1
@@ -89,7 +89,7 @@ def test_an_epoch_has_what_was_promised(sizes, num_shards, more, sharding, name,
 @given(st.lists(st.integers(1, 9), min_size=8, max_size=16), st.integers(1, 8), st.integers(0, 20), st.integers(1, 9))
 def test_each_shard_follows_a_run_of_files_of_its_own(sizes, num_shards, more, window):
     data, batch = Files(sizes), num_shards + more
-    order, note = dealt(data, Blocks(sizes, window=window), "file", num_shards=num_shards, batch=batch)
+    order, note = shard_order(data, Blocks(sizes, window=window), "file", num_shards=num_shards, batch=batch)
     assert f"{len(sizes)} files are dealt to {num_shards} shard" in note
     steps = shards_of(order, batch, num_shards)
     files = [{data.file_of(sample) for step in steps for sample in step[shard]} for shard in range(num_shards)]
@@ -109,7 +109,7 @@ def test_each_shard_follows_a_run_of_files_of_its_own(sizes, num_shards, more, w
 def test_full_shuffles_differ_and_copies_do_not():
     data = Files([6] * 4)
     for sharding, alike in (("full_shuffle", False), ("off", True)):
-        order, note = dealt(data, None, sharding, num_shards=3, batch=6)
+        order, note = shard_order(data, None, sharding, num_shards=3, batch=6)
         assert "each of the 24 samples 3 times" in note
         steps = shards_of(order, 6, 3)
         lanes = [[sample for step in steps for sample in step[shard]] for shard in range(3)]
@@ -124,14 +124,14 @@ def test_a_function_of_shard_and_number_of_shards():
         asked.append((shard, num_shards))
         return strided(shard, num_shards)
 
-    steps = shards_of(dealt(Files([48]), None, own, num_shards=4, batch=8).order, 8, 4, world_size=2)
+    steps = shards_of(shard_order(Files([48]), None, own, num_shards=4, batch=8).order, 8, 4, world_size=2)
     assert asked == [(shard, 4) for shard in range(4)]
     assert all({sample % 4 for sample in shard} == {v} for step in steps for v, shard in enumerate(step))
 
 
 def test_auto_takes_files_where_there_are_enough():
     def kind(data, num_shards, order=None, batch=12):
-        return type(dealt(data, order, "auto", num_shards=num_shards, batch=batch).order)
+        return type(shard_order(data, order, "auto", num_shards=num_shards, batch=batch).order)
 
     assert kind(Files([4] * 6), 6) is Lanes and kind(Files([4] * 6), 7) is Permutation
     assert kind(Files([4, 0, 4]), 3) is Permutation  # a file without samples feeds nobody
@@ -146,7 +146,7 @@ def test_the_command_line_knows_the_same_words():
 
 def test_what_was_chosen_is_said():
     def note(data, sharding, batch=12, num_shards=3):
-        return dealt(data, None, sharding, num_shards=num_shards, batch=batch).note
+        return shard_order(data, None, sharding, num_shards=num_shards, batch=batch).note
 
     assert note(Files([4] * 6), "auto") == "6 files are dealt to 3 shards, samples mixed 8 at a time"
     assert note(Files([24]), "auto") == "1 file for 3 shards: shards do not follow files, so a worker opens all of them"
@@ -191,4 +191,4 @@ def strided_24(shard: int, num_shards: int) -> range:
 def test_impossible_shardings(changes, words):
     choices = {"data": Files([4] * 6), "order": None, "sharding": "auto", "num_shards": 3, "batch": 6, **changes}
     with pytest.raises(ConfigError, match=words):
-        dealt(choices.pop("data"), choices.pop("order"), choices.pop("sharding"), **choices)
+        shard_order(choices.pop("data"), choices.pop("order"), choices.pop("sharding"), **choices)

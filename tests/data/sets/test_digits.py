@@ -9,7 +9,7 @@ from ddp.data.sets import digits
 
 
 def sides() -> tuple[TensorSet, TensorSet]:
-    splits = digits.load()
+    splits = digits.load_digits()
     assert isinstance(splits.train, TensorSet)
     assert isinstance(splits.test, TensorSet)
     return splits.train, splits.test

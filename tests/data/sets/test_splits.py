@@ -15,9 +15,9 @@ from ddp.run.build import stages as build
 from ddp.run.settings.config import Config
 
 MEMBERS: dict[str, Callable[[], Splits]] = {
-    "digits": lambda: digits.load(),
-    "standard library": lambda: standard_library.load(context=64),
-    "synthetic": lambda: synthetic.load(image_size=12, num_classes=3, num_train=20, num_test=10),
+    "digits": lambda: digits.load_digits(),
+    "standard library": lambda: standard_library.load_standard_library(context=64),
+    "synthetic": lambda: synthetic.load_synthetic(image_size=12, num_classes=3, num_train=20, num_test=10),
 }
 
 

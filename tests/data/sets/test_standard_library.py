@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.data.sets.standard_library import ByteWindows, corpus, is_held_out, load
+from ddp.data.sets.standard_library import ByteWindows, corpus, is_held_out, load_standard_library
 from ddp.errors import ConfigError
 
 
@@ -67,7 +67,7 @@ def test_the_real_thing() -> None:
     assert 0.03 < len(text.held_out) / len(text.train) < 0.12
     argparse = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()
     assert argparse in (text.held_out if is_held_out("argparse.py") else text.train)
-    splits = load(context=100)
+    splits = load_standard_library(context=100)
     digest = hashlib.sha256(text.train + text.held_out).hexdigest()
     assert digest[:12] in splits.name
     assert bytes(splits.test[3][0].tolist()) == text.held_out[300:400]

@@ -220,7 +220,7 @@ def test_what_is_left_out_may_begin_with_an_epoch_and_the_one_before_still_ends(
     for _ in range(6):
         sampler.commit(next(sampler.plans()))
         if sampler.at_epoch_end:
-            found.append((sampler.state.epoch, sampler.take_seen() == sampler.promised(len(found))))
+            found.append((sampler.state.epoch, sampler.take_seen() == sampler.expected(len(found))))
     assert found == [(1, True), (2, True)]
 
 
@@ -284,11 +284,11 @@ def test_steps_may_be_left_out_from_a_resume_on(made, first, last):
         found, _ = going_on(once.state_dict(), (made + 9, made + 9), 4)
         assert found == [left_out[7], *left_out[9:12]] or once.state_dict()["skipped"] == []
     for epoch in range(3):
-        promised = Checksum.of(np.array([i for p in left_out if p.epoch == epoch for m in p.micros for i in m.indices]))
+        expected = Checksum.of(np.array([i for p in left_out if p.epoch == epoch for m in p.micros for i in m.indices]))
         before = Checksum.of(
             np.array([i for p in plans[:made] if p.epoch == epoch for m in p.micros for i in m.indices])
         )
-        assert twice.promised(epoch) == promised.with_(before)
+        assert twice.expected(epoch) == expected.with_(before)
 
 
 def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

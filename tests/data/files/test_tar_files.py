@@ -24,7 +24,7 @@ from ddp.data.files.decoders import ImageAndClass, objects
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.remote import Retries
 from ddp.data.files.storage import Storage
-from ddp.data.files.tar_shards import TarSamples
+from ddp.data.files.tar_files import TarSamples
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.vision import torchvision
 
