@@ -30,25 +30,21 @@ if TYPE_CHECKING:
     from ddp.errors import UnreadableSample as UnreadableSample
 
 _HOMES = {
-    "Blocks": "ddp.data.orders.order",
-    "Csv": "ddp.data.files.lines",
-    "FileSet": "ddp.data.files.file_set",
-    "FirstOf": "ddp.data.orders.order",
-    "Fixed": "ddp.data.orders.order",
-    "ImageAndClass": "ddp.data.files.decoders",
-    "JsonLines": "ddp.data.files.lines",
-    "OnInput": "ddp.data.samples",
-    "Order": "ddp.data.orders.order",
-    "Permutation": "ddp.data.orders.order",
-    "Retries": "ddp.data.files.remote",
-    "Storage": "ddp.data.files.storage",
-    "Stratified": "ddp.data.orders.order",
-    "TarSamples": "ddp.data.files.tar_files",
-    "TokenBudget": "ddp.data.orders.token_budget",
-    "TokenSet": "ddp.data.sets.tokens",
-    "Transformed": "ddp.data.samples",
-    "UnreadableSample": "ddp.errors",
-    "Weighted": "ddp.data.orders.order",
+    name: f"ddp.{module}"
+    for module, names in {
+        "data.files.decoders": ["ImageAndClass"],
+        "data.files.file_set": ["FileSet"],
+        "data.files.lines": ["Csv", "JsonLines"],
+        "data.files.remote": ["Retries"],
+        "data.files.storage": ["Storage"],
+        "data.files.tar_files": ["TarSamples"],
+        "data.orders.order": ["Blocks", "FirstOf", "Fixed", "Order", "Permutation", "Stratified", "Weighted"],
+        "data.orders.token_budget": ["TokenBudget"],
+        "data.samples": ["OnInput", "Transformed"],
+        "data.sets.tokens": ["TokenSet"],
+        "errors": ["UnreadableSample"],
+    }.items()
+    for name in names
 }
 
 __all__ = list(_HOMES)

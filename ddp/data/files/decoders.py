@@ -1,42 +1,16 @@
-"""`decode` functions for `TarSamples`: the bytes of each member become an object.
-
-    extension          objects(sample)                 ImageAndClass()(sample)
-    jpg jpeg png webp  Pillow image, RGB               float32 [3, height, width] in 0 … 1, or what `transform` returns
-    cls                int                             int
-    json               dict, list, …
-    txt                str
-    npy                NumPy array (no pickles)
-    pth pt             torch.load, weights only
-    other              bytes
-
-The last part of an extension counts: `seg.png` is an image.
-"""
+"""A `decode` function for `TarSamples`: an image and its class."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 
 from ddp.vision import torchvision
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
-
-
-def objects(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a sample with its bytes as objects, by their extensions."""
-    return {name: value if name == "__key__" else decoded(value, name) for name, value in sample.items()}
-
-
-def decoded(data: bytes, extension: str) -> Any:
-    """Returns the object in `data`; `data` itself if the extension is not known."""
-    decoder = _DECODERS.get(extension.rpartition(".")[2])
-    return data if decoder is None else decoder(data)
 
 
 class ImageAndClass:
@@ -70,28 +44,5 @@ class ImageAndClass:
         if self.num_classes is not None and not 0 <= label < self.num_classes:
             what = f"num_classes={self.num_classes} has the classes 0 … {self.num_classes - 1}"
             raise ValueError(f"{self.target} is {label}, and {what}")
-        return self.transform(_image(sample[name])), label
-
-
-def _image(data: bytes) -> Image.Image:
-    with Image.open(BytesIO(data)) as image:
-        return image.convert("RGB")
-
-
-def _array(data: bytes) -> Any:
-    return np.load(BytesIO(data), allow_pickle=False)
-
-
-def _saved(data: bytes) -> Any:
-    return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
-
-
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(_IMAGES, _image),
-    "cls": int,
-    "json": json.loads,
-    "txt": bytes.decode,
-    "npy": _array,
-    "pth": _saved,
-    "pt": _saved,
-}
+        with Image.open(BytesIO(sample[name])) as image:
+            return self.transform(image.convert("RGB")), label

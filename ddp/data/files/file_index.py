@@ -12,8 +12,7 @@ Making an index reads every file once. If there is one, only files of another si
 costs one stat(2) for each file, or one request for a remote one. Opening it in a worker reads the line of JSON and
 nothing else, because the parent has just compared all files. `FileSet` compares a file once more when it opens it.
 
-A format (`Format`) says where samples are and what their bytes become. Samples of one length at equal distances, such
-as windows of tokens, are three numbers instead of a table (`Regular`).
+A format (`Format`) says where samples are and what their bytes become.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
@@ -46,24 +46,10 @@ Spans = NDArray[np.int64]
 """First byte and end of each sample in its file, [num_samples, 2]."""
 
 
-class Regular(NamedTuple):
-    """Samples of one length at equal distances, in place of `Spans`."""
-
-    first: int  # byte at which the first sample begins
-    stride: int  # bytes from the beginning of one sample to that of the next
-    length: int  # bytes in a sample
-    num_samples: int
-
-    def spans(self) -> Spans:
-        """Returns the table."""
-        starts = self.first + self.stride * np.arange(self.num_samples, dtype=np.int64)
-        return np.stack([starts, starts + self.length], axis=1)
-
-
 class Layout(NamedTuple):
     """Locates the samples of one file, with notes that its format needs to decode them."""
 
-    spans: Spans | Regular
+    spans: Spans
     notes: dict[str, Any]  # for JSON
 
 
@@ -126,7 +112,6 @@ class IndexedFile(NamedTuple):
     address: str
     facts: Facts
     num_samples: int
-    regular: Regular | None  # None: the file's part of the table has its samples
     notes: dict[str, Any]
 
 
@@ -136,21 +121,11 @@ class FileIndex(NamedTuple):
     path: Path
     header: bytes  # its line of JSON
     files: list[IndexedFile]
-    table: Spans  # of all files that are not regular, mapped into memory
+    table: Spans  # of all files, mapped into memory
 
-    def first_rows(self) -> list[int]:
-        """Returns where each file's part of the table begins; one number more than files."""
-        sizes = [0 if file.regular else file.num_samples for file in self.files]
-        return [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
-
-    def spans(self) -> Spans:
-        """Returns first byte and end of every sample of every file."""
-        rows = self.first_rows()
-        parts = [
-            file.regular.spans() if file.regular else self.table[rows[number] : rows[number + 1]]
-            for number, file in enumerate(self.files)
-        ]
-        return np.concatenate(parts)
+    def first_samples(self) -> list[int]:
+        """Returns the number of each file's first sample, and the number of all samples."""
+        return [0, *np.cumsum([file.num_samples for file in self.files], dtype=np.int64).tolist()]
 
 
 # ------------------------------------------------------------------------------------------------------- the parent
@@ -193,10 +168,10 @@ def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -
 
 
 def _layouts(index: FileIndex) -> dict[tuple[str, Facts], Layout]:
-    rows = index.first_rows()
+    parts = pairwise(index.first_samples())
     return {
-        (file.address, file.facts): Layout(file.regular or index.table[rows[number] : rows[number + 1]], file.notes)
-        for number, file in enumerate(index.files)
+        (file.address, file.facts): Layout(index.table[first:stop], file.notes)
+        for file, (first, stop) in zip(index.files, parts, strict=True)
     }
 
 
@@ -212,23 +187,14 @@ def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage) -> Lay
     if not facts.size:
         raise ConfigError(f"{address} is empty: write it again, or leave it out of the list")
     layout = format.index(storage.reader(address, facts))
-    if not _num_samples(layout):
+    if not len(layout.spans):
         raise ConfigError(f"{address} holds no sample: check that it is a file of format {format.kind}")
     return layout
 
 
-def _num_samples(layout: Layout) -> int:
-    return layout.spans.num_samples if isinstance(layout.spans, Regular) else len(layout.spans)
-
-
 def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout]) -> None:
     """Writes an index so that it is found whole, or not at all."""
-    files = [
-        IndexedFile(
-            address, facts, _num_samples(each), each.spans if isinstance(each.spans, Regular) else None, each.notes
-        )
-        for (address, facts), each in layouts.items()
-    ]
+    files = [IndexedFile(*file, len(each.spans), each.notes) for file, each in layouts.items()]
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
     try:
@@ -236,8 +202,7 @@ def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout])
         with whole_file(path) as file:
             file.write(line)
             for each in layouts.values():
-                if not isinstance(each.spans, Regular):
-                    file.write(np.ascontiguousarray(each.spans, dtype="<i8").data)
+                file.write(np.ascontiguousarray(each.spans, dtype="<i8").data)
     except OSError as error:
         raise ConfigError(
             f"index_dir {path.parent} cannot be written ({error.strerror}): give a folder that can be"
@@ -287,7 +252,7 @@ def mapped_again(index: FileIndex) -> FileIndex:
     try:
         with to_read(index.path) as file:
             if file.read(len(index.header)) == index.header:
-                return index._replace(table=_mapped(file, len(index.header), index.first_rows()[-1]))
+                return index._replace(table=_mapped(file, len(index.header), index.first_samples()[-1]))
     except FileNotFoundError:
         pass
     raise ConfigError(f"{index.path} was removed or written again since the data set was opened: open it again")
@@ -314,7 +279,7 @@ def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
         if found != _name(format):
             wanted = _name(format)
             raise ConfigError(f"{path} is an index of format {found}, not of {wanted}: delete it, or take another")
-        num_rows = sum(0 if file.regular else file.num_samples for file in files)
+        num_rows = sum(file.num_samples for file in files)
         if os.fstat(index.fileno()).st_size != len(line) + 16 * num_rows:
             return None
         return FileIndex(path, line, files, _mapped(index, len(line), num_rows))
@@ -326,11 +291,10 @@ def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
     Raises:
         KeyError, TypeError, ValueError: the line is damaged.
     """
-    regular = None if entry["regular"] is None else Regular(*entry["regular"])
-    for number in (entry["num_samples"], *(regular or ())):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r} is no number of samples or bytes")
-    return IndexedFile(entry["address"], Facts(*entry["facts"]), entry["num_samples"], regular, entry["notes"])
+    number = entry["num_samples"]
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no number of samples")
+    return IndexedFile(entry["address"], Facts(*entry["facts"]), number, entry["notes"])
 
 
 def _mapped(index: IO[bytes], offset: int, num_rows: int) -> Spans:

@@ -81,15 +81,13 @@ class FileSet:
         usual = 4 if any(map(is_remote, self.addresses)) else 64
         self._open = _OpenFiles(self._index.files, storage, usual if num_open is None else num_open)
         self.file_sizes: NDArray[np.int64] = np.array([file.num_samples for file in self._index.files], dtype=np.int64)
-        self._first_samples: list[int] = [0, *np.cumsum(self.file_sizes).tolist()]
-        self._first_rows = self._index.first_rows()
+        self._first_samples = self._index.first_samples()
         format.check(self._index.files, lambda: (self._open[0], *self._span(0, 0)))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | None:
         """Returns tokens of each sample [len(self)]; None if the format does not tell."""
-        spans = self._index.spans()
-        return self.format.lengths(spans[:, 1] - spans[:, 0])
+        return self.format.lengths(self._index.table[:, 1] - self._index.table[:, 0])
 
     @property
     def num_opened(self) -> int:
@@ -141,10 +139,7 @@ class FileSet:
 
     def _span(self, file: int, number: int) -> tuple[int, int]:
         """Returns first byte and end of a sample."""
-        if regular := self._index.files[file].regular:
-            start = regular.first + regular.stride * number
-            return start, start + regular.length
-        start, end = self._index.table[self._first_rows[file] + number].tolist()
+        start, end = self._index.table[self._first_samples[file] + number].tolist()
         return start, end
 
     def __getstate__(self) -> dict[str, Any]:

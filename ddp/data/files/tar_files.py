@@ -43,8 +43,8 @@ class TarSamples(Format):
     """Tar files in WebDataset's layout.
 
     Args:
-        decode: makes a sample of a dict of bytes by extension, with the key as "__key__"; such as the functions of
-            `decoders.py`. None: the dict is the sample.
+        decode: makes a sample of a dict of bytes by extension, with the key as "__key__"; such as `ImageAndClass`.
+            None: the dict is the sample.
     """
 
     kind = "tar"

@@ -1,4 +1,4 @@
-"""What all samplers share: the position of a run in its data, as (seed, epoch, consumed), and whose share is meant."""
+"""All samplers say where a run is in its data by (seed, epoch, consumed), and whose share they give by (rank, number)."""
 
 from __future__ import annotations
 

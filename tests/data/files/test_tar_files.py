@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import random
 import subprocess
@@ -20,7 +19,7 @@ from file_systems import EveryFifthFails
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ddp.data.files.decoders import ImageAndClass, objects
+from ddp.data.files.decoders import ImageAndClass
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.remote import Retries
 from ddp.data.files.storage import Storage
@@ -242,34 +241,6 @@ def encoded(kind: str, pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def saved(save: Any, value: Any) -> bytes:
-    file = io.BytesIO()
-    save(*((value, file) if save is torch.save else (file, value)))
-    return file.getvalue()
-
-
-def test_objects_by_extension(tmp_path: Path) -> None:
-    pixels = np.random.RandomState(0).randint(0, 256, (5, 7, 3)).astype(np.uint8)
-    array, tensor = np.arange(6.0).reshape(2, 3), torch.arange(4)
-    contents = {
-        "cls": b"7",
-        "json": json.dumps({"a": [1]}).encode(),
-        "txt": "größer".encode(),
-        "npy": saved(np.save, array),
-        "pth": saved(torch.save, {"x": tensor}),
-        "seg.png": encoded("PNG", pixels),
-        "other": b"\x00",
-    }
-    write_tar(tmp_path / "a.tar", [(f"k.{name}", content) for name, content in contents.items()])
-    sample = open_tar(tmp_path, decode=objects)[0]
-    assert list(sample) == ["__key__", *contents]
-    plain = [sample[name] for name in ("__key__", "cls", "json", "txt", "other")]
-    assert plain == ["k", 7, {"a": [1]}, "größer", b"\x00"]
-    assert np.array_equal(sample["npy"], array)
-    assert torch.equal(sample["pth"]["x"], tensor)
-    assert np.array_equal(np.array(sample["seg.png"]), pixels)
-
-
 def test_images_and_classes(tmp_path: Path) -> None:
     random_pixels = np.random.RandomState(0).randint(0, 256, (3, 5, 7, 3)).astype(np.uint8)
     write_tar(
@@ -290,14 +261,10 @@ def test_images_and_classes(tmp_path: Path) -> None:
 
 
 def test_samples_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
-    class Harmful:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "harm"),)
-
     write_tar(
         tmp_path / "a.tar",
         [
-            *[("a.jpg", b"no image"), ("a.cls", b"1"), ("b.txt", b"x"), ("c.pth", saved(torch.save, Harmful()))],
+            *[("a.jpg", b"no image"), ("a.cls", b"1"), ("b.txt", b"x")],
             *[("d.png", encoded("PNG", np.zeros((2, 2, 3), dtype=np.uint8))), ("d.cls", b"2")],
         ],
     )
@@ -307,12 +274,9 @@ def test_samples_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
         open_tar(tmp_path, decode=ImageAndClass())[0]
     with pytest.raises(UnreadableSample, match=r"sample 1, at byte 2048 .*\['txt'\], and not jpg or .* beside cls"):
         open_tar(tmp_path, decode=ImageAndClass())[1]
-    with pytest.raises(UnreadableSample, match=r"sample 2"):
-        open_tar(tmp_path, decode=objects)[2]
-    assert not (tmp_path / "harm").exists()
-    with pytest.raises(UnreadableSample, match=r"sample 3, .* cls is 2, and num_classes=2 has the classes 0 … 1\)"):
-        open_tar(tmp_path, decode=ImageAndClass(num_classes=2))[3]
-    assert open_tar(tmp_path, decode=ImageAndClass(num_classes=3))[3][1] == 2
+    with pytest.raises(UnreadableSample, match=r"sample 2, .* cls is 2, and num_classes=2 has the classes 0 … 1\)"):
+        open_tar(tmp_path, decode=ImageAndClass(num_classes=2))[2]
+    assert open_tar(tmp_path, decode=ImageAndClass(num_classes=3))[2][1] == 2
 
 
 def test_members_of_a_sample_that_do_not_stand_side_by_side_are_told(tmp_path: Path) -> None:
