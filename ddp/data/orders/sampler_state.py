@@ -1,4 +1,4 @@
-"""All samplers say where a run is in its data by (seed, epoch, consumed), and whose share they give by (rank, number)."""
+"""All samplers say where a run is in its data by (seed, epoch, consumed), and whose share is meant by a rank."""
 
 from __future__ import annotations
 
