@@ -14,9 +14,10 @@ def main(words: Sequence[str]) -> int:
     parser = parser_of("exercise")
     parser.add_argument("number", help="02, 03, 06, 07 or 08; or schedule, for an all-reduce of your own")
     parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
+    parser.add_argument("--begin", action="store_true", help="write the exercise's file in recipes/tutorial/exercises/")
     return respond(parser, parser.parse_args(words), answer)
 
 
 def answer(options: argparse.Namespace) -> str:
     """Returns what is said of a solution that is right."""
-    return str(tool("exercise").answer(options.number, options.file))
+    return str(tool("exercise").answer(options.number, options.file, begins=options.begin))

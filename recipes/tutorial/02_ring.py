@@ -103,8 +103,8 @@ if __name__ == "__main__":
 #
 # 1. Pass the whole gradient around, p − 1 times, without chunks. How much does a rank send now? Assertions fail. Some
 #    of them count numbers; why do those about bits fail, too, although every sum is right?
-# 2. Write the ring as a schedule, in a copy of `exercises/02_ring.py`. `scripts/ddp exercise 02` checks it, and names
-#    the rank, the round and the chunk that are wrong.
+# 2. `scripts/ddp exercise 02 --begin` writes a file in which to write the ring as a schedule. `scripts/ddp exercise 02`
+#    checks it, and names the rank, the round and the chunk that are wrong.
 #
 # ## Next
 #

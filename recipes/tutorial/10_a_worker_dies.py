@@ -53,21 +53,9 @@ def train(run_dir: Path, *callbacks: ddp.Callback) -> tuple[int, Tensor, float]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
     begins, keep = Beginning(), {"checkpoint_dir": run_dir, "checkpoint_every_steps": SAVE_EVERY, "resume": "auto"}
-    state = ddp.fit(
-        model,
-        batch(),
-        optimizer,
-        loss=F.cross_entropy,
-        global_batch=5,
-        max_steps=NUM_STEPS,
-        **keep,
-        schedule=rates,
-        schedule_every="step",
-        test_data=batch(),
-        progress=False,
-        curves=False,
-        callbacks=[begins, *callbacks],
-    )
+    state = ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, **keep,
+                    schedule=rates, schedule_every="step", test_data=batch(), progress=False, curves=False,
+                    callbacks=[begins, *callbacks])
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     return begins.num_steps, weights, state.evaluation["test_loss"]
 

@@ -1,8 +1,9 @@
 """Checks the reader's solution of an exercise, and says what is wrong with it in the reader's terms.
 
-    python -m ddp exercise 02                          ./02_ring.py, or else the file in recipes/tutorial/exercises/
-    python -m ddp exercise 02 my_ring.py
-    python -m ddp exercise schedule my_module:chain    a new all-reduce (`own_schedule.py`)
+    scripts/ddp exercise 02 --begin                  writes recipes/tutorial/exercises/02_ring.py, with holes to fill
+    scripts/ddp exercise 02                          checks ./02_ring.py, or else the file in that folder
+    scripts/ddp exercise 02 my_ring.py
+    scripts/ddp exercise schedule my_module:chain    a new all-reduce (`own_schedule.py`)
 
 Every step that the solution has passed is a line; the first mistake is the last one. What the reader's file raises is
 shown with the lines of that file alone. A file that runs on and on is ended after `DEADLINE_S`.
@@ -10,6 +11,7 @@ shown with the lines of that file alone. A file that runs on and on is ended aft
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -23,15 +25,10 @@ from types import ModuleType
 
 import torch
 
-from ddp.collectives.catalog import own_all_reduce
-from ddp.collectives.schedule import Schedule
 from ddp.process.invocation import program, shown
-from ddp.run.launch.command_line import launch
-from ddp.run.settings.address import from_address, is_address
-from recipes.tutorial.tools import gradient_checks, sampler_checks, schedule_checks
-from recipes.tutorial.tools.holes import FOLDER, SOURCES, holes, name_of
+from recipes.tutorial.tools import gradient_checks, judged_by_tests, own_schedule, schedule_checks
+from recipes.tutorial.tools.holes import FOLDER, SOURCES, begin, holes, name_of
 from recipes.tutorial.tools.mistake import Check, Mistake, raised
-from recipes.tutorial.tools.own_schedule import TRAINED, Train, open_exercise
 
 DEADLINE_S = 60.0
 CHECKS: dict[str, Check] = {
@@ -39,77 +36,64 @@ CHECKS: dict[str, Check] = {
     "03": schedule_checks.butterfly,
     "06": gradient_checks.naive,
     "07": gradient_checks.buckets,
-    "08": sampler_checks.sampler,
+    "08": partial(judged_by_tests.passes, proofs=judged_by_tests.SAMPLER),
 }
 
 
-def answer(number: str, file: str | None) -> str:
+def answer(number: str, file: str | None, *, begins: bool = False) -> str:
     """Checks the reader's solution, and prints what it finds; ends the process if it is wrong. Returns what comes next.
 
     Args:
         number: of the exercise; or "schedule".
         file: the reader's; for "schedule" the address of the all-reduce, MODULE:NAME.
+        begins: write the exercise's file in the place of checking it.
 
     Raises:
         ValueError: there is no such exercise, file or schedule.
     """
-    if number != "schedule":
-        number = number.zfill(2)
-        if not passed(checked(number, file)):
-            sys.exit(1)
-        return f"solved; the library has it in ddp/{SOURCES[number]}"
-    name = file or ""
-    if not is_address(name):
-        raise ValueError(f"schedule {name!r}: give the address of an all-reduce of yours, e.g. my_module:chain")
-    schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
-    train = partial(launch, workers=TRAINED, threads_per_worker=1, timeout_s=60)
-    if not passed(checked_schedule(name, schedule, train=train)):
+    if number == "schedule":
+        schedule, module = own_schedule.of_address(name := file or "")
+        lines = own_schedule.open_exercise(name, schedule, module)
+        lines = ended_by_deadline(lines, Path(module.__file__ or ""), 2 * DEADLINE_S)  # it starts workers, too
+        solved = f"train with it: {program()} train comm.algorithm={name}"
+    elif (number := number.zfill(2)) not in CHECKS:
+        there = ", ".join(CHECKS)
+        raise ValueError(f"there is no exercise {number}; there are {there}, and `schedule` for an all-reduce of yours")
+    elif begins:
+        return f"{shown(begin(number))}: write what is missing there; `{program()} exercise {number}` checks it"
+    else:
+        lines, solved = checked(number, file), f"solved; the library has it in ddp/{SOURCES[number]}"
+    if not passed(lines):
         sys.exit(1)
-    return f"train with it: {program()} train comm.algorithm={name}"
+    return solved
 
 
 def checked(number: str, file: str | None) -> Iterator[str]:
-    """Yields a line for each step that the reader's solution has passed.
+    """Yields the reader's file, and a line for each step that it has passed.
 
     Args:
-        file: the reader's; None: the one with the exercise's name, in the current folder or else beside the package.
+        file: the reader's; None: the one with the exercise's name, in the current folder or else in `FOLDER`.
 
     Raises:
         Mistake: it is wrong.
-        ValueError: there is no such exercise, or no such file.
+        ValueError: there is no such file.
     """
-    if number not in CHECKS:
-        there = ", ".join(CHECKS)
-        raise ValueError(f"there is no exercise {number}; there are {there}, and `schedule` for an all-reduce of yours")
-    path = _found(number, file)
-    yield str(shown(path))
-    module = loaded(path, number)
-    torch.set_num_threads(1)  # the ranks are threads already
-    with deadline(path):
-        yield from _ticked(CHECKS[number](module))
-
-
-def checked_schedule(name: str, schedule: Schedule, *, train: Train) -> Iterator[str]:
-    """Yields a line for each step that an all-reduce of the reader's has passed (`open_exercise`)."""
-    module = sys.modules[name.partition(":")[0]]
-    with deadline(Path(module.__file__ or ""), 2 * DEADLINE_S):  # it starts workers, too
-        yield from _ticked(open_exercise(name, schedule, module, train=train))
-
-
-def _ticked(lines: Iterable[str]) -> Iterator[str]:
-    return (f"✓ {line}" for line in lines)
-
-
-def _found(number: str, file: str | None) -> Path:
-    """Returns the reader's file."""
     name = name_of(number)
     places = [Path.cwd() / name, FOLDER / name] if file is None else [Path.cwd() / file]
-    for path in places:
-        if path.is_file():
-            return path
-    if file is not None:
-        raise ValueError(f"there is no file {file}; begin with a copy of recipes/tutorial/exercises/{name}")
-    raise ValueError(f"there is no {name} in this folder; copy it from recipes/tutorial/exercises of the repository")
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        write = f"`{program()} exercise {number} --begin` writes the one to begin with"
+        raise ValueError(f"there is no file {file or name}: {write}")
+    yield str(shown(path))
+    torch.set_num_threads(1)  # the ranks are threads already
+    yield from ended_by_deadline(check(number, path), path)
+
+
+def check(number: str, path: Path, by: Check | None = None) -> Iterator[str]:
+    """Yields a line for each step that the file passes, by the exercise's own check or another one."""
+    module = loaded(path, number)
+    with in_place_of_the_library(module, number):
+        yield from (by or CHECKS[number])(module)
 
 
 def loaded(path: Path, number: str) -> ModuleType:
@@ -125,8 +109,7 @@ def loaded(path: Path, number: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look for it there
     try:
-        with deadline(path):
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except SyntaxError as error:
         line = "" if error.lineno is None else f", line {error.lineno}"
         raise Mistake(f"{shown(Path(error.filename or path))}{line}", str(error.msg)) from None
@@ -142,8 +125,26 @@ def loaded(path: Path, number: str) -> ModuleType:
 
 
 @contextmanager
-def deadline(path: Path, seconds: float = DEADLINE_S) -> Iterator[None]:
-    """Ends the program with a sentence if the block runs longer, because the reader's file may hold an endless loop."""
+def in_place_of_the_library(module: ModuleType, number: str) -> Iterator[None]:
+    """Gives what the reader's file defines to all who import the library's file, or have imported from it."""
+    name = "ddp." + SOURCES[number].removesuffix(".py").replace("/", ".")
+    library = importlib.import_module(name)
+    defined = {key: value for key, value in vars(library).items() if getattr(value, "__module__", "") == name}
+    borrowers = [each for each in sys.modules.values() if each.__name__.startswith("ddp.") and each is not library]
+    taken = [(each, key) for each in borrowers for key in defined if vars(each).get(key) is defined[key]]
+    sys.modules[name] = module
+    try:
+        for each, key in taken:
+            setattr(each, key, getattr(module, key, defined[key]))
+        yield
+    finally:
+        sys.modules[name] = library
+        for each, key in taken:
+            setattr(each, key, defined[key])
+
+
+def ended_by_deadline(lines: Iterator[str], path: Path, seconds: float = DEADLINE_S) -> Iterator[str]:
+    """Yields the lines; ends the program if they take longer, because the reader's file may loop endlessly."""
 
     def end() -> None:
         stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
@@ -156,7 +157,8 @@ def deadline(path: Path, seconds: float = DEADLINE_S) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        for line in lines:
+            yield f"✓ {line}"
     finally:
         timer.cancel()
 

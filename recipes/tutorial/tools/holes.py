@@ -1,26 +1,24 @@
 """Exercises: files of the library whose central lines are cut out, for the reader to write them again.
 
-    python -m recipes.tutorial.tools.holes        writes recipes/tutorial/exercises/02_ring.py and the others anew
-
 A hole is a comment in the library, such as `# exercise 02: …`, and all that follows it in the same block: every line
-up to the first that is indented less. The comment stays in the exercise, where it says what to write. So an exercise
-never goes stale: it is the library as it is today, and a test cuts it again.
+up to the first that is indented less. The comment stays in the exercise, where it says what to write. An exercise is
+cut when the reader begins it, so it is the library as it is today.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import ddp
-from ddp.collectives.schedule import Recv, Send
+from ddp.process.invocation import shown
 
 LIBRARY = Path(ddp.__file__).parent
 FOLDER = Path(__file__).parent.parent / "exercises"
+"""The reader's own; git ignores it."""
 SOURCES = {
     "02": "collectives/ring.py",
     "03": "collectives/butterfly.py",
@@ -74,48 +72,42 @@ def _function_around(node: ast.AST, lineno: int, name: str = "") -> tuple[str, a
     return name, node
 
 
-def exercise(number: str) -> str:
+def begin(number: str) -> Path:
+    """Writes an exercise's file into the reader's folder, and returns its path.
+
+    Raises:
+        ValueError: it is there already, or cannot be written.
+    """
+    path = FOLDER / name_of(number)
+    try:
+        FOLDER.mkdir(exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(cut(number))
+    except FileExistsError:
+        raise ValueError(
+            f"{shown(path)} is there already, and may hold work of yours: go on with it, or move it away to begin anew"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot write {shown(path)}: {error.strerror}; call this in a clone of your own") from error
+    return path
+
+
+def cut(number: str) -> str:
     """Returns the text of an exercise's file."""
     source = (LIBRARY / SOURCES[number]).read_text(encoding="utf-8")
     lines, found = source.splitlines(), list(_holes(source, number))
     for hole in reversed(found):
         indent = lines[hole.first - 1].partition("#")[0]
         name = hole.function.rpartition(".")[2]
-        cut = [f'{indent}raise NotImplementedError("{name}")']
+        lines[hole.first : hole.stop] = [f'{indent}raise NotImplementedError("{name}")']
         if hole.yields:
-            cut.append(f"{indent}yield  # keeps this a generator")
-        lines[hole.first : hole.stop] = cut
-    copy, check = f"cp recipes/tutorial/exercises/{name_of(number)} .", f"python -m ddp exercise {number}"
+            lines.insert(hole.first + 1, f"{indent}yield  # keeps this a generator")
     functions = " and ".join(f"`{hole.function}`" for hole in found)
     head = f'''"""Exercise {number}: write {functions}, where it says `NotImplementedError`.
 
-    {copy}    makes a copy of your own, in any folder
-    {check.ljust(len(copy))}    finds it there, and says what is wrong with it
+    scripts/ddp exercise {number}      says what is wrong with it
 
-The rest of this file is a copy of ddp/{SOURCES[number]}, which is the solution.{_vocabulary(source)}
+The rest of this file is a copy of ddp/{SOURCES[number]}, which is the solution. Imports say where to read on.
 
 '''
     return head + "\n".join(lines).removeprefix('"""') + "\n"
-
-
-def _vocabulary(source: str) -> str:
-    """Returns how the two words of a schedule are written, for a file that has schedules."""
-    if "collectives.schedule import" not in source:
-        return ""
-    lines = ["\n\nA schedule yields its rounds. A round is a tuple of these; chunks are counted from 0:\n"]
-    for word in (Send, Recv):
-        arguments = str(inspect.signature(word)).replace("'", "").removesuffix(" -> None")
-        meaning, _, _ = (word.__doc__ or "").partition("\n")
-        lines += [f"    {word.__name__}{arguments}", f"        {meaning}"]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Writes the files of all exercises."""
-    FOLDER.mkdir(exist_ok=True)
-    for number in SOURCES:
-        (FOLDER / name_of(number)).write_text(exercise(number), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
