@@ -76,3 +76,14 @@ def _parse(text: str, units: Mapping[str, float]) -> float | None:
 def counted(number: int, noun: str) -> str:
     """Returns "1 worker", "2 workers", …"""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def binary_size(nbytes: float) -> str:
+    """Returns "512 B", "1.5 KiB", "12 MiB", …"""
+    unit, factor = next((pair for pair in (("MiB", 1 << 20), ("KiB", 1 << 10)) if nbytes >= pair[1]), ("B", 1))
+    return f"{nbytes / factor:.3g} {unit}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns milliseconds without the unit: "12.3"."""
+    return f"{seconds * 1e3:.1f}"

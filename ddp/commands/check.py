@@ -19,6 +19,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
+    """Returns the answer."""
     schedule, _ = chosen_schedule(options)
     if (parts := num_parts(schedule, options.num_ranks)) > MOST_PARTS_PROVEN:
         raise ValueError(

@@ -29,6 +29,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
+    """Returns the answer."""
     schedule, hosts = chosen_schedule(options)
     if options.svg is None:
         return draw(schedule.algorithm, options.num_ranks)

@@ -39,6 +39,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
+    """Returns the answer."""
     if options.compute is not None and not options.hooks:
         raise ValueError("--compute goes with --hooks, which says what they make of a step")
     if not options.hooks and 2 * options.bytes * options.workers > memory.available_bytes():

@@ -22,7 +22,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
-    from ddp.pictures.timeline import timeline_svg, timeline_text
+    """Returns the timeline, or what was drawn."""
+    from ddp.pictures.figure import svg_of
+    from ddp.pictures.timeline import TITLE, timeline_figure, timeline_text
     from ddp.run.launch.command_line import launch
 
     if options.svg is not None and not options.svg.absolute().parent.is_dir():
@@ -30,7 +32,7 @@ def answer(options: argparse.Namespace) -> str:
     measured = launch(overlap_here, options.bucket_mb, workers=options.workers, threads_per_worker=1, timeout_s=300)
     background, foreground, default = measured[0]
     if options.svg is not None:
-        write_picture(options.svg, timeline_svg(background, foreground))
+        write_picture(options.svg, svg_of(timeline_figure(background, foreground), TITLE))
         return f"{options.svg}: a step of {options.workers} workers"
     text = timeline_text(background, foreground)
     return f"{text}\n\nBackward and reductions in ms. Here ddp reduces {default} unless it is told otherwise."

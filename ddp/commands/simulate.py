@@ -31,6 +31,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
+    """Returns the answer."""
     per_host = 1 if options.per_host is None else options.per_host
     if options.per_host is not None and options.hosts:
         raise ValueError("--hosts and --per-host both say who shares a host: leave one out")

@@ -1,4 +1,4 @@
-"""The shapes and colours that all pictures share (SVG), as text.
+"""The shapes and colours of pictures (SVG), as text.
 
 Every function returns one element. Numbers are written with one digit after the point, so a picture that is drawn again
 has the same bytes.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from colorsys import hls_to_rgb
 from html import escape
-from math import floor, log10
 
 INK, FAINT, PAPER, PANEL, QUIET = "#1f2937", "#94a3b8", "#ffffff", "#f1f5f9", "#64748b"
 
@@ -39,24 +38,8 @@ def text(
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 
 
-def line(points: Iterable[tuple[float, float]], *, stroke: str, thickness: float = 1, dash: str = "") -> str:
-    """Returns straight lines from point to point."""
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    style = f'stroke="{stroke}" stroke-width="{thickness:.2g}" stroke-linejoin="round"{dashes}'
-    return f'<polyline points="{path}" fill="none" {style}/>'
-
-
 def color_of(hue: int, num_hues: int) -> str:
     """Returns one of `num_hues` colours that differ from each other and carry dark text."""
     lightness = 0.66 if hue % 2 == 0 or num_hues < 9 else 0.56  # neighbours stay apart where hues are many
     red, green, blue = hls_to_rgb((0.58 + hue / num_hues) % 1.0, lightness, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
-
-
-def marks(most: float, at_most: int) -> list[float]:
-    """Returns 0 and the round numbers up to `most` that divide an axis into equal parts: steps of 1, 2 or 5 · 10^k."""
-    rough = most / at_most
-    power = 10.0 ** floor(log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    return [number * step for number in range(int(most / step) + 1)]

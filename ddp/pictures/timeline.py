@@ -1,4 +1,4 @@
-"""Draws the timeline of a step, as text and as a picture (SVG): how much of the reductions backward has hidden.
+"""Draws the timeline of a step, as text and as a picture: how much of the reductions backward has hidden.
 
 python -m ddp draw overlap
 
@@ -16,10 +16,14 @@ needed: what the ranks wait for shows in the times between ready and done.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp.errors import ConfigError
-from ddp.pictures.svg import FAINT, INK, PANEL, QUIET, color_of, line, marks, page, rect, text
+from ddp.pictures.svg import FAINT, INK, PANEL, QUIET, color_of
+from ddp.units import binary_size, milliseconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Run = Sequence[Mapping[str, Any]]
 """By rank, what `logging_data()` has returned."""
@@ -43,7 +47,7 @@ def timeline_text(*runs: Run) -> str:
     longest_s = _longest_s(runs)
     blocks = ["\n".join(_block(run, longest_s)) for run in runs]
     names = [
-        f"bucket {bucket['index']:<3}{_size(bucket['bytes']):<9} {_names(bucket['parameters'])}"
+        f"bucket {bucket['index']:<3}{binary_size(bucket['bytes']):<9} {_names(bucket['parameters'])}"
         for bucket in runs[0][0]["buckets"]
     ]
     return "\n\n".join([*blocks, "\n".join(names)])
@@ -57,12 +61,13 @@ def _block(run: Run, longest_s: float) -> Iterator[str]:
         cells = _painted("", 0.0, step["backward_s"], longest_s, "█")
         for began_s, over_s in _pauses(step):
             cells = _painted(cells, began_s, over_s, longest_s, "─")
-        yield f"rank {rank:<3}backward  {cells:<{COLUMNS}}{_ms(step['backward_s']):>24}{step['overlap']:>8.0%}"
+        yield f"rank {rank:<3}backward  {cells:<{COLUMNS}}{milliseconds(step['backward_s']):>24}{step['overlap']:>8.0%}"
         for bucket in step["buckets"]:
             ready_s, launched_s, done_s = bucket["ready_s"], bucket["launched_s"], bucket["done_s"]
             cells = _painted("", ready_s, launched_s, longest_s, "·")
             cells = _painted(cells, launched_s, done_s, longest_s, "░", least=1)
-            times = f"{_ms(ready_s):>8}{_ms(launched_s):>9}{_ms(done_s):>7}{bucket['overlap']:>8.0%}"
+            ready, launched, done = map(milliseconds, (ready_s, launched_s, done_s))
+            times = f"{ready:>8}{launched:>9}{done:>7}{bucket['overlap']:>8.0%}"
             yield f"{'':8}bucket {bucket['index']:<3}{cells:<{COLUMNS}}{times}"
 
 
@@ -74,136 +79,105 @@ def _painted(cells: str, began_s: float, over_s: float, longest_s: float, letter
     return cells[:begin] + letter * (end - begin) + cells[end:]
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
-
-
 # --- picture ---------------------------------------------------------------------------------------------------------
 
-MARGIN, LABELS, AXIS = 28, 112, 720  # left of everything; names of the ranks; length of the time axis
-WIDTH = MARGIN + LABELS + AXIS + 72 + MARGIN
-HEADER, ROW, BETWEEN, FOOTER = 84, 24, 18, 84
+TITLE = "One step: backward, and what it hides"
+AXIS = 720  # points of the time axis, by which words find room in their bars
 COMPUTES = "#cbd5e1"
 
 
-def timeline_svg(*runs: Run, title: str = "One step: backward, and what it hides") -> str:
+def timeline_figure(*runs: Run, title: str = TITLE) -> Figure:
     """Returns a picture with a panel for each run: every rank's backward, and below it its reductions.
 
     Raises:
         ConfigError: a rank has reduced nothing yet.
     """
+    from matplotlib.figure import Figure
+
     longest_s = _longest_s(runs)
-    parts, y = list(_heading(title, runs)), float(HEADER)
-    for run in runs:
-        panel = _Panel(run, y, longest_s)
-        parts += panel.parts()
-        y += panel.height + BETWEEN
+    heights = [sum(2.5 + max(_lanes(step["buckets"])) for step in run) for run in runs]
     buckets = runs[0][0]["buckets"]
-    parts += [*_bucket_names(buckets, y + 14), *_legend(y + 14 + (len(buckets) + 1) // 2 * 20 + 16)]
-    return page(title, WIDTH, y + 14 + (len(buckets) + 1) // 2 * 20 + FOOTER, parts)
-
-
-class _Panel:
-    """One run: the ranks one below the other, above a time axis."""
-
-    def __init__(self, run: Run, top: float, longest_s: float) -> None:
-        self.run, self.top, self.longest_s = run, top, longest_s
-        self.lanes = [_lanes(step["buckets"]) for step in run]
-        self.rows = [ROW * (1 + max(lanes) + 1) + BETWEEN for lanes in self.lanes]
-        self.height = 34 + sum(self.rows) + 26
-
-    def x(self, at_s: float) -> float:
-        """Returns where a moment stands on the page."""
-        return MARGIN + LABELS + at_s / self.longest_s * AXIS
-
-    def parts(self) -> Iterator[str]:
-        """Draws the panel from its background to the marks of its ranks."""
-        how, bottom = self.run[0]["runs"], self.top + self.height - 26
-        yield rect(MARGIN - 10, self.top, WIDTH - 2 * MARGIN + 20, self.height, fill=PANEL, stroke="none")
-        yield text(MARGIN, self.top + 20, how.capitalize(), size=13, weight="bold")
-        yield text(MARGIN + LABELS + 20, self.top + 20, MEANING[how], size=12)
-        for mark_ms in marks(self.longest_s * 1e3, 9):
-            x = self.x(mark_ms / 1e3)
-            yield line([(x, self.top + 30), (x, bottom)], stroke="#dbe2ea")
-            yield text(x, bottom + 15, f"{mark_ms:g} ms", size=11, anchor="middle", fill=QUIET)
-        y = self.top + 34
-        for rank, (step, lanes) in enumerate(zip(self.run, self.lanes, strict=True)):
-            yield from self._rank(rank, step, lanes, y)
-            y += self.rows[rank]
-
-    def _rank(self, rank: int, step: Mapping[str, Any], lanes: Sequence[int], y: float) -> Iterator[str]:
-        buckets, backward_s = step["buckets"], step["backward_s"]
-        end = self.x(backward_s)
-        yield text(MARGIN, y + 17, f"rank {rank}", size=12, weight="bold")
-        yield text(MARGIN, y + ROW + 16, f"{step['overlap']:.0%} hidden", size=11, fill=QUIET)
-        edges = [0.0, *(moment for pause in _pauses(step) for moment in pause), backward_s]
-        yield line([(self.x(0), y + 12), (end, y + 12)], stroke=FAINT)
-        for began_s, paused_s in zip(edges[::2], edges[1::2], strict=True):
-            yield rect(self.x(began_s), y + 3, self.x(paused_s) - self.x(began_s), 18, fill=COMPUTES, stroke="none")
-        yield text(end + 6, y + 17, f"{_ms(backward_s)} ms", size=11)
-        for bucket, lane in zip(buckets, lanes, strict=True):
-            yield from self._bucket(bucket, color_of(bucket["index"], len(buckets)), y + ROW * (1 + lane))
-        yield line([(end, y), (end, y + ROW * (2 + max(lanes)) + 2)], stroke=INK, dash="3 3")
-        for bucket, lane in zip(buckets, lanes, strict=True):
-            yield from self._label(bucket, y + ROW * (1 + lane))
-        last = max(zip(buckets, lanes, strict=True), key=lambda pair: pair[0]["done_s"])
-        last_s = last[0]["done_s"]
-        yield text(self.x(last_s) + 6, y + ROW * (1 + last[1]) + 17, f"{_ms(last_s)} ms", size=11, weight="bold")
-
-    def _bucket(self, bucket: Mapping[str, Any], color: str, y: float) -> Iterator[str]:
-        ready, launched, done = (self.x(bucket[moment]) for moment in ("ready_s", "launched_s", "done_s"))
-        if launched - ready > 1:
-            yield line([(ready, y + 12), (launched, y + 12)], stroke=color, thickness=2)
-        yield rect(launched, y + 3, max(1.0, done - launched), 18, fill=color, stroke="none")
-        yield _ready(ready, y + 2)
-
-    def _label(self, bucket: Mapping[str, Any], y: float) -> Iterator[str]:
-        """Writes as much about a bucket as there is room for."""
-        launched, done = self.x(bucket["launched_s"]), self.x(bucket["done_s"])
-        number = f"{bucket['index']}"
-        for words in (f"bucket {number}  ·  {_size(bucket['bytes'])}", f"bucket {number}", number):
-            if 6.0 * len(words) + 4 < done - launched:
-                yield text((launched + done) / 2, y + 16, words, size=11, anchor="middle")
-                return
-
-
-def _heading(title: str, runs: Sequence[Run]) -> Iterator[str]:
+    num_rows = sum(heights) + 3 * len(runs) + max(6, len(buckets))
+    figure = Figure(figsize=(11, 1.1 + 0.24 * num_rows), layout="constrained")
+    panels = figure.subplots(len(runs), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axes, run in zip(panels, runs, strict=True):
+        y = 0.0
+        for rank, step in enumerate(run):
+            y = _draw_rank(axes, rank, step, y, longest_s)
+        how = run[0]["runs"]
+        axes.set_title(f"{how.capitalize()}: {MEANING[how]}", loc="left", fontsize="medium")
+        axes.set(yticks=[], xlim=(0, 1.06e3 * longest_s), ylim=(y, -0.7), facecolor=PANEL)
+        axes.tick_params(labelbottom=True, length=0, labelsize="small")
+        axes.grid(axis="x", color="#dbe2ea")
+        axes.set_axisbelow(True)
+        axes.spines[:].set_visible(False)
+    panels[-1].set_xlabel("ms since the rank's backward began")
     step = runs[0][0]
-    what = f"{step['world_size']} ranks, {step['num_parameters']} parameters in {len(step['buckets'])} buckets"
-    yield text(MARGIN, 34, title, size=20, weight="bold")
-    yield text(MARGIN, 54, f"{what}, {_size(step['bytes'])} in all. Time runs to the right", size=12)
-    yield text(MARGIN, 71, "from the moment at which a rank's backward began.", size=12)
+    what = f"{step['world_size']} ranks, {step['num_parameters']} parameters in {len(buckets)} buckets"
+    figure.suptitle(f"{title}\n{what}, {binary_size(step['bytes'])} in all", x=0.01, ha="left", fontsize="large")
+    figure.legend(handles=_legend(buckets), loc="outside lower left", ncols=2, frameon=False, fontsize="small")
+    return figure
 
 
-def _bucket_names(buckets: Sequence[Mapping[str, Any]], y: float) -> Iterator[str]:
-    for place, bucket in enumerate(buckets):
-        row, column = divmod(place, 2)
-        x, at = MARGIN + column * (WIDTH - 2 * MARGIN) / 2, y + 20 * row
-        yield rect(x, at, 14, 14, fill=color_of(bucket["index"], len(buckets)), stroke="none")
-        yield text(x + 22, at + 11, f"bucket {bucket['index']}", size=11, weight="bold")
-        yield text(x + 80, at + 11, _size(bucket["bytes"]), size=11)
-        yield text(x + 138, at + 11, _names(bucket["parameters"]), size=11)
+def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_s: float) -> float:
+    """Draws a rank's backward at height y, and its buckets below. Returns where the next rank begins."""
+    buckets, lanes, end = step["buckets"], _lanes(step["buckets"]), step["backward_s"] * 1e3
+    small: dict[str, Any] = {"fontsize": "small", "va": "center"}
+    words = {"x": -0.01, "transform": axes.get_yaxis_transform(), "ha": "right"}
+    axes.text(y=y, s=f"rank {rank}", fontweight="bold", **words, **small)
+    axes.text(y=y + 1, s=f"{step['overlap']:.0%} hidden", color=QUIET, **words, **small)
+    edges = [0.0, *(moment * 1e3 for pause in _pauses(step) for moment in pause), end]
+    axes.hlines(y, 0, end, color=FAINT, linewidth=1, zorder=0.9)  # seen where backward stands still
+    axes.broken_barh(
+        [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)], (y - 0.38, 0.76), color=COMPUTES
+    )
+    axes.text(end, y, f" {milliseconds(step['backward_s'])} ms", **small)
+    for bucket, lane in zip(buckets, lanes, strict=True):
+        _draw_bucket(axes, bucket, color_of(bucket["index"], len(buckets)), y + 1 + lane, AXIS / longest_s)
+    axes.vlines(end, y - 0.5, y + 1.5 + max(lanes), color=INK, linestyle="--", linewidth=1)
+    last, lane = max(zip(buckets, lanes, strict=True), key=lambda pair: float(pair[0]["done_s"]))
+    ended = f" {milliseconds(last['done_s'])} ms"
+    axes.text(last["done_s"] * 1e3, y + 1 + lane, ended, fontweight="bold", **small)
+    return y + 2.5 + max(lanes)
 
 
-def _legend(y: float) -> Iterator[str]:
-    """Explains the marks in two lines along the foot of the page."""
-    first, second, third, below = MARGIN, MARGIN + 190, MARGIN + 380, y + 24
-    yield rect(first, y, 18, 14, fill=COMPUTES, stroke="none")
-    yield line([(second, y + 7), (second + 18, y + 7)], stroke=FAINT)
-    yield line([(third + 9, y - 3), (third + 9, y + 17)], stroke=INK, dash="3 3")
-    yield _ready(first + 9, below + 6)
-    yield line([(second, below + 7), (second + 18, below + 7)], stroke=color_of(0, 1), thickness=2)
-    yield rect(third, below, 18, 14, fill=color_of(0, 1), stroke="none")
-    yield text(first + 26, y + 11, "backward computes", size=11)
-    yield text(second + 26, y + 11, "it stands still", size=11)
-    yield text(third + 26, y + 11, "it has ended", size=11)
-    yield text(first + 26, below + 11, "a bucket is ready", size=11)
-    yield text(second + 26, below + 11, "it waits for its turn", size=11)
-    yield text(third + 26, below + 11, "it is in flight, or waits for the other ranks", size=11)
+def _draw_bucket(axes: Any, bucket: Mapping[str, Any], color: str, y: float, points_per_s: float) -> None:
+    """Draws when a bucket was ready, launched and done, and writes as much about it as there is room for."""
+    ready, launched, done = (1e3 * bucket[moment] for moment in ("ready_s", "launched_s", "done_s"))
+    axes.hlines(y, ready, launched, color=color, linewidth=2)
+    axes.broken_barh([(launched, done - launched)], (y - 0.38, 0.76), color=color)
+    axes.plot(ready, y - 0.4, marker="v", markersize=5, color=INK, clip_on=False)
+    room = points_per_s * (bucket["done_s"] - bucket["launched_s"])
+    number = str(bucket["index"])
+    choices = (f"bucket {number}  ·  {binary_size(bucket['bytes'])}", f"bucket {number}", number, "")
+    words = next(words for words in choices if not words or 6 * len(words) + 4 < room)
+    axes.text((launched + done) / 2, y, words, ha="center", va="center", fontsize="small")
 
 
-def _ready(x: float, y: float) -> str:
-    return f'<polygon points="{x - 4:.1f},{y - 4:.1f} {x + 4:.1f},{y - 4:.1f} {x:.1f},{y + 3:.1f}"/>'
+def _legend(buckets: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns what explains the marks, and then the buckets."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    color = color_of(0, 1)
+    marks = [
+        Patch(color=COMPUTES, label="backward computes"),
+        Line2D([], [], color=FAINT, label="it stands still"),
+        Line2D([], [], color=INK, linestyle="--", label="it has ended"),
+        Line2D([], [], color=INK, marker="v", linestyle="", label="a bucket is ready"),
+        Line2D([], [], color=color, linewidth=2, label="it waits for its turn"),
+        Patch(color=color, label="it is in flight, or waits for the other ranks"),
+    ]
+    named = [
+        Patch(
+            color=color_of(bucket["index"], len(buckets)),
+            label=f"bucket {bucket['index']}   {binary_size(bucket['bytes'])}   {_names(bucket['parameters'])}",
+        )
+        for bucket in buckets
+    ]
+    blank = Line2D([], [], linestyle="", label=" ")
+    height = max(len(marks), len(named))
+    return [*marks, *[blank] * (height - len(marks)), *named, *[blank] * (height - len(named))]
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
@@ -243,8 +217,3 @@ def _lanes(buckets: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _names(parameters: Sequence[str]) -> str:
     return parameters[0] if len(parameters) == 1 else f"{parameters[0]} … {parameters[-1]}"
-
-
-def _size(nbytes: int) -> str:
-    unit, factor = next((pair for pair in (("MiB", 1 << 20), ("KiB", 1 << 10)) if nbytes >= pair[1]), ("B", 1))
-    return f"{nbytes / factor:.3g} {unit}"

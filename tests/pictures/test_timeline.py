@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
 
 from ddp.__main__ import main
 from ddp.errors import ConfigError
-from ddp.pictures.timeline import AXIS, LABELS, MARGIN, timeline_svg, timeline_text
+from ddp.pictures.figure import svg_of
+from ddp.pictures.timeline import TITLE, timeline_figure, timeline_text
 
 SVG = "{http://www.w3.org/2000/svg}"
-LEFT = MARGIN + LABELS
 
 
 def step(runs: str, backward_ms: float, *times_ms: tuple[float, float, float]) -> dict[str, Any]:
@@ -54,32 +56,43 @@ def test_a_short_reduction_is_seen_where_it_happened() -> None:
     assert [(row.index("░"), row.count("░")) for row in rows] == [(19, 1), (49, 1)]
 
 
+def spans_ms(axes: Any) -> list[tuple[float, ...]]:
+    """Returns from when to when each bar of a panel lasts."""
+    paths = [path for bars in axes.collections if isinstance(bars, PolyCollection) for path in bars.get_paths()]
+    return [tuple(np.round(path.get_extents().intervalx, 1).tolist()) for path in paths]
+
+
+def rows(axes: Any) -> list[float]:
+    """Returns at which height each bar of a panel is."""
+    paths = [path for bars in axes.collections if isinstance(bars, PolyCollection) for path in bars.get_paths()]
+    return [round(path.get_extents().y0, 2) for path in paths]
+
+
 def test_the_picture_is_to_scale() -> None:
-    picture = ElementTree.fromstring(timeline_svg([BACKGROUND], [FOREGROUND], title="a < b"))
+    figure = timeline_figure([BACKGROUND], [FOREGROUND], title="a < b")
+    background, foreground = figure.axes
+    assert spans_ms(background) == [(0, 30), (10, 25), (24, 40), (30, 50)]
+    assert spans_ms(foreground) == [(0, 10), (20, 30), (35, 40), (10, 20), (30, 35), (40, 45)], (
+        "backward in three pieces"
+    )
+    assert background.get_xlim() == foreground.get_xlim()
+    above = rows(background)
+    assert above[1] == above[3] < above[2], "buckets that are in flight together stand below each other"
+    assert len(set(rows(foreground)[3:])) == 1
+    written = svg_of(figure, "a < b")
+    picture = ElementTree.fromstring(written)
     assert picture.findtext(f"{SVG}title") == "a < b"
-    bars = [bar for bar in picture.findall(f"{SVG}rect") if bar.get("height") == "18.0"]
-    spans_ms = [
-        tuple(round((float(bar.get("x", 0)) + add - LEFT) / AXIS * 50, 1) for add in (0.0, float(bar.get("width", 0))))
-        for bar in bars
-    ]
-    assert spans_ms == [
-        *[(0, 30), (10, 25), (24, 40), (30, 50)],
-        *[(0, 10), (20, 30), (35, 40), (10, 20), (30, 35), (40, 45)],  # three pieces of backward, between pauses
-    ]
-    rows = [float(bar.get("y", 0)) for bar in bars]
-    assert rows[1] == rows[3] < rows[2], "buckets that are in flight together stand below each other"
-    assert rows[7] == rows[8] == rows[9]
-    width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
-    for box in picture.findall(f"{SVG}rect")[1:]:
-        assert float(box.get("x", 0)) + float(box.get("width", 0)) < width
-        assert float(box.get("y", 0)) + float(box.get("height", 0)) < height
-    words = [text.text for text in picture.findall(f"{SVG}text")]
-    assert {"30.0 ms", "50.0 ms", "rank 0", "50% hidden", "2.weight … 2.bias", "In the foreground"} <= set(words)
+    words = {str(text.text).strip() for text in picture.iter(f"{SVG}text")}
+    assert {"30.0 ms", "50.0 ms", "rank 0", "50% hidden"} <= words
+    assert any("2.weight … 2.bias" in each for each in words) and any(
+        each.startswith("In the foreground") for each in words
+    )
+    assert written == svg_of(timeline_figure([BACKGROUND], [FOREGROUND], title="a < b"), "a < b")
 
 
 @pytest.mark.parametrize("runs", [[], [[]], [[step("in the background", 30)]]])
 def test_a_step_without_reductions_is_refused(runs: list[list[dict[str, Any]]]) -> None:
-    for draw in (timeline_text, timeline_svg):
+    for draw in (timeline_text, timeline_figure):
         with pytest.raises(ConfigError, match="no bucket has been reduced yet: call logging_data"):
             draw(*runs)
 
@@ -107,7 +120,9 @@ def test_the_command_writes_what_was_measured(
     measured = [([BACKGROUND], [FOREGROUND], "in the foreground")]
     monkeypatch.setattr("ddp.run.launch.command_line.launch", lambda *args, **kwargs: measured)
     assert main(["draw", "overlap", "--svg", str(tmp_path / "step.svg")]) == 0
-    assert (tmp_path / "step.svg").read_text(encoding="utf-8") == timeline_svg([BACKGROUND], [FOREGROUND])
+    assert (tmp_path / "step.svg").read_text(encoding="utf-8") == svg_of(
+        timeline_figure([BACKGROUND], [FOREGROUND]), TITLE
+    )
     assert main(["draw", "overlap"]) == 0
     said = capsys.readouterr().out
     assert timeline_text([BACKGROUND], [FOREGROUND]) in said and "ddp reduces in the foreground" in said

@@ -6,22 +6,28 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
-from ddp.pictures.svg import marks
 from ddp.pictures.timeline import timeline_text
 from recipes.tutorial.tools import pictures
-from recipes.tutorial.tools.chart import Axis, Panel
 from tests.ranks import run_ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-def test_drawn_again_it_has_the_same_bytes(name: str) -> None:
-    drawn = pictures.PICTURES[name]()
-    assert drawn == (pictures.FOLDER / name).read_text(encoding="utf-8"), f"run python -m {pictures.__name__}"
+def test_drawn_again_it_says_the_same(name: str) -> None:
+    """Schedules have the same bytes; what matplotlib draws has the same words, whichever version of it is here."""
+    drawn, kept = pictures.PICTURES[name](), (pictures.FOLDER / name).read_text(encoding="utf-8")
+    if kept.startswith("<svg"):
+        assert drawn == kept, f"run python -m {pictures.__name__}"
+    assert words_of(drawn) == words_of(kept), f"run python -m {pictures.__name__}"
     assert ElementTree.fromstring(drawn).findtext(f"{SVG}title")
     assert len(drawn) < 200_000
+
+
+def words_of(picture: str) -> list[str]:
+    return [str(text.text).strip() for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]
 
 
 def test_nothing_else_lies_there() -> None:
@@ -38,25 +44,14 @@ def test_a_measurement_says_what_it_is_of(name: str) -> None:
     )
 
 
-def test_curves_stand_where_their_values_say() -> None:
-    """Two powers of ten on the left edge, in the middle, and on the right edge; the lower curve wins on each side."""
-    x = Axis(1.0, 100.0, [1.0, 10.0, 100.0], str, logarithmic=True)
-    panel = Panel(50, 20, 200, 100, x, Axis(0.0, 10.0, [0.0, 10.0], str))
-    curves = {"up": [(1.0, 0.0), (10.0, 5.0), (100.0, 10.0)], "down": [(1.0, 9.0), (10.0, 4.0), (100.0, 1.0)]}
-    lines = [part for part in panel.curves(curves) if "2.5" in part]
-    assert [part.split('"')[1] for part in lines] == [
-        "50.0,120.0 150.0,70.0 250.0,20.0",
-        "50.0,30.0 150.0,80.0 250.0,110.0",
-    ]
-    bands = [ElementTree.fromstring(part) for part in panel.winners(curves, 0) if part.startswith("<rect")]
-    assert [(band.get("x"), band.get("width")) for band in bands] == [("50.0", "100.0"), ("150.0", "100.0")]
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"), [(1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (47.0, [0, 10, 20, 30, 40]), (5.0, [0, 1, 2, 3, 4, 5])]
-)
-def test_marks_are_round_numbers(most: float, expected: list[float]) -> None:
-    assert marks(most, 5) == pytest.approx(expected)
+def test_the_cheapest_is_the_lowest_curve() -> None:
+    """The lower curve wins on each side of their crossing; a name stands where there is room for it."""
+    axes = Figure().subplots()
+    curves = {"up": [1.0, 5.0, 9.0, 9.0], "down": [9.0, 8.0, 1.0, 1.0]}
+    pictures._draw_cheapest(axes, [1.0, 10.0, 100.0, 1e6], curves)
+    spans = [bar.get_paths()[0].get_extents().intervalx.tolist() for bar in axes.collections]
+    assert spans == [[1, 100], [100, 1e6]]
+    assert [text.get_text() for text in axes.texts] == ["up", "down"]
 
 
 def test_measurements_can_be_made_again() -> None:

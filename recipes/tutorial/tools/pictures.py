@@ -3,7 +3,7 @@
     python -m recipes.tutorial.tools.pictures              draws all of them again, from the JSON files beside them
     python -m recipes.tutorial.tools.pictures --measure    measures first: minutes on a machine with nothing else to do
 
-A JSON file says on what it was measured. Drawing is exact: the same files give the same bytes. A machine whose speed
+A JSON file says on what it was measured. A machine whose speed
 drifts spoils a comparison, so the numbers of workers take turns. Other programs can only slow a round down, so the
 fastest round counts; `scaling.svg` shows the median, too.
 """
@@ -13,24 +13,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
+
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
 from ddp.collectives.simulate import Link, Network
-from ddp.pictures.epoch import Epoch, epoch_svg
+from ddp.pictures.figure import svg_of
 from ddp.pictures.schedule import svg
-from ddp.pictures.svg import FAINT, PANEL, QUIET, line, marks, page, rect, text
-from ddp.pictures.timeline import timeline_svg
+from ddp.pictures.svg import FAINT, INK, PANEL
+from ddp.pictures.timeline import timeline_figure
 from ddp.process.memory import available_cores
 from ddp.units import format_size, format_time
-from recipes.tutorial.tools.chart import Axis, Panel
+from recipes.tutorial.tools.epoch import Epoch, epoch_figure
 
 FOLDER = Path(__file__).parent.parent / "pictures"
+HEADING: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": "medium"}
 
 
 class Plan(NamedTuple):
@@ -57,7 +61,19 @@ def overlap() -> str:
     """Returns the timeline of a step, in the background and in the foreground."""
     kept = measured("overlap")
     background, foreground, _ = kept["rounds"]["2"][0]
-    return timeline_svg(background, foreground, title=f"One step of 2 workers on {kept['cores']} cores")
+    title = f"One step of 2 workers on {kept['cores']} cores"
+    return svg_of(timeline_figure(background, foreground, title=title), title)
+
+
+COLORS = ("#1b2a52", "#b8690b", "#2b8563", "#b3243b", "#3b78b8", "#6d4b9e")
+CURVES = {
+    "ring": "ring",
+    "tree": "tree",
+    "butterfly": "butterfly",
+    "master-worker": "master_worker",
+    "recursive doubling": "recursive_doubling",
+    "naive all-to-all": "naive_all_to_all",
+}
 
 
 def costs() -> str:
@@ -66,66 +82,89 @@ def costs() -> str:
     rounds = kept["rounds"]["2"]
     figures = min(rounds, key=lambda figures: figures["alpha_s"])
     link = Link(figures["alpha_s"], figures["beta_s"], figures["gap_s"])
-    speed = f"α = {format_time(link.alpha_s)} for a message, 1/β = {1e-9 / link.beta_s:.2g} GB/s for each link."
-    parts = [
-        text(28, 34, "What an all-reduce costs: α for every message, β for every byte", size=20, weight="bold"),
-        text(28, 54, f"By the formulas of ddp/collectives/cost.py. {speed}", size=12),
-        text(
-            28, 71, f"Two processes talk through sockets, the fastest of {len(rounds)} rounds, {place(kept)}.", size=12
-        ),
-    ]
+    title = "What an all-reduce costs: α for every message, β for every byte"
+    speed = f"α = {format_time(link.alpha_s)} for a message, 1/β = {1e-9 / link.beta_s:.2g} GB/s for each link"
+    figure = Figure(figsize=(11, 5.8), layout="constrained")
+    figure.suptitle(
+        f"{title}\nBy the formulas of ddp/collectives/cost.py: {speed}.\n"
+        f"Two processes talk through sockets, the fastest of {len(rounds)} rounds, {place(kept)}.",
+        **HEADING,
+    )
+    panels = figure.subplots(2, 2, sharex=True, height_ratios=(12, 1))
     sizes = [2.0 ** (power / 2) for power in range(16, 61)]
-    bytes_axis = Axis(sizes[0], sizes[-1], [2.0**power for power in (10, 20, 30)], lambda n: format_size(int(n)), True)
-    time_axis = Axis(1e-4, 5e4, [10.0**power for power in range(-4, 6, 2)], _short_time, True)
     for number, num_ranks in enumerate((8, 10_000)):
         network = Network(tuple((rank,) for rank in range(num_ranks)), link, link, figures["gamma_s"])
-        curves = {
-            name: [(nbytes, textbook(key, int(nbytes), network) or 0.0) for nbytes in sizes]
-            for name, key in {
-                "ring": "ring",
-                "tree": "tree",
-                "butterfly": "butterfly",
-                "master-worker": "master_worker",
-                "recursive doubling": "recursive_doubling",
-                "naive all-to-all": "naive_all_to_all",
-            }.items()
-        }
-        panel = Panel(90 + 480 * number, 142, 270, 300, bytes_axis, time_axis)
-        parts += panel.frame(f"{num_ranks:,} ranks", x_name="bytes of the buffer", y_name="time of an all-reduce")
-        parts += [*panel.curves(curves), text(panel.left, 504, "the cheapest:", size=11), *panel.winners(curves, 511)]
-    return page("What an all-reduce costs", 980, 552, parts)
+        curves = {name: [textbook(key, int(size), network) or 0.0 for size in sizes] for name, key in CURVES.items()}
+        _draw_curves(panels[0, number], sizes, curves)
+        panels[0, number].set_title(f"{num_ranks:,} ranks", loc="left", fontweight="bold")
+        _draw_cheapest(panels[1, number], sizes, curves)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    return svg_of(figure, "What an all-reduce costs")
+
+
+def _draw_curves(axes: Any, sizes: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+    for (name, times_s), color in zip(curves.items(), COLORS, strict=True):
+        axes.plot(sizes, times_s, color=color, label=name, linewidth=2)
+    axes.set(xscale="log", yscale="log", ylim=(1e-4, 5e4), ylabel="time of an all-reduce")
+    axes.set_yticks([10.0**power for power in range(-4, 6, 2)])
+    axes.yaxis.set_major_formatter(lambda seconds, _: _short_time(seconds))
+    axes.grid(color="#e2e8f0")
+    _plain(axes)
+
+
+def _draw_cheapest(axes: Any, sizes: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+    """Draws a band that says which curve is the lowest where."""
+    names = list(curves)
+    lowest = [min(names, key=lambda name: curves[name][place]) for place in range(len(sizes))]
+    begins = [place for place, name in enumerate(lowest) if place == 0 or name != lowest[place - 1]]
+    for begin, end in pairwise([*begins, len(lowest) - 1]):
+        left, right, name = sizes[begin], sizes[end], lowest[begin]
+        axes.broken_barh([(left, right - left)], (0, 1), color=COLORS[names.index(name)], edgecolor="white")
+        if 2.0 ** len(name) < (right / left) ** 2:  # room for its name
+            words = {"ha": "center", "va": "center", "color": "white", "fontsize": "small"}
+            axes.text((left * right) ** 0.5, 0.5, name, **words)
+    ticks = [2.0**power for power in (10, 20, 30)]
+    axes.set(ylim=(0, 1), yticks=[], xlabel="bytes of the buffer, and the cheapest all-reduce")
+    axes.set_xticks(ticks, [format_size(int(tick)) for tick in ticks])
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def scaling() -> str:
     """Returns samples per second over the number of workers, beside what they would be without any loss."""
     kept = measured("scaling")
-    rounds = {float(workers): speeds for workers, speeds in kept["rounds"].items()}
-    curve = [(workers, max(speeds)) for workers, speeds in rounds.items()]
-    (_, alone), (most, fastest), cores = curve[0], curve[-1], kept["cores"]
-    top = most * alone * 1.05
-    x_axis = Axis(0.6, most + 0.4, list(rounds), lambda workers: f"{workers:.0f}")
-    panel = Panel(100, 122, 420, 340, x_axis, Axis(0.0, top, marks(top, 6), lambda speed: f"{speed:,.0f}"))
-    counted = f"The fastest of {len(rounds[most])} rounds; bars: down to the median. {place(kept).capitalize()}."
-    parts = [
-        text(28, 34, "Samples per second over the number of workers", size=20, weight="bold"),
-        text(28, 54, "Training of a small CNN, always 240 images in a step, which the workers share.", size=12),
-        text(28, 71, counted, size=12),
-    ]
-    beyond, right, bottom = panel.at((cores + 0.5, 0.0))[0], panel.left + panel.width, panel.top + panel.height
-    if beyond < right:
-        parts += [
-            rect(beyond, panel.top, right - beyond, panel.height, fill=PANEL, stroke="none"),
-            text((beyond + right) / 2, bottom - 12, f"they share {cores} cores", size=11, anchor="middle"),
-        ]
-    ideal, last = panel.at((most, most * alone)), panel.at((most, fastest))
-    parts += [
-        *panel.frame("", x_name="workers", y_name="samples/s"),
-        line([panel.at((1.0, alone)), ideal], stroke=FAINT, thickness=2, dash="6 4"),
-        text(ideal[0] + 24, ideal[1] + 4, f"ideal: {most:.0f} × one worker", size=11, weight="bold", fill=QUIET),
-        *panel.points(curve, [(median(speeds), max(speeds)) for speeds in rounds.values()]),
-        text(last[0] + 24, last[1] + 4, "measured", size=11, weight="bold"),
-    ]
-    return page("Samples per second over the number of workers", 680, 520, parts)
+    cores, rounds = kept["cores"], {int(workers): speeds for workers, speeds in kept["rounds"].items()}
+    workers, fastest = list(rounds), [max(speeds) for speeds in rounds.values()]
+    medians, most = [median(speeds) for speeds in rounds.values()], workers[-1]
+    title = "Samples per second over the number of workers"
+    figure = Figure(figsize=(7.2, 5.4), layout="constrained")
+    figure.suptitle(
+        f"{title}\nTraining of a small CNN, always 240 images in a step, which the workers share.\n"
+        f"The fastest of {len(rounds[most])} rounds; bars: down to the median. {place(kept).capitalize()}.",
+        **HEADING,
+    )
+    axes = figure.subplots()
+    if cores < most:
+        axes.axvspan(cores + 0.5, most + 0.4, color=PANEL)
+        axes.text((cores + most + 0.9) / 2, 0, f"they share {cores} cores\n", ha="center", fontsize="small")
+    axes.plot(
+        [1, most], [fastest[0], most * fastest[0]], color=FAINT, ls="--", lw=2, label=f"ideal: {most} × one worker"
+    )
+    axes.vlines(workers, medians, fastest, color=INK)
+    axes.plot(workers, fastest, "o-", color=COLORS[0], lw=2, label="measured")
+    for number, speed in zip(workers, fastest, strict=True):
+        axes.annotate(f"{speed:,.0f}", (number, speed), (6, -14), textcoords="offset points", fontweight="bold")
+    axes.set(xlim=(0.6, most + 0.4), ylim=(0, most * fastest[0] * 1.05), xlabel="workers", ylabel="samples/s")
+    axes.set_xticks(workers)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", color="#e2e8f0")
+    axes.legend(frameon=False, loc="upper left")
+    _plain(axes)
+    return svg_of(figure, title)
 
 
 def _short_time(seconds: float) -> str:
@@ -148,8 +187,8 @@ def place(kept: dict[str, Any]) -> str:
 
 def epoch() -> str:
     """Draws chapter 14's epoch of six files."""
-    drawn = Epoch(file_sizes=[4] * 6, num_shards=3, global_batch=6, window=8)
-    return epoch_svg(drawn, (1, 2, 3), title="An epoch of 6 files on 1, 2 and 3 workers")
+    drawn, title = Epoch([4] * 6, num_shards=3, global_batch=6, window=8), "An epoch of 6 files on 1, 2 and 3 workers"
+    return svg_of(epoch_figure(drawn, (1, 2, 3), title=title), title)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
