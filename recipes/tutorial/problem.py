@@ -4,6 +4,7 @@
 compares. Numbers are float64, so that a wrong algorithm and a rounding error cannot be confused.
 """
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 NUM_SAMPLES, NUM_PARAMETERS = 12, 67
+QUICK = "QUICK" in os.environ  # chapters measure less, for those who only want to know whether they run
 
 
 def net() -> nn.Sequential:
@@ -79,12 +81,12 @@ def as_threads(program: Callable[[ddp.Communicator], Any], num_ranks: int) -> li
 
 
 def seconds_of(comm: ddp.Communicator, action: Callable[[], object]) -> float:
-    """Returns the seconds of what all ranks do together, and all of them must call this: the best of ten tries.
+    """Returns the seconds of what all ranks do together, and all of them must call this: the best of some tries.
 
     A try takes as long as it takes the slowest rank.
     """
     times = []
-    for _ in range(10):
+    for _ in range(2 if QUICK else 10):
         start = time.perf_counter()
         for _ in range(5):
             action()
