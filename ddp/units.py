@@ -80,7 +80,8 @@ def counted(number: int, noun: str) -> str:
 
 def binary_size(nbytes: float) -> str:
     """Returns "512 B", "1.5 KiB", "12 MiB", …"""
-    unit, factor = next((pair for pair in (("MiB", 1 << 20), ("KiB", 1 << 10)) if nbytes >= pair[1]), ("B", 1))
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    unit, factor = next((pair for pair in units if nbytes >= pair[1]), ("B", 1))
     return f"{nbytes / factor:.3g} {unit}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ddp.errors import ConfigError
 from ddp.process.memory import available_cores
-from ddp.units import parse_delay, parse_rate
+from ddp.units import counted, parse_delay, parse_rate
 
 PAYLOAD = 0.956
 """The share of a link's rate that is left for payload; the rest is headers (scripts/netbed/README.md)."""
@@ -61,7 +61,7 @@ class Place:
 
     def title(self, world_size: int, num_hosts: int = 1) -> str:
         """Returns the headline of a report: "2 ranks on one host, 2 cores, beside 1 process that only computes"."""
-        ranks = f"{world_size} rank{'s' * (world_size > 1)} on {'one host' if num_hosts == 1 else f'{num_hosts} hosts'}"
+        ranks = f"{counted(world_size, 'rank')} on {'one host' if num_hosts == 1 else f'{num_hosts} hosts'}"
         bed = f" (netbed {self.bed.name})" if self.bed else ""
         strangers = "1 process that only computes" if self.beside == 1 else f"{self.beside} processes that only compute"
         return f"{ranks}{bed}, {available_cores()} cores{f', beside {strangers}' if self.beside else ''}"

@@ -52,6 +52,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import Narrow
+from ddp.units import binary_size, format_time
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
 NEARLY = 1.1  # times that differ by no more count as equal
@@ -368,7 +369,7 @@ def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> l
         size: the bytes of what was timed.
         times: by the name of a way, what it took.
     """
-    rows = [("", "way", "predicted", "rounds", "sent by a rank", "most of it", f"{_size(size)} timed")]
+    rows = [("", "way", "predicted", "rounds", "sent by a rank", "most of it", f"{binary_size(size)} timed")]
     for number, choice in enumerate(ranking, start=1):
         name, crossing = choice.route.name, choice.crossing
         parts, num_rounds, sent = {"memory": choice.memory_s}, 0, "-"
@@ -377,21 +378,11 @@ def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> l
             seconds = anatomy(crossing.algorithm, *of_one, segment_bytes=crossing.segment_bytes)
             parts |= {part.removesuffix("_s"): crossing.num_times * s for part, s in seconds._asdict().items()}
             moved = volume(crossing.schedule, crossing.nbytes, crossing.network.num_ranks)
-            num_rounds, sent = moved.num_rounds * crossing.num_times, _size(moved.bytes_sent * crossing.num_times)
+            num_rounds, sent = moved.num_rounds * crossing.num_times, binary_size(moved.bytes_sent * crossing.num_times)
         most = max(parts, key=lambda part: parts[part])
         share = f"{most} {100 * parts[most] / choice.predicted_s:.0f} %" if choice.predicted_s else "-"
-        took = _time(times[name]) if name in times else "-"
-        rows.append((str(number), name, _time(choice.predicted_s), str(num_rounds), sent, share, took))
+        took = format_time(times[name]) if name in times else "-"
+        rows.append((str(number), name, format_time(choice.predicted_s), str(num_rounds), sent, share, took))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = "  ".join(f"{{:{side}{width}}}" for side, width in zip("><>>><>", widths, strict=True))
     return [aligned.format(*row) for row in rows]
-
-
-def _time(seconds: float) -> str:
-    unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * f >= 1 or u == "µs")
-    return f"{seconds * factor:#.3g} {unit}"
-
-
-def _size(num_bytes: float) -> str:
-    unit, factor = next((u, f) for u, f in (("MB", 1 << 20), ("KB", 1 << 10), ("B", 1)) if num_bytes >= f or u == "B")
-    return f"{num_bytes / factor:.3g} {unit}"

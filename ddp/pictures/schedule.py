@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Proof, Recv, Round, Schedule, Send, SymbolicRun, Value
 from ddp.pictures.svg import FAINT, INK, PANEL, PAPER, QUIET, color_of, page, rect, text
+from ddp.units import counted
 
 MARGIN, LABELS, HEADER, FOOTER = 28, 74, 108, 84  # left of everything; round labels; title; legend
 CELL_HEIGHT, TIP_HEIGHT, READABLE = 26, 10, 9  # a cell less wide than the last bears no number
@@ -49,9 +50,8 @@ def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) ->
 def _heading(schedule: Schedule, proof: Proof, title: str) -> Iterator[str]:
     most = max(proof.messages_sent)
     share = f"{float(proof.busiest):.3g}"
-    counts = (
-        f"{_count(proof.num_rounds, 'round')}  ·  a rank sends at most {_count(most, 'message')}, {share} × the buffer"
-    )
+    sent = f"{counted(most, 'message')}, {share} × the buffer"
+    counts = f"{counted(proof.num_rounds, 'round')}  ·  a rank sends at most {sent}"
     order = "  ·  canonical order of additions" if schedule.goal.adds and proof.canonical else ""
     yield text(MARGIN, 34, title, size=20, weight="bold")
     yield text(MARGIN, 54, f"Goal: {schedule.goal.value}.", size=12)
@@ -201,7 +201,3 @@ def _ribbon(x0: float, x1: float, width: float, y0: float, y1: float, color: str
 def _tip(x: float, y: float, width: float, *, filled: bool) -> str:
     points = f"{x - 1:.1f},{y:.1f} {x + width + 1:.1f},{y:.1f} {x + width / 2:.1f},{y + TIP_HEIGHT:.1f}"
     return f'<polygon points="{points}" fill="{INK if filled else PAPER}" stroke="{INK}" stroke-linejoin="round"/>'
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

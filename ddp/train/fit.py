@@ -82,7 +82,7 @@ from ddp.train.tasks.loss_function import Reduction, as_task
 from ddp.train.tasks.task import Task
 from ddp.train.traffic_hint import TrafficHint
 from ddp.train.trial import tried
-from ddp.units import counted
+from ddp.units import binary_size, counted
 
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
@@ -423,7 +423,7 @@ def fit(
     if known := noise.scale.estimate():
         _say(comm, known.in_words(), progress=progress)
     if (kept := cache_of(source.samples)) is not None:
-        size = f"{kept.num_bytes / 2**20:,.0f} MiB"
+        size = binary_size(kept.num_bytes)
         _say(comm, f"the cache holds {counted(kept.num_cached, 'sample')} in {size}", progress=progress)
     summary = summary_of(
         state, meter, noise, epochs_seen, precision=precision, clip_norm=clip_norm, seconds=now_s() - start_s

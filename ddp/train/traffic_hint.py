@@ -15,6 +15,7 @@ from ddp.gradients import ErrorFeedback, PowerSGD
 from ddp.gradients.hooks.traffic import Traffic, foretold
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
+from ddp.units import format_time
 
 NUM_SKIPPED, NUM_STEPS = 2, 8  # the first steps are slow: buckets are planned, and links measured
 LONG = 0.25  # share of a step that is spent waiting
@@ -68,8 +69,8 @@ def too_dear(name: str, with_it: Traffic, without: Traffic, compute_s: float) ->
     if shorter_s >= longer_s:
         return ""
     return (
-        f"{name} costs more than it saves here: by the cost model a step takes {_time(longer_s)} with it, and "
-        f"{_time(shorter_s)} without"
+        f"{name} costs more than it saves here: by the cost model a step takes {format_time(longer_s)} with it, and "
+        f"{format_time(shorter_s)} without"
     )
 
 
@@ -81,10 +82,6 @@ def worth_it(plain: Traffic, hooked: Traffic, step_s: float, wait_s: float) -> s
     return (
         f"waiting for gradients takes {wait_s / step_s:.0%} of a step; with hook=powersgd, in Python "
         f"hook={HOOK!r}, each host would send {hooked.link_bytes / 1e6:,.3g} MB in the place of "
-        f"{plain.link_bytes / 1e6:,.3g}, and a step would take about {_time(shorter_s)} in the place of "
-        f"{_time(step_s)}"
+        f"{plain.link_bytes / 1e6:,.3g}, and a step would take about {format_time(shorter_s)} in the place of "
+        f"{format_time(step_s)}"
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

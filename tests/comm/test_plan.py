@@ -286,12 +286,12 @@ def test_explain_is_a_table_that_says_how_far_predictions_were_off() -> None:
     title, header, *rows, last = auto(ONE_HOST, by_rank=timed).explain(4_000_000).splitlines()
     assert title == "all-reduce of 4,000,000 bytes; auto takes shared_memory"
     assert header.split()[:3] == ["way", "predicted", "rounds"]
-    assert header.endswith("4 MB timed")
+    assert header.endswith("4 MiB timed")
     assert len(rows) == len(routes(ONE_HOST))
     memory = next(row for row in rows if " shared_memory " in row)
     assert "memory 100 %" in memory
     ring = next(row for row in rows if " ring " in row)
-    assert " 5.72 MB" in ring  # 2(p−1)/p
+    assert " 5.72 MiB" in ring  # 2(p−1)/p
     assert "bytes" in ring
     assert [row.split()[0] for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
     assert last == "what was timed took 1.50 to 2.00 times what was predicted"
@@ -308,7 +308,7 @@ def test_explain_times_the_cheapest_way_whatever_it_takes() -> None:
 def test_a_table_of_nothing_and_of_tiny_times() -> None:
     ring = routes(FAR)["ring"]
     assert len(table([], 4, {})) == 1
-    assert "0.250 µs" in table([Choice(ring, 2.5e-7, 0.0, None)], 4, {})[1]
+    assert "0.25 µs" in table([Choice(ring, 2.5e-7, 0.0, None)], 4, {})[1]
     assert "1.50 s" in table([Choice(ring, 1.5, 0.0, None)], 4, {})[1]
 
 

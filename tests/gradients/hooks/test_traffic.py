@@ -53,11 +53,11 @@ def test_bytes_are_those_of_the_formula(how: dict[str, Any], nbytes: float, kind
 def test_a_rehearsal_sends_nothing_and_leaves_the_hook_as_it_was() -> None:
     def program(comm: Communicator) -> tuple[int, dict[str, Any]]:
         comm.predict(4)
-        before, hook = comm._turns.num_calls, HOOKS["power"]()
+        before, hook = comm.num_calls, HOOKS["power"]()
         found = foretold(comm, [matrix()], hook=hook)
         assert len(found.buckets) == 1
         kept = {name: memory.kept | memory.coming for name, memory in hook.memories().items()}
-        return comm._turns.num_calls - before, kept
+        return comm.num_calls - before, kept
 
     for num_calls, kept in each_rank(2, program):
         assert num_calls == 3  # questions about a sum in memory and two all-reduces, which are answered without sending
@@ -97,10 +97,10 @@ def test_a_hint_says_what_would_be_saved_or_is_too_dear() -> None:
     assert worth_it(slow, quick, step_s=8.7, wait_s=8.4) == (
         "waiting for gradients takes 97% of a step; with hook=powersgd, in Python "
         "hook=ErrorFeedback(PowerSGD(4, warm_start=True, seed=0)), each host would send 0.36 MB in the place of 104, "
-        "and a step would take about 500 ms in the place of 8.7 s"
+        "and a step would take about 500 ms in the place of 8.70 s"
     )
     assert worth_it(slow, quick, step_s=0.52, wait_s=0.2) == ""
     assert too_dear("wire='int8'", quick, slow, 0.3) == ""
     assert too_dear("wire='int8'", slow, quick, 0.3) == (
-        "wire='int8' costs more than it saves here: by the cost model a step takes 8.7 s with it, and 500 ms without"
+        "wire='int8' costs more than it saves here: by the cost model a step takes 8.70 s with it, and 500 ms without"
     )
