@@ -70,8 +70,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
-    from ddp.comm.setup import init as init
-    from ddp.comm.setup import shutdown as shutdown
+    from ddp.comm.session import init as init
+    from ddp.comm.session import shutdown as shutdown
     from ddp.data.orders.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.orders.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.orders.sampler import TrainSampler as TrainSampler
@@ -122,11 +122,11 @@ _HOMES = {
     "TrainState": "ddp.train.state",
     "evaluate": "ddp.train.evaluate",
     "fit": "ddp.train.fit",
-    "init": "ddp.comm.setup",
+    "init": "ddp.comm.session",
     "launch": "ddp.run.launch.command_line",
     "load": "ddp.run.build.load",
     "predict": "ddp.train.evaluate",
-    "shutdown": "ddp.comm.setup",
+    "shutdown": "ddp.comm.session",
 }
 
 __all__ = list(_HOMES)

@@ -30,8 +30,8 @@ def no_group_is_left() -> Iterator[None]:
     """
     earlier = set(threading.enumerate())
     yield
-    if (setup := sys.modules.get("ddp.comm.setup")) is not None:
-        setup.shutdown()
+    if (session := sys.modules.get("ddp.comm.session")) is not None:
+        session.shutdown()
     for thread in set(threading.enumerate()) - earlier:
-        if thread.name == "ddp-watchdog" and (loop := getattr(thread, "_target", None)) is not None:
-            loop.__self__._stopped.set()
+        if thread.name == "ddp-watchdog" and (known := getattr(thread, "_args", ())):
+            known[1].set()

@@ -43,7 +43,7 @@ from ddp.bench.barrier import Barrier, open_barrier
 from ddp.bench.place import HERE, Place
 from ddp.bench.turns import OVER_TURNS, TimedCell, announce, num_repetitions, slowest, take_turns
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.units import format_bandwidth, format_size, format_time, three_digits, written
@@ -203,8 +203,8 @@ class TimeCollectives:
             comm.free(ours.buffer)
         algorithm, predicted_s = "", None
         if not case.is_barrier:
-            algorithm = comm.choose(nbytes) if case.algorithm == "auto" else case.algorithm
-            predicted_s = comm.predict(nbytes, algorithm=case.algorithm, allocated=case.is_allocated)
+            algorithm = comm.plan.choose(nbytes) if case.algorithm == "auto" else case.algorithm
+            predicted_s = comm.plan.predict(nbytes, algorithm=case.algorithm, allocated=case.is_allocated)
         bed = self.place.bed
         return CollectiveCell(
             place=self.place.title(comm.world_size, len(comm.hosts)),

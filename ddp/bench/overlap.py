@@ -34,7 +34,7 @@ class Overlap(NamedTuple):
 def overlap(comm: Communicator, *, bucket_mb: float = 4.0) -> Overlap:
     """Trains a network for some steps in either way, and returns the step of median length. Collective."""
     runs = [_timeline(comm, bucket_mb=bucket_mb, overlap=overlap) for overlap in (True, False)]
-    return Overlap(runs[0], runs[1], "in the background" if comm.overlaps else "in the foreground")
+    return Overlap(runs[0], runs[1], "in the background" if comm.plan.overlaps else "in the foreground")
 
 
 def _timeline(comm: Communicator, *, bucket_mb: float, overlap: bool) -> Run:

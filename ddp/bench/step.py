@@ -49,7 +49,7 @@ from ddp.bench.place import HERE, Place
 from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, num_repetitions, slowest, take_turns
 from ddp.bench.workloads import Batch, loss_of, workload
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current, init, shutdown
+from ddp.comm.session import current, init, shutdown
 from ddp.data.samples import TensorSet
 from ddp.optim.lamb import LAMB
 from ddp.process.clock import now_s

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -30,9 +30,11 @@ from ddp.comm.transport.shared_memory import SLICE_S
 from ddp.comm.transport.topology import Gather
 from ddp.comm.watch.call import Call, disagreement, recorded
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.work import Runner
+from ddp.comm.work import Runner, Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.process.clock import Patience
+
+Result = TypeVar("Result")
 
 LET_GO_S = 2.0  # time for what is still in flight when the program ends
 
@@ -49,6 +51,7 @@ class CallQueue:
     Attributes:
         num_calls: the number of calls so far, which is also the number of the last one.
         error: what ended the communicator, if anything has.
+        neighbour: the rank that a collective is said to wait for first.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class CallQueue:
         self.error: BaseException | None = None
         self._num_runs = 0  # collectives so far, with each one inside of a chain
         self._rank, self._world_ranks = rank, world_ranks
-        self._neighbour = (rank + 1) % len(world_ranks)
+        self.neighbour = (rank + 1) % len(world_ranks)
         self._watchdog, self._gather = watchdog, gather
         self._runner = Runner(f"ddp-collectives-{rank}", device)
         self._beside = Runner(f"ddp-chain-{rank}", device)  # for what a chain does not wait for
@@ -82,7 +85,7 @@ class CallQueue:
             CommunicatorBroken: an earlier collective failed.
         """
         self.refuse_if_broken()
-        if self._is_in_chain:
+        if self._chain is not None and self._is_in_chain:
             sequence, label = self._running.sequence, label or self._running.name
         else:
             sequence = self.num_calls = self.num_calls + 1
@@ -104,7 +107,11 @@ class CallQueue:
             why = str(self.error) or type(self.error).__name__  # Ctrl-C has no text
             raise CommunicatorBroken(f"the communicator is out of use since: {why}") from self.error
 
-    def run(self, call: Call, collective: Callable[[], Any], *, async_op: bool = False) -> Any:
+    @overload
+    def run(self, call: Call, collective: Callable[[], Result], *, async_op: Literal[False] = False) -> Result: ...
+    @overload
+    def run(self, call: Call, collective: Callable[[], Result], *, async_op: bool) -> Result | Work[Result]: ...
+    def run(self, call: Call, collective: Callable[[], Result], *, async_op: bool = False) -> Result | Work[Result]:
         """Runs a collective now, or on the background thread: behind what is in flight.
 
         Returns:
@@ -115,21 +122,21 @@ class CallQueue:
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
         """
-        in_chain = self._is_in_chain
-        runner, run = (self._beside, self._run_now) if in_chain else (self._runner, self.run_here)
+        in_chain = self._chain is not None and self._is_in_chain
+        runner, run = (self._beside, self._run_now) if in_chain else (self._runner, self._run_alone)
         if not async_op and runner.is_idle():
             return run(call, collective)
         work = runner.submit(partial(run, call, collective), call)
         return work if async_op else work.wait()
 
-    def run_chain(self, call: Call, chain: Callable[[], Any], *, async_op: bool = False) -> Any:
+    def run_chain(self, call: Call, chain: Callable[[], Result], *, async_op: bool = False) -> Result | Work[Result]:
         """Runs a function that calls collectives, as one of them: they run in its thread, with no other in between.
 
         With `async_op` they run on another thread, in their order, while the function goes on; it ends when they have.
         They have its number, because other calls may be numbered meanwhile, at another moment on each rank.
         """
 
-        def run() -> Any:
+        def run() -> Result:
             self._chain = threading.get_ident()
             try:
                 return chain()
@@ -145,7 +152,7 @@ class CallQueue:
     def _is_in_chain(self) -> bool:
         return self._chain is not None and self._chain == threading.get_ident()
 
-    def run_here(self, call: Call, collective: Callable[[], Any]) -> Any:
+    def _run_alone(self, call: Call, collective: Callable[[], Result]) -> Result:
         """Runs one collective in this thread, alone."""
         self.refuse_if_broken()  # what was in flight may have failed since the call was made
         if not self._turn.acquire(False):
@@ -155,7 +162,7 @@ class CallQueue:
         finally:
             self._turn.release()
 
-    def _run_now(self, call: Call, collective: Callable[[], Any]) -> Any:
+    def _run_now(self, call: Call, collective: Callable[[], Result]) -> Result:
         """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
         try:
             self._running, gather = call, None
@@ -163,7 +170,7 @@ class CallQueue:
                 self._watchdog.begin(call, call.message.peer)
             else:
                 self._num_runs, gather = self._num_runs + 1, self._gather
-                self._watchdog.begin(call, self._neighbour, self._num_runs)
+                self._watchdog.begin(call, self.neighbour, self._num_runs)
             if gather is not None and (difference := disagreement(gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
             if profiler._is_profiler_enabled:  # on any thread
@@ -186,45 +193,6 @@ class CallQueue:
             raise
         finally:
             self._watchdog.end()
-
-    def wait_for_rank_zero(self, label: str) -> None:
-        """Returns once rank 0 has called it too, however long that takes while rank 0 lives.
-
-        Raises:
-            PeerLost: rank 0 failed, left, or shows no sign of life.
-        """
-        call = self.number("wait_for_rank_zero", label=label)
-        try:
-            if self._rank == 0:
-                self._watchdog.say(f"passed/{call.sequence}", "")
-            else:
-                self._watchdog.wait_for_word(f"passed/{call.sequence}", 0, call)
-        except PeerLost as lost:
-            self.error = lost
-            raise
-
-    def wait_for(self, wait: Callable[[float], bool], timeout_s: float, *, label: str) -> None:
-        """Calls `wait` as a collective, for slices of time, until it returns True.
-
-        Raises:
-            PeerLost: it did not within `timeout_s`.
-        """
-
-        def until_there() -> None:
-            patience = Patience(timeout_s)
-            while not wait(min(patience.left_s(), SLICE_S)):
-                if culprit := self._watchdog.hopeless_because():
-                    raise TransportError(self._neighbour, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
-                if not patience.left_s():
-                    raise TransportError(self._neighbour, f"nothing came for {timeout_s:g} s", timed_out=True)
-
-        self.run(self.number("wait", label=label), until_there)
-
-    def find_lost(self, label: str) -> PeerLost | None:
-        """Returns the rank that is surely lost, after an error outside of this communicator. Not collective."""
-        lost = self._watchdog.find_lost(Call(self.num_calls, "wait", name=label), self._neighbour)
-        self.error = self.error or lost
-        return lost
 
     def close(self) -> None:
         """Ends after what is in flight, and says goodbye."""
@@ -274,4 +242,59 @@ class CallQueue:
         lost = self._watchdog.find_culprit(error.peer, str(error))
         if self._world_ranks[lost.rank] != lost.rank:
             lost.reason += f" (of this group; it is rank {self._world_ranks[lost.rank]} of all)"
+        return lost
+
+
+class Peers:
+    """Waits for what the other ranks do by other means than collectives: with their numbers, deadlines and blame.
+
+    Args:
+        timeout_s: longest wait for a rank that lives.
+    """
+
+    def __init__(self, queue: CallQueue, watchdog: Watchdog, rank: int, *, timeout_s: float) -> None:
+        self._queue, self._watchdog, self._rank, self._timeout_s = queue, watchdog, rank, timeout_s
+
+    def wait_for_rank_zero(self, label: str) -> None:
+        """Returns once rank 0 has called it too, however long that takes while rank 0 lives.
+
+        Raises:
+            PeerLost: rank 0 failed, left, or shows no sign of life.
+        """
+        call = self._queue.number("wait_for_rank_zero", label=label)
+        try:
+            if self._rank == 0:
+                self._watchdog.publish(f"passed/{call.sequence}", "")
+            else:
+                self._watchdog.wait_for_word(f"passed/{call.sequence}", 0, call)
+        except PeerLost as lost:
+            self._queue.error = lost
+            raise
+
+    def wait_for(self, wait: Callable[[float], bool], *, label: str) -> None:
+        """Waits for what the ranks do by other means: a future of torch.distributed, say. Every rank calls it.
+
+        Args:
+            wait: waits for the given seconds at most; returns True if the wait is over. It is called until it is.
+
+        Raises:
+            PeerLost: it was not there within the deadline.
+        """
+        neighbour = self._queue.neighbour
+
+        def until_there() -> None:
+            patience = Patience(self._timeout_s)
+            while not wait(min(patience.left_s(), SLICE_S)):
+                if culprit := self._watchdog.hopeless_because():
+                    raise TransportError(neighbour, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
+                if not patience.left_s():
+                    raise TransportError(neighbour, f"nothing came for {self._timeout_s:g} s", timed_out=True)
+
+        self._queue.run(self._queue.number("wait", label=label), until_there)
+
+    def find_lost(self, label: str) -> PeerLost | None:
+        """Returns the rank that is surely lost after an error outside of this communicator, if any. Not collective."""
+        call = Call(self._queue.num_calls, "wait", name=label)
+        lost = self._watchdog.find_lost(call, self._queue.neighbour)
+        self._queue.error = self._queue.error or lost
         return lost

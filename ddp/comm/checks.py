@@ -10,7 +10,7 @@ from typing import SupportsIndex, SupportsInt
 import torch
 from torch import Tensor
 
-from ddp.comm.reduction import COMBINE, SIGNED
+from ddp.comm.reduction import COMBINE, SIGNED, refuse_divisor_out_of_range
 from ddp.comm.wire_format import wire_format
 from ddp.errors import ConfigError
 from ddp.setting import WireName
@@ -25,12 +25,6 @@ def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     if not isinstance(given, Sequence) or not all(isinstance(each, Tensor) for each in given):
         raise ConfigError(f"needs a tensor or a list of tensors, got {given!r}")
     return given
-
-
-def one_tensor(given: object) -> None:
-    """Refuses anything but one tensor."""
-    if not isinstance(given, Tensor):
-        raise ConfigError(f"a message is one tensor, got {given!r}: send each tensor by itself")
 
 
 def on(device: torch.device, tensor: Tensor) -> None:
@@ -55,6 +49,12 @@ def dense(tensor: Tensor) -> None:
         raise ConfigError(f"a tensor {list(tensor.shape)} on the meta device has no values: move the model first")
     if tensor.dtype in QUANTIZED:
         raise ConfigError(f"a tensor {list(tensor.shape)} that is quantized: pass its .int_repr(), and its scale")
+
+
+def result_on(device: torch.device, tensor: Tensor) -> None:
+    """Refuses a tensor that the communicator does not reach, or that cannot hold a result."""
+    on(device, tensor)
+    holds_result(tensor)
 
 
 def holds_result(tensor: Tensor) -> None:
@@ -109,10 +109,17 @@ def _operation(op: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"op={op!r} on {dtype}: torch does not add these; use float16 or bfloat16")
 
 
+def reduction(op: str, dtype: torch.dtype, divide_by: SupportsInt = 1, wire_name: WireName | None = None) -> None:
+    """Refuses an operation, a divisor or a wire format that is unknown, or that does not go with the others."""
+    operation(op, dtype)
+    if divide_by != 1:
+        divisor(divide_by, op, dtype)
+    if wire_name is not None:
+        wire(wire_name, op, dtype)
+
+
 def divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
     """Refuses a divisor that is out of range, or that this operation or dtype does not allow."""
-    if divide_by == 1:
-        return
     if op == "mean":
         raise ConfigError("divide_by and op='mean' both divide; use op='sum'")
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -120,13 +127,7 @@ def divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
     if isinstance(divide_by, float):
         raise ConfigError(f"divide_by={divide_by}: must be a whole number")
     if isinstance(divide_by, SupportsIndex):
-        divisor_in_range(index(divide_by))
-
-
-def divisor_in_range(divide_by: int) -> None:
-    """Refuses a divisor that is out of range."""
-    if not 1 <= divide_by < 1 << 63:
-        raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 63) - 1}")
+        refuse_divisor_out_of_range(index(divide_by))
 
 
 def wire(name: WireName | None, op: str, dtype: torch.dtype) -> None:
@@ -144,13 +145,13 @@ def wire(name: WireName | None, op: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"wire={name!r} with {dtype}: takes float32 and float64; take wire='bf16', or leave it out")
 
 
-def pieces(given: Sequence[Tensor] | None, world_size: int) -> None:
-    """Refuses anything but one dense tensor per rank, all of one dtype."""
+def pieces(given: Sequence[Tensor] | None, world_size: int, device: torch.device) -> None:
+    """Refuses anything but one dense tensor per rank, all of one dtype, on this device."""
     if given is None or len(given) != world_size:
         have = "none" if given is None else str(len(given))
         raise ConfigError(f"needs a list of {world_size} tensors, one per rank; got {have}")
     for tensor in given:
-        dense(tensor)
+        on(device, tensor)
     if len({tensor.dtype for tensor in given}) > 1:
         raise ConfigError(f"the tensors differ in dtype: {', '.join(str(tensor.dtype) for tensor in given)}")
 
@@ -168,8 +169,11 @@ def root(rank: int, world_size: int) -> None:
         raise ConfigError(f"root={rank} is no rank of a world of {world_size}")
 
 
-def peer(name: str, rank: int, *, me: int, world_size: int) -> None:
-    """Refuses a peer that is no other rank."""
+def message(device: torch.device, tensor: object, name: str, rank: int, *, me: int, world_size: int) -> None:
+    """Refuses anything but one dense tensor, and a peer that is no other rank."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"a message is one tensor, got {tensor!r}: send each tensor by itself")
+    on(device, tensor)
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise ConfigError(f"{name}={rank!r}: must be a whole number, the rank at the other end of the message")
     if not 0 <= rank < world_size:

@@ -48,7 +48,7 @@ class Channels:
 
 
 def connect(links: HostLinks, watchdog: Watchdog, settings: Settings, channels: Channels) -> FlatCollectives:
-    """Connects this rank with the others in every way that is possible here. Collective.
+    """Connects this rank with the others by every route that is possible here. Collective.
 
     Raises:
         TransportError: a rank did not take part.

@@ -64,7 +64,7 @@ class CrossHost:
             flat: [numel].
             schedule: of the crossing.
         """
-        crossing: deque[tuple[Tensor, list[int], Work]] = deque()
+        crossing: deque[tuple[Tensor, list[int], Work[None]]] = deque()
         bounds = offsets(flat.numel(), num_pieces(flat.nbytes))
         for start, stop in pairwise(bounds):
             piece = flat[start:stop]
@@ -128,7 +128,7 @@ class CrossHost:
             mine = piece[slices[self._place] : slices[self._place + 1]]
             self._counterparts.run(schedule, mine, reduction=reduction)
 
-    def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work, *, sequence: int) -> None:
+    def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work[None], *, sequence: int) -> None:
         crossed.wait()
         if self._group is not None:
             self._group.all_gather(piece, slices, sequence=sequence)

@@ -214,7 +214,8 @@ class _Lane:
         is_shared: bool,
     ) -> None:
         self._steps, self._buffers, self._transport, self._scratch = iter(steps), buffers, transport, scratch
-        self._combine, (_, self._divide_by, self._wire) = COMBINE[reduction.op].into, reduction
+        self._combine = COMBINE[reduction.op].into
+        self._divide_by, self._wire = reduction.divide_by, reduction.wire
         self._pending: Pending | None = None
         self._arriving: list[tuple[Piece, Tensor]] = []  # by way of scratch
         self._is_shared = is_shared

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -28,31 +29,23 @@ def flatten(tensor: Tensor) -> Tensor:
     return flat if signed is None else flat.view(signed)
 
 
-def write_back(flat: Tensor, tensor: Tensor) -> Tensor:
-    """Copies what `flatten` returned back into `tensor`, unless both are the same memory."""
-    if flat is tensor:
-        return tensor
-    if flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
-        tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
-    return tensor
+def buffers(given: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Sequence[Tensor]]]:
+    """Returns flat buffers, and the tensors that each holds: a tensor's own memory, or copies of a list's by dtype."""
+    if isinstance(given, Tensor):
+        return [(flatten(given), (given,))]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in given:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return [(torch.cat([flatten(tensor) for tensor in tensors]), tensors) for tensors in by_dtype.values()]
 
 
-def in_place(run: Callable[[Tensor], None], tensor: Tensor) -> Tensor:
-    """Runs over the tensor's memory, or over a flat copy that is written back."""
-    flat = flatten(tensor)
-    run(flat)
-    return write_back(flat, tensor)
-
-
-def together(run: Callable[[Tensor], None], tensors: list[Tensor]) -> list[Tensor]:
-    """Runs over flat copies, one per dtype, and writes them back."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([flatten(tensor) for tensor in alike])
-        run(flat)
-        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-    return tensors
+def write_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies a buffer back into the tensors that it holds, unless it is their own memory."""
+    if flat is tensors[0]:
+        return
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        if part.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def with_rows(tensor: Tensor) -> Tensor:
@@ -72,6 +65,7 @@ def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
     return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
 
 
-def sum_overflows(dtype: torch.dtype) -> bool:
-    """Returns True if values of this type may add up to infinity although their mean is far from it."""
-    return dtype in (torch.float16, torch.complex32)  # 65504 is the largest
+@cache  # a message of a few bytes takes a few microseconds
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")

@@ -20,17 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.chunks import offsets
-from ddp.collectives.placed import Hosts
+from ddp.collectives.placed import Hosts, rooted
 from ddp.comm.cross_host import CrossHost
+from ddp.comm.flat import bounds_of
 from ddp.comm.host_links import HostLinks, by_size
+from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.reduction import SUM, Reduction
 from ddp.comm.routes import Route
+from ddp.errors import ConfigError
+from ddp.process.log import log
 
 
 @dataclass(frozen=True)
@@ -61,34 +66,60 @@ class HostPartition:
         return slice(bounds[place], bounds[place + 1])
 
 
-@dataclass(frozen=True)
 class FlatCollectives:
-    """The connections of one rank to the others.
+    """The collectives of one rank on flat tensors: contiguous, of one length and type on all ranks.
+
+    Args and attributes:
+        links: edges to all ranks.
+        hosts: the ranks of every host.
+        routes: every route that an all-reduce can take here, by name.
+        group: this host's ranks in memory, if it has several and they share it.
+        cross_host: connects the memories of several hosts, where ranks of a host share memory.
 
     Attributes:
-        wire: edges to all ranks.
-        hosts: the ranks of every host.
-        ways: every way that an all-reduce can go here, by name.
-        group: this host's ranks in memory, if it has several and they share it.
-        across: connects the memories of several hosts, where ranks of a host share memory.
+        slices: by rank, the number of its slice in `reduce_scatter` and `all_gather`, unless those go by rank.
     """
 
-    links: HostLinks
-    hosts: Hosts
-    routes: Mapping[str, Route]
-    group: HostGroup | None = None
-    cross_host: CrossHost | None = None
+    def __init__(
+        self,
+        links: HostLinks,
+        hosts: Hosts,
+        routes: Mapping[str, Route],
+        group: HostGroup | None = None,
+        cross_host: CrossHost | None = None,
+    ) -> None:
+        self.rank, self.world_size = links.rank, links.world_size
+        self.links, self.hosts, self.routes, self.group, self.cross_host = links, hosts, routes, group, cross_host
+        self.slices = list(range(self.world_size))
+        if cross_host is not None and cross_host.slices is not None:
+            self.slices = cross_host.slices
+        self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
+
+    # --- what is reachable here --------------------------------------------------------------------------------------
 
     def memory_of(self, flat: Tensor) -> HostGroup | None:
         """Returns the memory in which all ranks reach such a tensor, if they share any."""
         return self.group if self.cross_host is None and flat.is_cpu else None
 
     def offers(self, algorithm: str) -> bool:
-        """Returns True for "auto", and for any name that a way here answers to."""
+        """Returns True for "auto", and for any name that a route here answers to."""
         return algorithm == "auto" or any(route.answers_to(algorithm) for route in self.routes.values())
 
-    def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, *, sequence: int = 0) -> None:
-        """Combines `flat` over all ranks in the given way, in place."""
+    @property
+    def host_partition(self) -> HostPartition:
+        """The part of each tensor that every rank carries from its host to the others."""
+        shares_memory = self.group is not None or self.cross_host is not None
+        hosts = self.hosts if shares_memory else [[rank] for rank in range(self.world_size)]
+        at = {rank: (number, place) for number, host in enumerate(hosts) for place, rank in enumerate(host)}
+        numbers, places = zip(*(at[rank] for rank in range(self.world_size)), strict=True)
+        return HostPartition(numbers, places, min(map(len, hosts)))
+
+    # --- reductions --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, sequence: int = 0) -> None:
+        """Combines `flat` over all ranks by the given route, in place."""
+        if reduction.before != 1:
+            flat.mul_(reduction.before)
         if route.schedule is None:
             assert self.group is not None  # `Plan.route` refuses a tensor that this memory cannot reach
             self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
@@ -97,56 +128,128 @@ class FlatCollectives:
             self.cross_host.all_reduce(flat, route.schedule, reduction, sequence=sequence)
         else:
             self.links.run(route.schedule, flat, reduction=reduction)
-
-    @cached_property
-    def slices(self) -> list[int]:
-        """By rank, the number of its slice in `reduce_scatter` and `all_gather`."""
-        return (self.cross_host.slices if self.cross_host is not None else None) or list(range(self.links.world_size))
-
-    @cached_property
-    def host_partition(self) -> HostPartition:
-        """The part of each tensor that every rank carries from its host to the others."""
-        shares_memory = self.group is not None or self.cross_host is not None
-        hosts = self.hosts if shares_memory else [[rank] for rank in range(self.links.world_size)]
-        at = {rank: (number, place) for number, host in enumerate(hosts) for place, rank in enumerate(host)}
-        numbers, places = zip(*(at[rank] for rank in range(self.links.world_size)), strict=True)
-        return HostPartition(numbers, places, min(map(len, hosts)))
-
-    def sum_in_host(self, flat: Tensor, reduction: Reduction = SUM, *, sequence: int = 0) -> None:
-        """Combines `flat` over the ranks that share this host's memory, in place."""
-        if self.group is not None and flat.is_cpu:
-            self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
-        elif reduction.divide_by != 1:
-            flat.div_(reduction.divide_by)
+        if reduction.after != 1:
+            flat.mul_(reduction.after)
 
     def reduce_scatter(
-        self, flat: Tensor, bounds: Sequence[int], reduction: Reduction = SUM, *, sequence: int = 0
-    ) -> None:
-        """Combines each rank's slice of `flat` over all ranks, in place; the rest of `flat` is undefined then."""
+        self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int, *, by_rank: bool = False
+    ) -> Tensor:
+        """Combines and returns this rank's slice of `flat`, in place; the rest of `flat` is undefined then.
+
+        Args:
+            by_rank: slices are in the order of ranks, and not of `slices`.
+        """
+        number = self.rank if by_rank else self.slices[self.rank]
+        mine = flat[bounds[number] : bounds[number + 1]]
+        if reduction.before != 1:
+            flat.mul_(reduction.before)
         if memory := self.memory_of(flat):
             memory.reduce_scatter(flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
-            return
+            return _finished(mine, reduction._replace(divide_by=1))
         undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
-        if cross_host := self._slicing(flat):
+        if not by_rank and (cross_host := self._slicing(flat)):
             cross_host.reduce_scatter(flat, bounds, undivided, sequence=sequence)
         else:
-            self.links.run(by_size("reduce_scatter", flat.nbytes, self.links.world_size), flat, bounds, undivided)
-        if reduction.divide_by != 1:
-            number = self.slices[self.links.rank]
-            flat[bounds[number] : bounds[number + 1]].div_(reduction.divide_by)
+            self.links.run(by_size("reduce_scatter", flat.nbytes, self.world_size), flat, bounds, undivided)
+        return _finished(mine, reduction)
 
-    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int = 0) -> None:
-        """Gives everyone each rank's slice of `flat`, in place."""
+    def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
+        """Combines `flat` over all ranks into the root's; the others' is undefined then."""
+        if reduction.before != 1:
+            flat.mul_(reduction.before)
+        self.links.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=reduction._replace(divide_by=1))
+        if self.rank == root:
+            _finished(flat, reduction)
+
+    def sum_in_host(self, flat: Tensor, reduction: Reduction, sequence: int) -> None:
+        """Combines `flat` over the ranks that share this host's memory, in place."""
+        if reduction.before != 1:
+            flat.mul_(reduction.before)
+        if self.group is not None and flat.is_cpu:
+            self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
+            reduction = reduction._replace(divide_by=1)
+        _finished(flat, reduction)
+
+    # --- what moves without being combined ---------------------------------------------------------------------------
+
+    def all_gather(self, flat: Tensor, bounds: Sequence[int], sequence: int, *, by_rank: bool = False) -> None:
+        """Gives everyone each rank's slice of `flat`, in place.
+
+        Args:
+            by_rank: as in `reduce_scatter`.
+        """
         if memory := self.memory_of(flat):
             memory.all_gather(flat, bounds, sequence=sequence)
-        elif cross_host := self._slicing(flat):
+        elif not by_rank and (cross_host := self._slicing(flat)):
             cross_host.all_gather(flat, bounds, sequence=sequence)
         else:
-            self.links.run(by_size("all_gather", flat.nbytes, self.links.world_size), flat, bounds)
+            self.links.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
 
-    def _slicing(self, flat: Tensor) -> CrossHost | None:
-        """Returns what connects the hosts' memories, if such a tensor goes through it in slices."""
-        return self.cross_host if self.cross_host is not None and self.cross_host.slices and flat.is_cpu else None
+    def broadcast(self, flat: Tensor, root: int, sequence: int) -> None:
+        """Gives everyone the root's values, in place."""
+        if memory := self.memory_of(flat):
+            memory.broadcast(flat, root, sequence=sequence)
+        else:
+            self.links.run(rooted(SCHEDULES["tree_broadcast"], root), flat)
+
+    def gather(self, flat: Tensor, bounds: Sequence[int], root: int) -> None:
+        """Gives the root rank r's flat[bounds[r]:bounds[r + 1]], in place."""
+        self.links.run(rooted(SCHEDULES["tree_gather"], root), flat, bounds)
+
+    def scatter(self, flat: Tensor, bounds: Sequence[int], root: int) -> None:
+        """Gives rank r the root's flat[bounds[r]:bounds[r + 1]], in place."""
+        self.links.run(rooted(SCHEDULES["tree_scatter"], root), flat, bounds)
+
+    def gather_numbers(self, numbers: list[int], device: torch.device, sequence: int) -> list[list[int]]:
+        """Returns every rank's numbers, by rank; equally many."""
+        count = len(numbers)
+        table = torch.zeros(self.world_size, count, dtype=torch.int64, device=device)
+        table[self.rank] = torch.tensor(numbers, device=device)
+        self.all_gather(table.view(-1), range(0, self.world_size * count + 1, count), sequence, by_rank=True)
+        rows: list[list[int]] = table.tolist()
+        return rows
+
+    def laid_out(self, mine: Tensor, sequence: int) -> tuple[Tensor, list[int]]:
+        """Returns a flat buffer with room for every rank's tensor and this one's in it, and how many rows each has."""
+        rows = [num_rows for (num_rows,) in self.gather_numbers([len(mine)], mine.device, sequence)]
+        bounds = bounds_of(rows, mine)
+        flat = mine.new_empty(bounds[-1])
+        flat[bounds[self.rank] : bounds[self.rank + 1]] = mine.reshape(-1)
+        return flat, rows
+
+    def barrier(self, device: torch.device, sequence: int) -> None:
+        """Returns once every rank has called it."""
+        if self.cross_host is not None:
+            self.cross_host.barrier(sequence=sequence)
+        elif self.group is not None:
+            self.group.barrier(sequence=sequence)
+        else:
+            flag = torch.zeros(1, dtype=torch.uint8, device=device)
+            self.links.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
+
+    # --- memory and the end ------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, sequence: int) -> Tensor:
+        """Returns [numel] zeros, in the host's memory where its ranks share it."""
+        if self.group is not None:
+            try:
+                return self.group.allocate(numel, dtype, sequence=sequence)
+            except NoSharedMemory as error:  # on all ranks of the host alike
+                log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
+        try:
+            with torch.inference_mode(False):
+                tensor = torch.zeros(numel, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise ConfigError(f"numel={numel} of {dtype}: there is no memory for it ({error})") from error
+        self._unshared.add(tensor.data_ptr())
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        """Gives memory from `allocate` back, from any thread and at any time."""
+        if tensor.data_ptr() in self._unshared:
+            self._unshared.discard(tensor.data_ptr())
+        elif self.group is not None:
+            self.group.free(tensor)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -154,3 +257,14 @@ class FlatCollectives:
             self.cross_host.close()
         if self.group is not None:
             self.group.close()
+
+    def _slicing(self, flat: Tensor) -> CrossHost | None:
+        """Returns what connects the hosts' memories, if such a tensor goes through it in slices."""
+        return self.cross_host if self.cross_host is not None and self.cross_host.slices and flat.is_cpu else None
+
+
+def _finished(result: Tensor, reduction: Reduction) -> Tensor:
+    """Divides a result that nobody has divided yet, and makes up for smaller terms."""
+    if reduction.divide_by != 1:
+        result.div_(reduction.divide_by)
+    return result if reduction.after == 1 else result.mul_(reduction.after)

@@ -30,6 +30,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ddp.comm.flat import dtype_name
 from ddp.comm.transport.shared_memory import LINE_BYTES, Barrier, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
 
@@ -266,11 +267,6 @@ def tried(make: Callable[[], Made]) -> tuple[Made | None, str]:
         return make(), ""
     except OSError as error:
         return None, str(error)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _inboxes_at(size: int) -> int:

@@ -40,7 +40,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ddp.comm.host_memory import Entry, HostMemory, Region, dtype_name, entry
+from ddp.comm.flat import dtype_name
+from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
 from ddp.comm.reduction import COMBINE
 from ddp.comm.transport.edge import TransportError

@@ -18,14 +18,12 @@ There messages are kept until the first of them is waited for, and then posted t
 from __future__ import annotations
 
 import threading
-from functools import cache
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp.comm.call_queue import CallQueue
-from ddp.comm.flat import flatten, write_back
+from ddp.comm.flat import dtype_name, flatten, write_back
 from ddp.comm.transport.edge import Pending, Transfer, Transport, TransportError
 from ddp.comm.watch.call import Call, Direction, Envelope
 
@@ -78,7 +76,7 @@ class Messages:
                 message.posting.post()
             message.posting.wait(self._timeout_s)
             if envelope.direction == "from":
-                write_back(message.flat, message.tensor)
+                write_back(message.flat, (message.tensor,))
                 if not message.tensor.is_inference():
                     increment_version(message.tensor)  # the transport has written past autograd, which must know of it
 
@@ -110,12 +108,6 @@ class Message:
         if self.envelope in self._messages.in_flight:
             self._messages.wait_for(self)
         return self.tensor if self.envelope.direction == "from" else None
-
-
-@cache  # a message of a few bytes takes a few microseconds
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the dtype as it is called in messages: "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 class Posting:

@@ -85,7 +85,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
 def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
     size = comm.broadcast(torch.tensor([data.numel()], device=comm.device), root, label="size of an object")
     data = data.to(comm.device) if comm.rank == root else torch.empty(int(size), dtype=torch.uint8, device=comm.device)
-    return comm.broadcast(data, root, label="an object").cpu()  # type: ignore[no-any-return]
+    return comm.broadcast(data, root, label="an object").cpu()
 
 
 def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) -> Result:
@@ -101,7 +101,7 @@ def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) 
             outcome = packed(("done", work()))
         except Exception as error:
             outcome, raised = packed(("raised", type(error).__name__, _arguments(error), str(error))), error
-    comm.wait_for_rank_zero(label)
+    comm.peers.wait_for_rank_zero(label)
     how, *rest = unpacked(_broadcast(comm, outcome, 0))
     if how == "raised":
         raise raised or _error(*rest)

@@ -1,7 +1,7 @@
-"""`algorithm="auto"`: which way an all-reduce takes.
+"""`algorithm="auto"`: which route an all-reduce takes.
 
     one host, memory shared     "shared_memory", at once: it is faster than every schedule at every size
-    anything else               the model predicts what every way costs; the cheapest ways are timed, as many as fit
+    anything else               the model predicts what every route costs; the cheapest routes are timed, as many as fit
                                 into `TRIAL_S`; the fastest one is taken
 
     way                         prediction
@@ -12,10 +12,10 @@
                                 A long buffer goes piece by piece, so that additions overlap with the transfers
 
 With a wire format the schedule moves fewer bytes, and each addition is dearer: a number is encoded, decoded and added.
-So a way that makes a number hop more often is charged for each time that it is rounded.
+So a route that makes a number hop more often is charged for each time that it is rounded.
 
 Note "model and trial". The model knows what bytes cost on a wire. Where moving them takes long, its predictions are
-within a tenth, and timing the ways would take seconds. The model knows little about ranks that wait for a core: with
+within a tenth, and timing the routes would take seconds. The model knows little about ranks that wait for a core: with
 more ranks than cores it is off by a factor of two or three. But there an all-reduce takes milliseconds, so trials are
 cheap.
 
@@ -24,7 +24,7 @@ have. It uses additions, multiplications and comparisons alone, because their re
 (logarithms are not). Equal costs are ordered by name.
 
 Sizes up to the same power of two share a trial, so there are few trials, however many sizes a job has. Every choice is
-remembered by its size. Because it comes from measurements, another run may choose otherwise, and in another way the
+remembered by its size. Because it comes from measurements, another run may choose otherwise, and by another route the
 sums have other bits. A run that must repeat another one bit by bit takes over its `choices`.
 """
 
@@ -32,9 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import accumulate
 from math import inf
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +44,9 @@ from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Round, Schedule
 from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
+from ddp.comm import checks
 from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
+from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat_collectives import FlatCollectives
 from ddp.comm.host_links import by_size
 from ddp.comm.reduction import SUM, Reduction
@@ -53,6 +56,10 @@ from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import Narrow
 from ddp.units import binary_size, format_time
+
+Predicted = Literal["all_reduce", "all_gather", "sum_in_host"]
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
 NEARLY = 1.1  # times that differ by no more count as equal
@@ -79,7 +86,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of an all-reduce, and what it is predicted to take.
+    """One route of an all-reduce, and what it is predicted to take.
 
     Attributes:
         memory_s: the part of it that shared memory takes, without what it does while the wire is busy.
@@ -101,7 +108,7 @@ def ranked(
     segment_bytes: int = SEGMENT_BYTES,
     travelling: Callable[[int], int] = int,
 ) -> list[Choice]:
-    """Predicts an all-reduce of `nbytes` in each of these ways; the cheapest first.
+    """Predicts an all-reduce of `nbytes` by each of these routes; the cheapest first.
 
     Args:
         allocated: the tensor lies in memory that the ranks of a host share.
@@ -152,55 +159,89 @@ def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
+def _collective(
+    question: Callable[Concatenate[Plan, int, Params], Result],
+) -> Callable[Concatenate[Plan, int, Params], Result]:
+    """Makes a method about some bytes a collective of the communicator, because whoever asks first measures."""
+
+    @wraps(question)
+    def asked(self: Plan, nbytes: int, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        checks.size(nbytes)
+        call = self._queue.number(question.__name__, how=(nbytes,))
+        return self._queue.run(call, partial(question, self, nbytes, *args, **kwargs))
+
+    return asked  # type: ignore[return-value]
+
+
 class Plan:
-    """Chooses for one communicator. Every rank asks the same questions in the same order; the first question measures.
+    """Chooses for one communicator, and predicts. Every rank asks the same questions in the same order.
 
     Attributes:
-        algorithm: what "auto" stands for: "auto", or the name of a way.
-        choices: bytes, and the wire format if there is one → name of the way that was chosen by its cost.
+        algorithm: what "auto" stands for: "auto", or the name of a route.
+        choices: bytes, and the wire format if there is one → name of the route that was chosen by its cost.
 
     Raises:
         ConfigError: the algorithm asked for is not possible here.
     """
 
-    def __init__(self, collectives: FlatCollectives, settings: Settings) -> None:
-        self.algorithm = settings.algorithm
+    def __init__(self, collectives: FlatCollectives, settings: Settings, queue: CallQueue) -> None:
+        self.algorithm, self._queue = settings.algorithm, queue
         self.choices: dict[str, str] = {}
         self._collectives, self._settings, self._routes = collectives, settings, collectives.routes
         self._measured: Measured | None = None
         self._adding: dict[Narrow, float] = {}  # seconds for each byte that travels
-        self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, by way
+        self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, by route
         self.check(self.algorithm)
 
     def check(self, name: str) -> None:
-        """Accepts the name of a way, "auto", or "shared_memory", which stands for several ways on several hosts.
+        """Accepts the name of a route, "auto", or "shared_memory", which stands for several routes on several hosts.
 
         Raises:
-            ConfigError: there is no such way here.
+            ConfigError: there is no such route here.
         """
-        if not self._collectives.offers(name):
+        if name != "auto" and not self._collectives.offers(name):
             hint, routes = did_you_mean(name, self._routes), ", ".join(self._routes)
             raise ConfigError(f"algorithm={name!r} is not possible here.{hint} Choose one of auto, {routes}")
 
     def route(self, flat: Tensor, algorithm: str, wire: Narrow | None = None) -> Route:
-        """Returns the way for this tensor. The name may stand for several ways.
+        """Returns the route for this tensor. The name may stand for several routes.
 
         Args:
             wire: the format in which numbers travel.
 
         Raises:
-            ConfigError: the way uses the host's memory, and the tensor is elsewhere.
+            ConfigError: the route uses the host's memory, and the tensor is elsewhere.
         """
         asked = self.algorithm if algorithm == "auto" else algorithm
         if asked == "auto":
-            asked = self.choose(flat.nbytes, wire)
+            asked = self._choose(flat.nbytes, wire)
         route = self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire=wire), asked).route
         if route.in_memory and not flat.is_cpu:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return route
 
+    def algorithms(self) -> list[str]:
+        """Returns every algorithm that an all-reduce can take here: what `algorithm=` accepts besides "auto"."""
+        return list(self._routes)
+
+    @property
+    def overlaps(self) -> bool:
+        """Returns True if an all-reduce in the background runs without taking CPU time from the caller.
+
+        It does if there are links to wait for, or a processor to spare. Otherwise the foreground takes less time,
+        because it needs no thread switches.
+        """
+        group = self._collectives.group
+        if group is None or self.algorithm not in ("auto", IN_MEMORY) or IN_MEMORY not in self._routes:
+            return self._collectives.world_size > 1
+        return group.num_processors >= group.size * (torch.get_num_threads() + 1)
+
+    @_collective
     def choose(self, nbytes: int, wire: Narrow | None = None) -> str:
-        """Returns the name of the way that "auto" takes for a buffer of this size."""
+        """Returns the algorithm that "auto" takes for a buffer of this size. Collective: the first call may measure."""
+        return self._choose(nbytes, wire)
+
+    def _choose(self, nbytes: int, wire: Narrow | None = None) -> str:
         if IN_MEMORY in self._routes:
             return IN_MEMORY
         key = str(nbytes) if wire is None else f"{nbytes} {wire}"
@@ -214,11 +255,11 @@ class Plan:
         return self.choices[key]
 
     def ranking(self, nbytes: int, *, allocated: bool = False, wire: Narrow | None = None) -> list[Choice]:
-        """Returns the prediction for every way, the cheapest first.
+        """Returns the prediction for every route, the cheapest first.
 
         Args:
             allocated: the tensor lies in memory from `allocate`.
-            wire: as in `way`.
+            wire: as in `route`.
         """
         routes = [route for route in self._routes.values() if self._settings.order == "any" or route.is_canonical]
         here = partial(ranked, routes, nbytes, allocated=allocated, segment_bytes=self._settings.segment_bytes)
@@ -227,8 +268,26 @@ class Plan:
         network = replace(self.measured.network, gamma_s=self._adding_s(wire))
         return here(replace(self.measured, network=network), travelling=partial(_travelling, wire_format(wire)))
 
-    def predict(self, operation: str, algorithm: str, nbytes: int, *, allocated: bool, wire: Narrow | None) -> float:
-        """Returns the seconds of an all-reduce, of an all-gather, or of a sum in each host's memory."""
+    @_collective
+    def predict(
+        self,
+        nbytes: int,
+        algorithm: str = "auto",
+        *,
+        operation: Predicted = "all_reduce",
+        allocated: bool = False,
+        wire: Narrow | None = None,
+    ) -> float:
+        """Returns the predicted seconds of a collective. Collective: the first call measures.
+
+        Args:
+            nbytes: of the tensor; of an "all_gather", that of all ranks' parts together.
+            algorithm: of an all-reduce.
+            operation: "all_reduce", "all_gather" or "sum_in_host".
+            allocated: the tensor lies in memory from `allocate`.
+            wire: the format in which an all-reduce sends.
+        """
+        self.check(algorithm)
         if operation == "all_reduce":
             asked = self.algorithm if algorithm == "auto" else algorithm
             return cheapest(self.ranking(nbytes, allocated=allocated, wire=wire), asked).predicted_s
@@ -267,7 +326,7 @@ class Plan:
         return self._adding[wire]
 
     def _trial(self, nbytes: int, candidates: Sequence[Choice], wire: Narrow | None = None) -> dict[str, float]:
-        """Times these ways; seconds by name, remembered."""
+        """Times these routes; seconds by name, remembered."""
         if (nbytes, wire) not in self._trials:
             device, gather = self._settings.device, self._collectives.links.gather_bytes
             flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
@@ -280,9 +339,10 @@ class Plan:
             self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes, wire]
 
+    @_collective
     def explain(self, nbytes: int) -> str:
-        """Returns a table of every way, and how far the predictions were off; see `table`."""
-        chosen, size = self.choose(nbytes), size_of_trial(nbytes)
+        """Returns a table of every algorithm, fastest first, and how far predictions were off. Collective."""
+        chosen, size = self._choose(nbytes), size_of_trial(nbytes)
         ranking = self.ranking(size)
         times = self._trial(size, affordable(ranking) or ranking[:1])
         lines = [f"all-reduce of {nbytes:,} bytes; auto takes {chosen}", *table(self.ranking(nbytes), size, times)]
@@ -294,7 +354,7 @@ class Plan:
         """Takes over what another run chose.
 
         Raises:
-            ConfigError: a way is not possible here.
+            ConfigError: a route is not possible here.
         """
         for route in choices.values():
             self.check(route)
@@ -323,18 +383,18 @@ def size_of_trial(nbytes: int) -> int:
 
 
 def trial_s(choice: Choice) -> float:
-    """Returns what timing this way is predicted to take."""
+    """Returns what timing this route is predicted to take."""
     return (NUM_REPETITIONS + 1) * choice.predicted_s
 
 
 def affordable(ranking: Sequence[Choice]) -> list[Choice]:
-    """Returns the cheapest ways, as many as can be timed within `TRIAL_S`."""
+    """Returns the cheapest routes, as many as can be timed within `TRIAL_S`."""
     taken_s = accumulate(map(trial_s, ranking))
     return [choice for choice, until_s in zip(ranking, taken_s, strict=True) if until_s <= TRIAL_S]
 
 
 def fastest(routes: Mapping[str, Route], times: Mapping[str, float]) -> str:
-    """Returns the name of the way to take, given what the ways take.
+    """Returns the name of the route to take, given what the routes take.
 
     Of those that are nearly as fast as the fastest: one through memory, because that takes less CPU time; then the
     first in the catalog, which begins with the ring, because there every rank talks to its neighbours only.
@@ -344,7 +404,7 @@ def fastest(routes: Mapping[str, Route], times: Mapping[str, float]) -> str:
 
 
 def cheapest(ranking: Sequence[Choice], name: str = "auto") -> Choice:
-    """Returns the first choice of a ranking whose way answers to the name.
+    """Returns the first choice of a ranking whose route answers to the name.
 
     Raises:
         ConfigError: none does, because of the order of additions that was asked for.
@@ -359,7 +419,7 @@ def cheapest(ranking: Sequence[Choice], name: str = "auto") -> Choice:
 
 
 def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> list[str]:
-    """Returns the lines of a table: what every way is predicted to take, what it moves, and what most of its time is.
+    """Returns the lines of a table: what every route is predicted to take, what it moves, and what most of its time is.
 
         way            predicted  rounds  sent by a rank  most of it  32 MB timed
      1  all_to_all       40.4 ms       2         37.5 MB  bytes 93 %      48.2 ms
@@ -367,7 +427,7 @@ def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> l
 
     Args:
         size: the bytes of what was timed.
-        times: by the name of a way, what it took.
+        times: by the name of a route, what it took.
     """
     rows = [("", "way", "predicted", "rounds", "sent by a rank", "most of it", f"{binary_size(size)} timed")]
     for number, choice in enumerate(ranking, start=1):

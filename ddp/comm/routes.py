@@ -1,4 +1,4 @@
-"""An all-reduce can run in several ways: by an algorithm over the transport, in the memory of the host, or by both.
+"""An all-reduce has several routes: by an algorithm over the transport, in the memory of the host, or by both.
 
     name                    where it is possible    what happens
     "ring", "tree", …       everywhere              the algorithm's schedule runs over the transport
@@ -28,7 +28,7 @@ CROSSING_BYTES = 2 << 20  # the part of a buffer that crosses between hosts whil
 
 @dataclass(frozen=True)
 class Route:
-    """One way in which an all-reduce can run on these ranks.
+    """One route by which an all-reduce can run on these ranks.
 
     Attributes:
         algorithm: name of the algorithm that runs over the transport; "" if everything happens in memory.
@@ -48,12 +48,12 @@ class Route:
         return "+".join(filter(None, [IN_MEMORY if self.in_memory else "", self.algorithm]))
 
     def answers_to(self, name: str) -> bool:
-        """Returns True if a user who asks for `name` accepts this way. "shared_memory" stands for all that use it."""
+        """Returns True if a user who asks for `name` accepts this route. "shared_memory" stands for all that use it."""
         return name == self.name or (self.in_memory and name == IN_MEMORY)
 
     @cached_property
     def is_canonical(self) -> bool:
-        """Returns True if this way adds up every element as the canonical binary tree over the ranks."""
+        """Returns True if this route adds up every element as the canonical binary tree over the ranks."""
         num_ranks = sum(map(len, self.hosts))
         if not self.in_memory:
             return self.schedule is not None and self.schedule.check(num_ranks).canonical
@@ -65,7 +65,7 @@ class Route:
 
 
 def possible_routes(hosts: Hosts, *, shared_memory: bool) -> dict[str, Route]:
-    """Returns every way that is possible on these hosts, by name.
+    """Returns every route that is possible on these hosts, by name.
 
     Args:
         shared_memory: the ranks of each host can reach each other's memory.

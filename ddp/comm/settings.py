@@ -19,8 +19,8 @@ class Settings:
     Attributes:
         device: where this rank's tensors live.
         generation: version of the membership.
-        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the way that takes least time.
-        order: "canonical" lets "auto" take only ways whose additions follow the canonical binary tree over the ranks.
+        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the route that takes least time.
+        order: "canonical" lets "auto" take only routes whose additions follow the canonical binary tree over the ranks.
         shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
         segment_bytes: size of a pipelining piece of a chunk.
         abort_s: longest wait for a neighbour, in seconds.

@@ -17,29 +17,31 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from typing_extensions import TypeVar
 
 from ddp.comm.watch.call import Call, recorded
 from ddp.process.clock import now_s
 
 CPU = torch.device("cpu")
+Result = TypeVar("Result", default=Any)
 
 
-class Work:
+class Work(Generic[Result]):
     """An asynchronous collective: queued, running or complete.
 
     Attributes:
         done_s: when it ended.
     """
 
-    def __init__(self, collective: Callable[[], Any], device: torch.device = CPU, call: Call | None = None) -> None:
-        self._collective: Callable[[], Any] | None = collective
+    def __init__(self, collective: Callable[[], Result], device: torch.device = CPU, call: Call | None = None) -> None:
+        self._collective: Callable[[], Result] | None = collective
         self._call = call  # names the wait in a profile
-        self._future: Future[Any] = Future()
+        self._future: Future[Result] = Future()
         self._inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
         self._produced = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._finished: torch.cuda.Event | None = None
@@ -65,7 +67,7 @@ class Work:
         except BaseException as error:
             self._future.set_exception(error)
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def wait(self, timeout_s: float | None = None) -> Result:
         """Returns the collective's result once it is complete, or raises its error.
 
         Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly (TimeoutError).
@@ -99,7 +101,7 @@ class Work:
         return not wait([self._future], timeout_s).not_done
 
 
-def done(result: Any = None) -> Work:
+def done(result: Result) -> Work[Result]:
     """Returns a work that has ended already."""
     work = Work(lambda: result)
     work.run()
@@ -111,8 +113,8 @@ class Runner:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._last: Work | None = None  # the last one submitted, if it may still be running
+        self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
+        self._last: Work[Any] | None = None  # the last one submitted, if it may still be running
         self._thread: threading.Thread | None = None
 
     def is_idle(self) -> bool:
@@ -125,7 +127,7 @@ class Runner:
             self._last = None
         return self._last is None
 
-    def submit(self, collective: Callable[[], Any], call: Call | None = None) -> Work:
+    def submit(self, collective: Callable[[], Result], call: Call | None = None) -> Work[Result]:
         """Queues it behind everything submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)

@@ -74,7 +74,7 @@ def explained(nbytes: int, *, shared_memory: bool, compute_s: float | None) -> s
         compute_s: of a step; None: nothing is asked about hooks.
     """
     comm = ddp.init(device="auto", shared_memory=shared_memory)
-    answer = comm.explain(nbytes) if compute_s is None else compared(comm, nbytes, compute_s=compute_s)
+    answer = comm.plan.explain(nbytes) if compute_s is None else compared(comm, nbytes, compute_s=compute_s)
     rank = comm.rank
     ddp.shutdown()
     return answer if rank == 0 else ""

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current, device_of
+from ddp.comm.devices import device_of
+from ddp.comm.session import current
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
@@ -244,7 +245,7 @@ class BucketedDataParallel(Replica):
     @property
     def overlaps(self) -> bool:
         """Returns True if buckets are reduced in the background of backward."""
-        return self.comm.overlaps if self._overlap is None else self._overlap
+        return self.comm.plan.overlaps if self._overlap is None else self._overlap
 
     @property
     def buckets(self) -> list[Bucket]:

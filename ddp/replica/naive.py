@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current, device_of
+from ddp.comm.devices import device_of
+from ddp.comm.session import current
 from ddp.gradients.totals import Totals, count_of
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync

@@ -65,4 +65,4 @@ class _ShardedBackward(Backward):
             found = self.comm.reduce_scatter_(
                 bucket.flat, bounds, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label
             )
-        return found if async_op else None
+        return found if isinstance(found, Work) else None

@@ -57,7 +57,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import current
+from ddp.comm.session import current
 from ddp.errors import ConfigError
 
 BLOCK_BYTES = 512 << 10  # of a batch: stays in the cache between the passes over it

@@ -8,7 +8,8 @@ from torch.optim import LBFGS, Optimizer
 
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import device_of, init
+from ddp.comm.devices import device_of
+from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
 from ddp.process.log import log

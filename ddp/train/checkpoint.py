@@ -175,7 +175,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
     choices = checkpoint.meta.get("all_reduce_choices", {})
-    if set(choices.values()) <= set(state.comm.algorithms()):
+    if set(choices.values()) <= set(state.comm.plan.algorithms()):
         state.comm.plan.pin(choices)  # what "auto" chose then; on another layout it chooses anew
     if (order := checkpoint.meta.get("gradient_order")) is not None:
         state.model.adopt_gradient_order(order)  # the same buckets as then, because a ring's bits depend on them

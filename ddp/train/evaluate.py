@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.devices import device_of
 from ddp.comm.objects import all_gather_object
-from ddp.comm.setup import current, device_of
+from ddp.comm.session import current
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate

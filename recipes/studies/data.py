@@ -41,7 +41,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 import ddp
 from ddp.bench.turns import take_turns
 from ddp.comm.host_share import shared_by_host
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.tar_files import TarSamples
 from ddp.data.loading.cache import Cached

@@ -47,7 +47,7 @@ from ddp.bench.step import Training, make
 from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
 from ddp.bench.workloads import add_models, models_of
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Traffic, foretold

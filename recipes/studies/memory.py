@@ -37,7 +37,7 @@ from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import VARIANTS, TimeSteps, Training, make
 from ddp.bench.turns import Cell
 from ddp.bench.workloads import add_models, models_of, workload
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.commands.command import respond
 from ddp.errors import ConfigError
 from ddp.process.arguments import Parser

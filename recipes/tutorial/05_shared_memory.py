@@ -65,7 +65,7 @@ def on_each_rank(folder: Path) -> tuple[torch.Tensor, bool, dict[str, float]]:
     numbers = torch.randn(LARGE, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
     large, ordinary = everyones(comm, folder, LARGE), torch.empty_like(numbers)
     allocated = comm.allocate(LARGE, torch.float64)  # memory that all ranks of this host see, from the library
-    way = "shared_memory" if "shared_memory" in comm.algorithms() else "tree"  # what an all-reduce may take here
+    way = "shared_memory" if "shared_memory" in comm.plan.algorithms() else "tree"  # what an all-reduce may take here
     sums = comm.all_reduce(numbers.clone(), algorithm="tree")  # by messages: the bits that all ways must have
     for attempt in range(20):
         pause_s = 0.002 if comm.rank == attempt % P else 0.0  # it must not matter who is late

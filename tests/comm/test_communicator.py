@@ -19,6 +19,7 @@ import pytest
 import torch
 from faulty import Faulty
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.collectives.chunks import offsets
@@ -29,8 +30,8 @@ from ddp.comm.connect import Channels
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Pending, Transfer, Transport
 from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
-from ddp.comm.watch.call import Call
-from ddp.comm.watch.watchdog import Wait, Watchdog
+from ddp.comm.watch.board import Board
+from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.setting import WireName
 
@@ -571,7 +572,7 @@ def test_debug_mode_names_both_sides_of_a_mismatch(odd_one: Callable[[Communicat
 def test_debug_mode_compares_the_sizes_that_are_asked_about() -> None:
     def program(comm: Communicator) -> str:
         with pytest.raises(CollectiveMismatch) as raised:
-            comm.explain(1 << (10 + comm.rank))
+            comm.plan.explain(1 << (10 + comm.rank))
         return str(raised.value)
 
     for message in each_rank(2, program, debug=True):
@@ -621,7 +622,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(ConfigError, match="op='avg' is unknown"):
             verb(torch.zeros(1), "avg")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"nbytes=25000000\.0: a tensor has 0 bytes or more, a whole number"):
-        comm.explain(25e6)
+        comm.plan.explain(25e6)
     with pytest.raises(ConfigError, match="divide_by=0: must be from 1"):
         comm.all_reduce(torch.zeros(1), divide_by=np.int64(0))
     with pytest.raises(ConfigError, match=r"divide_by=2\.5: must be a whole number"):
@@ -669,11 +670,11 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match=r"op='max' on torch\.uint16: torch does not compare these"):
         comm.all_reduce(torch.zeros(1, dtype=torch.uint16), "max")
     with pytest.raises(ConfigError, match="nbytes=-1: a tensor has 0 bytes or more"):
-        comm.explain(-1)
+        comm.plan.explain(-1)
     with pytest.raises(ConfigError, match="numel=-1: must be a whole number, at least 0"):
         comm.allocate(-1, torch.float32)
     with pytest.raises(ConfigError, match="algorithm='bogus' is not possible here"):
-        comm.predict(4, "bogus")
+        comm.plan.predict(4, "bogus")
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got 2"):
         comm.all_to_all([torch.zeros(1)] * 2)
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got none"):
@@ -717,7 +718,7 @@ def test_a_run_is_pinned_to_the_choices_of_another() -> None:
         with pytest.raises(ConfigError, match="'abacus' is not possible here"):
             comm.plan.pin({"8": "abacus"})
         comm.all_reduce(torch.ones(1000))
-        return comm.choose(4000), comm.choose(400), str(comm.plan.choices["4000"])
+        return comm.plan.choose(4000), comm.plan.choose(400), str(comm.plan.choices["4000"])
 
     for pinned, chosen, kept in each_rank(3, program, algorithm="auto"):
         assert pinned == kept == "tree"
@@ -728,12 +729,12 @@ class Listener(Watchdog):
     """Keeps what it is told, and tells nobody."""
 
     def __init__(self) -> None:
-        self._wait, self._last_wait, self.warn_s = None, Wait(Call(0, "start-up"), 0, 0.0), math.inf
+        self.board, self.warn_s = Board(HashStore(), 0, 1), math.inf
         self.heard: list[tuple[int, str]] = []
 
     def waits_for(self, peer: int) -> None:
         super().waits_for(peer)
-        self.heard.append((self._last_wait.call.sequence, self._last_wait.call.label))
+        self.heard.append((self.board.last_wait.call.sequence, self.board.last_wait.call.label))
 
 
 def test_calibration_is_part_of_the_call_that_needs_it() -> None:

@@ -20,6 +20,7 @@ from torch.distributed import HashStore
 
 import ddp
 from ddp.comm.objects import on_rank_zero
+from ddp.comm.watch import board
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.call import Call
 from ddp.comm.watch.watchdog import Watchdog
@@ -121,25 +122,26 @@ def test_a_pause_is_no_wait_that_is_worth_a_warning(monkeypatch: pytest.MonkeyPa
     for each in pair:
         each._stopped.set()
         each._thread.join()
-    monkeypatch.setattr(watchdog_module, "now_s", lambda: now)
+    for module in (board, watchdog_module):
+        monkeypatch.setattr(module, "now_s", lambda: now)
     monkeypatch.setattr(watchdog_module.log, "warning", lambda text, *values: told.append(text % values))
     watchdog.begin(Call(7, "barrier"), 1)
     for pause_s in (0, 2, 100, 2, 2, 2, 2, 1):
         assert not told
         now += pause_s
-        watchdog._warn_if_late(watchdog._observe())
+        watchdog._warn_if_late(watchdog.board.observe())
     now += 1
-    watchdog._warn_if_late(watchdog._observe())
+    watchdog._warn_if_late(watchdog.board.observe())
     assert ["has waited 10 s for rank 1" in text for text in told] == [True]
 
-    def read_and_be_paused(read: Callable[[], Any] = watchdog._read_all) -> Any:
+    def read_and_be_paused(read: Callable[[], Any] = watchdog.board.read_all) -> Any:
         nonlocal now
         now += 100
         return read()
 
-    monkeypatch.setattr(watchdog, "_read_all", read_and_be_paused)
-    watchdog._observe()
-    assert watchdog._observe().silent_s[1] < 60
+    monkeypatch.setattr(watchdog.board, "read_all", read_and_be_paused)
+    watchdog.board.observe()
+    assert watchdog.board.observe().silent_s[1] < 60
 
 
 def never_comes() -> str:

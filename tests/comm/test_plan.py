@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -130,10 +130,21 @@ class Rest(NamedTuple):
     """The edges of rank 0. The times of all ranks in a trial are given."""
 
     by_rank: list[dict[str, float]]
+    rank: int = 0
+    world_size: int = 1
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         names = json.loads(mine)
         return [json.dumps({name: [times.get(name, 1.0)] for name in names}).encode() for times in self.by_rank]
+
+
+class AtOnce:
+    """The queue of rank 0: each call has its turn at once."""
+
+    def number(self, operation: str, how: tuple[int, ...]) -> None: ...
+
+    def run(self, call: None, collective: Callable[[], Any]) -> Any:
+        return collective()
 
 
 def auto(
@@ -151,8 +162,9 @@ def auto(
             if ran is not None:
                 ran.append(route.name)
 
-    wire: Any = Rest(list(by_rank))
-    made = Plan(Timed(wire, hosts, routes(hosts)), Settings(**settings))
+    links: Any = Rest(list(by_rank))
+    queue: Any = AtOnce()
+    made = Plan(Timed(links, hosts, routes(hosts)), Settings(**settings), queue)
     made._measured = measured(hosts)
     return made
 

@@ -21,7 +21,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
 import ddp
-from ddp.comm.communicator import Communicator, Op
+from ddp.comm.communicator import Communicator
+from ddp.comm.reduction import Op
 from ddp.comm.transport import topology
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.call import Call
@@ -39,7 +40,7 @@ def sessions(world_size: int) -> None:
     """One host; several hosts; the transport alone; canonical order. One spawn for all: processes are dear."""
     comm = ddp.init(abort_s=20)
     assert comm.hosts == (tuple(range(world_size)),)
-    assert world_size == 1 or "shared_memory" in comm.algorithms()
+    assert world_size == 1 or "shared_memory" in comm.plan.algorithms()
     nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
@@ -56,7 +57,7 @@ def sessions(world_size: int) -> None:
     its_own, topology._boot_id = topology._boot_id, lambda: f"host {comm.rank // 3}"
     comm = ddp.init(abort_s=20, segment_bytes=1 << 12)
     assert comm.hosts == tuple(tuple(range(r, min(r + 3, world_size))) for r in range(0, world_size, 3))
-    assert ("shared_memory+ring" in comm.algorithms()) == (world_size > 3)
+    assert ("shared_memory+ring" in comm.plan.algorithms()) == (world_size > 3)
     nobody_leaves_a_barrier_early(comm)
     ways_are_right(comm)
     verbs_equal_torch_s(comm)
@@ -66,7 +67,7 @@ def sessions(world_size: int) -> None:
     topology._boot_id = its_own
 
     comm = ddp.init(abort_s=20, shared_memory=False, order="canonical")
-    assert not any(route.startswith("shared_memory") for route in comm.algorithms())
+    assert not any(route.startswith("shared_memory") for route in comm.plan.algorithms())
     chosen = comm.all_reduce(normal(comm.rank, 999))
     in_order = canonical_sum([normal(rank, 999) for rank in range(world_size)])
     assert torch.equal(chosen, in_order)
@@ -145,13 +146,13 @@ def ways_are_right(comm: Communicator) -> None:
         "product": lambda x: x.prod(0),
         "max": lambda x: x.amax(0),
     }
-    through_memory = [route for route in comm.algorithms() if route.startswith("shared_memory")]
+    through_memory = [route for route in comm.plan.algorithms() if route.startswith("shared_memory")]
     for route in [
         "auto",
         "ring",
         "butterfly",
         *through_memory,
-        *[w for w in comm.algorithms() if w.startswith("hier")][:1],
+        *[w for w in comm.plan.algorithms() if w.startswith("hier")][:1],
     ]:
         results = []
         for op, numel in cases:
@@ -400,7 +401,7 @@ def test_a_way_that_this_layout_has_not_is_refused_at_once() -> None:
 EXITS = """
 import os, sys
 from torch.distributed import HashStore
-from ddp.comm import watchdog
+from ddp.comm.watch import watchdog
 watchdog.INTERVAL_S = 0  # the thread is nearly always in the store
 for _ in range(3):
     if not (child := os.fork()):

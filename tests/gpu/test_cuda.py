@@ -26,7 +26,7 @@ def gradients(device: str) -> list[Tensor]:
     comm = ddp.init(device=device, abort_s=30)
     if device == "cuda":
         expected = NcclTransport if comm.world_size == 1 else StagedGlooTransport
-        assert isinstance(comm._links.wire.transport, expected)
+        assert isinstance(comm._collectives.links.transport, expected)
     assert torch.equal(
         comm.all_reduce(torch.ones(1000, device=comm.device)).cpu(), torch.full((1000,), float(comm.world_size))
     )

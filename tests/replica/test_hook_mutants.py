@@ -55,7 +55,11 @@ MUTANTS = {
         f"{BACKWARD}._give_back", "self._compression.take_back(slot.name)", "pass", HOOKED, "unused"
     ),
     "a collective in a chain waits for the chain": Mutant(
-        "comm.call_queue.CallQueue.run", "in_chain = self._is_in_chain", "in_chain = False", HOOKED, "background"
+        "comm.call_queue.CallQueue.run",
+        "in_chain = self._chain is not None and self._is_in_chain",
+        "in_chain = False",
+        HOOKED,
+        "background",
     ),
     "padding stays as it came": Mutant(
         "gradients.bucket.Bucket.clear_padding", "self.flat.index_fill_(0, self._padding, 0)", "pass", WIRED, "again"

@@ -173,7 +173,7 @@ def run_case(mutant: Mutant | None, cases: str, case: str) -> None:
     if mutant is not None:
         setattr(*mutated(mutant))
     comm = ddp.init(abort_s=3)
-    type(comm).overlaps = property(lambda self: mutant is not None and mutant.overlap)
+    type(comm.plan).overlaps = property(lambda self: mutant is not None and mutant.overlap)
     getattr(importlib.import_module(cases), case)(comm)
     comm.barrier()
 

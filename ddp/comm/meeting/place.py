@@ -60,40 +60,55 @@ class Place(NamedTuple):
     port: int = 0
 
 
-class _Names(NamedTuple):
+# --- the table: what each launcher says ------------------------------------------------------------------------------
+
+
+class _Launcher(NamedTuple):
     """The variables of one launcher; "" where it has none."""
 
-    launcher: str
+    name: str
     rank: str
     world_size: str = ""
     local_rank: str = ""
     local_world_size: str = ""
 
-    def are_whole(self, env: Mapping[str, str]) -> bool:
+    @classmethod
+    def with_prefix(cls, name: str, prefix: str) -> _Launcher:
+        return cls(name, *(prefix + each for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+    def is_whole(self, env: Mapping[str, str]) -> bool:
         """Returns True if rank and world size are told."""
         return self.rank in env and self.world_size in env
 
     def sign(self, env: Mapping[str, str]) -> str:
         """Returns "NAME=VALUE" of a variable that shows several processes; "" if none does."""
-        for name in (self.world_size, self.local_world_size, self.rank, self.local_rank):
-            least = 1 if name in (self.rank, self.local_rank) else 2
-            if _number(env, name, 0) >= least:
+        fields = ((self.world_size, 2), (self.local_world_size, 2), (self.rank, 1), (self.local_rank, 1))
+        for name, least in fields:
+            if _number(env, name) >= least:
                 return f"{name}={env[name]}"
-        if self is _SLURM and sum(_tasks_of_nodes(env)) > 1:
-            return f"{_TASKS}={env[_TASKS]}"
-        return ""
+        return f"{_TASKS}={env[_TASKS]}" if self is _SLURM and sum(_tasks_of_nodes(env)) > 1 else ""
 
 
-_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = _Names("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-_MVAPICH = _Names("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-_SLURM = _Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-_PMI = _Names("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_HOROVOD = _Names("horovodrun", *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-_JSM = _Names("jsrun", *(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-_PMIX = _Names("PMIx", "PMIX_RANK")
+_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+_PMI = _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_UNDERSTOOD = (  # in this order
+    _TORCHRUN,
+    _Launcher.with_prefix("Open MPI", "OMPI_COMM_WORLD_"),
+    _Launcher.with_prefix("MVAPICH", "MV2_COMM_WORLD_"),
+    _SLURM,
+    _PMI,
+)
+_SEEN = (  # they only show that there are other processes
+    *_UNDERSTOOD,
+    _Launcher.with_prefix("horovodrun", "HOROVOD_"),
+    _Launcher.with_prefix("jsrun", "JSM_NAMESPACE_"),
+    _Launcher("PMIx", "PMIX_RANK"),
+)
 _TASKS = "SLURM_STEP_TASKS_PER_NODE"
-_UNDERSTOOD = (_TORCHRUN, _OPEN_MPI, _MVAPICH, _SLURM, _PMI)
+
+
+# --- the code: how it is read ----------------------------------------------------------------------------------------
 
 
 def place(environment: Mapping[str, str] | None = None) -> Place | None:
@@ -106,8 +121,16 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
         ConfigError: the variables contradict, are malformed, or show several processes but not which one this is.
     """
     env = {name: value for name, value in (os.environ if environment is None else environment).items() if value}
-    found = _placed(_TORCHRUN, env) if _TORCHRUN.are_whole(env) else _from_another(env)
-    if found is not None and found.world_size == 1:
+    launcher = _launcher(env)
+    found = _from_tensorflow(env) if launcher is None else _placed(launcher, env)
+    if launcher is not _TORCHRUN and (found is None or found.world_size == 1):
+        _refuse_half_a_place(env, is_placed=found is not None)
+    if found is None:
+        return None
+    for name, other, mine in (("RANK", "WORLD_SIZE", found.rank), ("WORLD_SIZE", "RANK", found.world_size)):
+        if _number(env, name, mine) != mine:
+            raise ConfigError(f"{name}={env[name]}: {found.launcher} says {mine}; leave it out, or set {other}, too")
+    if found.world_size == 1:
         _tell_of_others(env)
     return found
 
@@ -139,7 +162,7 @@ def is_rank() -> bool:
     A world of one is none unless torchrun's variables say so: a single task of srun may start workers of its own.
     """
     found = place()
-    return found is not None and (found.world_size > 1 or found.launcher == _TORCHRUN.launcher)
+    return found is not None and (found.world_size > 1 or found.launcher == _TORCHRUN.name)
 
 
 def refuse_workers(what: str, *, instead: str) -> None:
@@ -151,17 +174,58 @@ def refuse_workers(what: str, *, instead: str) -> None:
         )
 
 
-def _from_another(env: Mapping[str, str]) -> Place | None:
-    """Returns the place that another launcher than torchrun has told, if it contradicts nothing else."""
-    found = _from_mpi_or_slurm(env) or _from_tensorflow(env)
-    if found is None or found.world_size == 1:
-        _refuse_half_a_place(env, is_placed=found is not None)
-    if found is None:
-        return None
-    for name, other, mine in (("RANK", "WORLD_SIZE", found.rank), ("WORLD_SIZE", "RANK", found.world_size)):
-        if _number(env, name, mine) != mine:
-            raise ConfigError(f"{name}={env[name]}: {found.launcher} says {mine}; leave it out, or set {other}, too")
-    return found
+def _launcher(env: Mapping[str, str]) -> _Launcher | None:
+    whole = [each for each in _UNDERSTOOD if each.is_whole(env)]
+    if whole == [_SLURM, _PMI] and env[_PMI.world_size] != env[_SLURM.world_size]:
+        return _PMI  # mpiexec inside of a step of one task; srun --mpi=pmi2 sets both alike
+    return whole[0] if whole else None
+
+
+def _placed(launcher: _Launcher, env: Mapping[str, str]) -> Place:
+    """Returns the place that the variables of one launcher tell."""
+    rank, world_size = _number(env, launcher.rank), _number(env, launcher.world_size)
+    if not 0 <= rank < world_size:
+        numbers = f"{launcher.rank}={rank} with {launcher.world_size}={world_size}"
+        raise ConfigError(f"{numbers}: ranks are 0 to {launcher.world_size} - 1")
+    local = [_number(env, name) if name in env else None for name in (launcher.local_rank, launcher.local_world_size)]
+    local_rank, local_world_size = local
+    most = world_size if world_size > 1 else math.inf  # whoever trains alone may have others beside it, as said above
+    last = None if local_world_size is None else local_world_size - 1
+    for name, number, size in (
+        (launcher.local_rank, local_rank, local_world_size or most),
+        (launcher.local_world_size, last, most),
+    ):
+        if number is not None and not 0 <= number < size:
+            told = (launcher.rank, launcher.world_size, launcher.local_world_size)
+            words = ", ".join(f"{each}={env[each]}" for each in told if each in env)
+            raise ConfigError(f"{name}={env[name]} contradicts {words}: leave it out, or mend it")
+    if launcher is _SLURM:
+        local_world_size = _tasks_on_this_node(env)
+    local_world_size = local_world_size and min(local_world_size, world_size)
+    address, port = _meeting(launcher, env, world_size, local_world_size)
+    return Place(launcher.name, rank, world_size, local_rank, local_world_size, address, port)
+
+
+def _meeting(
+    launcher: _Launcher, env: Mapping[str, str], world_size: int, local_world_size: int | None
+) -> tuple[str, int]:
+    """Returns where the ranks meet: address and port (note "meeting")."""
+    if world_size == 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+        return "", 0
+    address, port = env.get("MASTER_ADDR", ""), _number(env, "MASTER_PORT")
+    if "MASTER_PORT" in env and not 0 < port < 1 << 16:
+        raise ConfigError(f"MASTER_PORT={port}: must be from 1 to 65535, the same for all ranks")
+    if launcher is _SLURM:
+        job = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+        address, port = address or first_host(env.get("SLURM_STEP_NODELIST", LOOPBACK)), port or _port_of(job)
+    elif launcher is not _TORCHRUN and local_world_size == world_size:
+        address, port = address or LOOPBACK, port or _port_of(f"{os.getuid()} {_starter(launcher.rank)}")
+    if not address or not port:
+        raise ConfigError(
+            f"{launcher.name} has started {world_size} ranks, but {'MASTER_PORT' if address else 'MASTER_ADDR'} is not "
+            "set: give all of them MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there"
+        )
+    return address, port
 
 
 def _refuse_half_a_place(env: Mapping[str, str], *, is_placed: bool) -> None:
@@ -173,20 +237,20 @@ def _refuse_half_a_place(env: Mapping[str, str], *, is_placed: bool) -> None:
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
         if env.get(name, "1") not in ("1", "1:1"):
             raise ConfigError(f"{name}={env[name]} is for torchrun, which reads it: start this with torchrun PROGRAM")
-    for names in (*_UNDERSTOOD, _HOROVOD, _JSM, _PMIX):
-        is_half = names.rank in env and names.world_size not in env
+    for each in _SEEN:
+        is_half = each.rank in env and each.world_size not in env
         # A batch script of Slurm's is one process, and has the rank 0. PMIx has no size, and is beside other launchers.
-        if is_half and not is_placed and names is not _SLURM:
-            size = names.world_size or _TORCHRUN.world_size
-            raise ConfigError(f"{names.rank}={env[names.rank]}, but {size} is not set: {HOW_TO_START}")
-        sign = names.sign(env)
-        if sign and not (names in _UNDERSTOOD and names.are_whole(env)):
+        if is_half and not is_placed and each is not _SLURM:
+            size = each.world_size or _TORCHRUN.world_size
+            raise ConfigError(f"{each.rank}={env[each.rank]}, but {size} is not set: {HOW_TO_START}")
+        sign = each.sign(env)
+        if sign and not (each in _UNDERSTOOD and each.is_whole(env)):
             raise ConfigError(f"{sign} shows several processes, but RANK is not set: {HOW_TO_START}")
 
 
 def _tell_of_others(env: Mapping[str, str]) -> None:
     """Says so, once, if a process that is told to be alone has others beside it; a worker's launcher has said it."""
-    signs = (names.sign(env) for names in (*_UNDERSTOOD, _HOROVOD, _JSM, _PMIX))
+    signs = (each.sign(env) for each in _SEEN)
     if FOLDER not in env and (sign := next(filter(None, signs), "")):
         _say_once(
             f"this process trains alone, because it was started as rank 0 of 1, though {sign} shows others beside it: "
@@ -197,66 +261,6 @@ def _tell_of_others(env: Mapping[str, str]) -> None:
 @functools.cache
 def _say_once(sentence: str) -> None:
     log.warning("%s", sentence)
-
-
-def _from_mpi_or_slurm(env: Mapping[str, str]) -> Place | None:
-    for names in (_OPEN_MPI, _MVAPICH):
-        if names.rank in env and names.world_size in env:
-            return _placed(names, env)
-    is_pmi, is_step = (names.rank in env and names.world_size in env for names in (_PMI, _SLURM))
-    # mpiexec inside of a step of one task; srun --mpi=pmi2 sets both alike.
-    if is_step and not (is_pmi and env["PMI_SIZE"] != env["SLURM_STEP_NUM_TASKS"]):
-        return _placed(_SLURM, env)
-    return _placed(_PMI, env) if is_pmi else None
-
-
-def _placed(names: _Names, env: Mapping[str, str]) -> Place:
-    """Returns the place that the variables of one launcher tell."""
-    rank, world_size = _number(env, names.rank), _number(env, names.world_size)
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"{names.rank}={rank} with {names.world_size}={world_size}: ranks are 0 to {names.world_size} - 1"
-        )
-    local_rank = _number(env, names.local_rank) if names.local_rank in env else None
-    local_world_size = _number(env, names.local_world_size) if names.local_world_size in env else None
-    most = world_size if world_size > 1 else math.inf  # whoever trains alone may have others beside it, as said above
-    for name, number, size in (
-        (names.local_rank, local_rank, local_world_size or most),
-        (names.local_world_size, None if local_world_size is None else local_world_size - 1, most),
-    ):
-        if number is not None and not 0 <= number < size:
-            raise ConfigError(f"{name}={env[name]} contradicts {_told(names, env)}: leave it out, or mend it")
-    if names is _SLURM:
-        local_world_size = _tasks_on_this_node(env)
-    local_world_size = local_world_size and min(local_world_size, world_size)
-    return _with_meeting(Place(names.launcher, rank, world_size, local_rank, local_world_size), names, env)
-
-
-def _told(names: _Names, env: Mapping[str, str]) -> str:
-    """Returns what a launcher's variables say, in words."""
-    told = (names.rank, names.world_size, names.local_world_size)
-    return ", ".join(f"{name}={env[name]}" for name in told if name in env)
-
-
-def _with_meeting(found: Place, names: _Names, env: Mapping[str, str]) -> Place:
-    """Returns the place with where the ranks meet (note "meeting")."""
-    if found.world_size == 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
-        return found
-    address, port = env.get("MASTER_ADDR", ""), _number(env, "MASTER_PORT", 0)
-    if "MASTER_PORT" in env and not 0 < port < 1 << 16:
-        raise ConfigError(f"MASTER_PORT={port}: must be from 1 to 65535, the same for all ranks")
-    if names is _SLURM:
-        job = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
-        address, port = address or first_host(env.get("SLURM_STEP_NODELIST", LOOPBACK)), port or _port_of(job)
-    elif names is not _TORCHRUN and found.local_world_size == found.world_size:
-        address, port = address or LOOPBACK, port or _port_of(f"{os.getuid()} {_starter(names.rank)}")
-    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value]
-    if missing:
-        raise ConfigError(
-            f"{names.launcher} has started {found.world_size} ranks, but {missing[0]} is not set: give all of them "
-            "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there"
-        )
-    return found._replace(address=address, port=port)
 
 
 def first_host(nodes: str) -> str:
@@ -276,7 +280,7 @@ def _tasks_of_nodes(env: Mapping[str, str]) -> list[int]:
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> int | None:
     counts = _tasks_of_nodes(env)
-    node = _number(env, "SLURM_NODEID", 0)
+    node = _number(env, "SLURM_NODEID")
     return counts[node] if 0 <= node < len(counts) else None
 
 
@@ -306,11 +310,9 @@ def _from_tensorflow(env: Mapping[str, str]) -> Place | None:
     return Place("TF_CONFIG", rank, len(workers), before, on_host, hosts[0], ports[0])
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if default is not None and name not in env:
-        return default
+def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     try:
-        return int(env[name])
+        return int(env.get(name, default))
     except ValueError:
         raise ConfigError(f"{name}={env[name]!r}: must be a whole number") from None
 

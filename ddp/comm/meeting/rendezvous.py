@@ -42,7 +42,7 @@ def answered(work: Callable[[], Result], *, within_s: float) -> Result:
         PeerLost: there is no answer in time.
     """
     try:
-        return within(within_s, work)
+        return within(within_s + LET_GO_S, work)
     except TimeoutError as error:
         late = error
     reason = f"the store that it keeps has not answered for {within_s:g} s: it was stopped, or its host is down"
@@ -66,7 +66,7 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
         PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
     """
     meet = partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s)
-    return answered(meet, within_s=abort_s + LET_GO_S)
+    return answered(meet, within_s=abort_s)
 
 
 def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp.comm.communicator import Communicator, Predicted
+from ddp.comm.communicator import Communicator
+from ddp.comm.plan import Predicted
 from ddp.comm.wire_format import widened, wire_format
 from ddp.comm.work import Work, done
 from ddp.gradients.bucket import Bucket, Slot
@@ -122,7 +123,7 @@ def _cost(comm: Communicator, parameters: Sequence[nn.Parameter], hook: Hook | N
             encoding_s = rehearsal.encoding_s(compression, bucket)
     num_hosts, link_bytes, network_s = comm.host_partition.num_hosts, 0.0, 0.0
     for note in rehearsal.notes:
-        network_s += comm.predict(note.nbytes, operation=note.operation, wire=note.wire)
+        network_s += comm.plan.predict(note.nbytes, operation=note.operation, wire=note.wire)
         link_bytes += note.crossing * (num_hosts - 1) / num_hosts
     return Cost(bucket.flat.nbytes, link_bytes, encoding_s, network_s)
 

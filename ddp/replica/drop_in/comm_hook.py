@@ -136,7 +136,7 @@ def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: st
     """
     arrived, label = threading.Event(), f"{hook}, {where}"
     future.add_done_callback(lambda _: arrived.set())
-    comm.wait_for(arrived.wait, label=label)  # even if it is done: all ranks must number their waits alike
+    comm.peers.wait_for(arrived.wait, label=label)  # even if it is done: all ranks must number their waits alike
     try:
         return future.wait() if comm.device.type == "cuda" else future.value()
     except Exception as error:
@@ -145,7 +145,7 @@ def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: st
 
 def _failure(comm: Communicator, message: str, label: str) -> HookFailed | PeerLost:
     """Returns PeerLost if a rank is lost, because that breaks the process group's connections; else HookFailed."""
-    return comm.find_lost(label) or HookFailed(message)
+    return comm.peers.find_lost(label) or HookFailed(message)
 
 
 def check_hook(hook: Any) -> None:

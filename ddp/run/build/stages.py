@@ -22,7 +22,7 @@ from torch import nn
 from ddp import streams
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits, WholeBatches
 from ddp.data.sets import standard_library
 from ddp.errors import ConfigError

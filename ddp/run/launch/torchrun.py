@@ -56,7 +56,8 @@ def main() -> NoReturn:
 
     from ddp.comm.meeting.private_store import part_of
     from ddp.comm.meeting.rendezvous import open_store, rendezvous
-    from ddp.comm.setup import ABORT_S, WARN_S
+    from ddp.comm.opening import WARN_S
+    from ddp.comm.session import ABORT_S
     from ddp.comm.watch.call import Call
     from ddp.comm.watch.watchdog import Watchdog
     from ddp.run.launch.loopback import ON_LOOPBACK
@@ -73,13 +74,13 @@ def main() -> NoReturn:
             sent = prepared(world_size=world_size, local_workers=local_workers, earlier=earlier)
             if "error" not in sent:
                 job.set("run", json.dumps(sent))
-            watchdog.say("start", json.dumps(sent))
+            watchdog.publish("start", json.dumps(sent))
         else:
             importlib.import_module("ddp.run.build.stages")  # it takes a second, while rank 0 prepares
             sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
             fetched = _prepare_host(sent) if rank and not local_rank else {}
-            watchdog.say(f"data/{rank}", json.dumps(fetched))
+            watchdog.publish(f"data/{rank}", json.dumps(fetched))
             for other in range(world_size):
                 fetches = Call(0, f"rank {other} fetches the data of its host")
                 sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))

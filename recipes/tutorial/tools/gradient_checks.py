@@ -130,7 +130,7 @@ class Watched(Communicator):
     def all_reduce(self, *args: Any, async_op: bool = False, label: str = "", **kwargs: Any) -> Any:
         if self.launched:
             self.launched[-1][1].append(label)
-        result = super().all_reduce(*args, async_op=async_op, label=label, **kwargs)
+        result: Any = super().all_reduce(*args, async_op=async_op, label=label, **kwargs)
         if async_op:
             self.forgotten.append(label)
             result.wait = partial(self._wait, result.wait, label)

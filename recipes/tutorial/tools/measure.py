@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ddp.bench.overlap import overlap
 from ddp.bench.workloads import WORKLOADS
 from ddp.comm.communicator import Communicator
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
 
@@ -31,7 +31,7 @@ GLOBAL_BATCH, NUM_TURNS, TURN_S = 240, 3, 0.7
 
 def costs(comm: Communicator) -> dict[str, float]:
     """Returns the figures of the cost model. The communicator must not use shared memory. Collective."""
-    comm.predict(4)  # the first question measures
+    comm.plan.predict(4)  # the first question measures
     crossing = comm.plan.ranking(4)[0].crossing
     assert crossing is not None
     link = crossing.network.inside

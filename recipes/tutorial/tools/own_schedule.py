@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ddp.collectives.catalog import SCHEDULES, add, own_all_reduce
 from ddp.collectives.schedule import Goal, Schedule, ScheduleError
 from ddp.collectives.simulate import ELEMENT_BYTES, Link, Network, equal_hosts, simulate, whole_chunks
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.pictures.schedule import svg
 from ddp.process.invocation import program
 from ddp.replica.bucketed import BucketedDataParallel

@@ -155,10 +155,10 @@ def test_a_rank_without_the_secret_does_not_join() -> None:
 
 def at_the_end_of_a_connection() -> str:
     """Rank 1 is at the end of rank 0's connections, as a stranger who was there first: all it lacks is the secret."""
-    from ddp.comm import setup
+    from ddp.comm import opening
 
     if os.environ["RANK"] == "1":
-        setup.prove.__globals__["code_of"] = lambda key, *parts: secret.code_of(OTHER, *parts)
+        opening.prove.__globals__["code_of"] = lambda key, *parts: secret.code_of(OTHER, *parts)
     try:
         return f"joined {ddp.init(abort_s=20)}"
     except PeerLost as lost:

@@ -52,7 +52,7 @@ def test_bytes_are_those_of_the_formula(how: dict[str, Any], nbytes: float, kind
 
 def test_a_rehearsal_sends_nothing_and_leaves_the_hook_as_it_was() -> None:
     def program(comm: Communicator) -> tuple[int, dict[str, Any]]:
-        comm.predict(4)
+        comm.plan.predict(4)
         before, hook = comm.num_calls, HOOKS["power"]()
         found = foretold(comm, [matrix()], hook=hook)
         assert len(found.buckets) == 1

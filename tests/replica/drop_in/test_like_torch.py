@@ -766,7 +766,7 @@ def replicas_that_are_gone_leave_nothing_behind(comm: ddp.Communicator) -> None:
     module = mlp(4, 3, 2)
 
     def num_regions() -> int:
-        return len(comm._links.group._memory._regions)
+        return len(comm._collectives.group._memory._regions)
 
     gc.collect()
     before = num_regions()
@@ -985,7 +985,7 @@ def layouts_that_are_superseded_give_their_memory_back(comm: ddp.Communicator) -
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     def num_regions() -> int:
-        return len(comm._links.group._memory._regions)
+        return len(comm._collectives.group._memory._regions)
 
     before = num_regions()
     replica = ddp.DistributedDataParallel(mlp(4, 3, 2), **TINY)
@@ -1326,7 +1326,7 @@ def groups_and_meshes(comm: ddp.Communicator) -> None:
     assert ddp.DistributedDataParallel(nn.Linear(1, 1)).process_group is dist.group.WORLD
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = pairs[comm.rank // 2]
-    for kw in ({"process_group": mine}, {"comm": ddp.comm.setup.communicator_of(mine)}):
+    for kw in ({"process_group": mine}, {"comm": ddp.comm.session.communicator_of(mine)}):
         net = nn.Linear(1, 1)
         replica = ddp.DistributedDataParallel(net, **kw)
         replica(torch.full((1, 1), float(comm.rank))).sum().backward()
@@ -1449,7 +1449,7 @@ CASES = [
 
 def all_cases(names: list[str], overlap: bool = False) -> None:
     comm = ddp.init(abort_s=20)
-    type(comm).overlaps = property(lambda self: overlap)
+    type(comm.plan).overlaps = property(lambda self: overlap)
     run_cases(CASES, comm, names)
     ddp.shutdown()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddp.comm.setup import init, shutdown
+from ddp.comm.session import init, shutdown
 from ddp.data.orders.steps import BatchWarmup, Steps
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError

@@ -20,10 +20,10 @@ from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
-from ddp.comm import checks, setup
+from ddp.comm import checks, devices, opening, session
 from ddp.comm.meeting.place import on_this_host
 from ddp.comm.meeting.rendezvous import rendezvous
-from ddp.comm.setup import current
+from ddp.comm.session import current
 from ddp.comm.watch import watchdog
 from ddp.comm.watch.call import Call
 from ddp.errors import ConfigError, PeerLost
@@ -106,7 +106,7 @@ def test_ranks_that_torch_cannot_connect_name_the_one_that_has_gone() -> None:
     store = HashStore()
     for rank in (0, 2):
         store.set(f"joins/{rank}", "")
-    lost = setup._not_connected(store, 0, 3, RuntimeError("wait timeout"))
+    lost = session._not_connected(store, 0, 3, RuntimeError("wait timeout"))
     assert "lost rank 1 " in str(lost)
     assert "it came, but could not be connected (wait timeout)" in lost.reason
 
@@ -164,7 +164,7 @@ def test_ranks_are_on_the_cpu_where_the_model_is_though_there_are_gpus() -> None
 
 def say_another_device(rank: int, store: Store) -> str:
     with pytest.raises(ConfigError) as refused:
-        setup._refuse_unlike_devices(store, rank, 2, torch.device("cuda" if rank else "cpu"))
+        opening._refuse_unlike_devices(store, rank, 2, torch.device("cuda" if rank else "cpu"))
     return str(refused.value)
 
 
@@ -193,7 +193,7 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own_or_the_one_that_is_set(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    assert setup.choose_device(device, "auto", 5, 6) == (torch.device(expected), "gloo")
+    assert devices.choose_device(device, "auto", 5, 6) == (torch.device(expected), "gloo")
 
 
 def test_a_rank_s_number_on_its_host_is_known_without_variables_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,10 +339,10 @@ def test_an_interpreter_that_ends_well_is_no_error() -> None:
         try:
             raise SystemExit(code)
         except SystemExit:
-            assert setup._in_flight() == says
-    assert setup._in_flight() == ""
+            assert session._in_flight() == says
+    assert session._in_flight() == ""
     seen: list[str] = []
-    thread = threading.Thread(target=lambda: seen.append(setup._in_flight()))
+    thread = threading.Thread(target=lambda: seen.append(session._in_flight()))
     try:
         raise ValueError("here")
     except ValueError:

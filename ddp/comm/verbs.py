@@ -1,0 +1,393 @@
+"""The verbs of a communicator: each checks its tensors, numbers the call, and queues what `FlatCollectives` does.
+
+With `async_op=True` a verb returns a `Work` at once; leave its tensors alone until `wait` has returned the result. The
+label is the call's name in errors and profiles.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal, SupportsInt, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from ddp.collectives.chunks import offsets
+from ddp.comm import checks
+from ddp.comm.call_queue import CallQueue
+from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with_rows, write_back
+from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.plan import Plan
+from ddp.comm.reduction import Op, reduction_of
+from ddp.comm.routes import IN_MEMORY
+from ddp.comm.watch.call import recorded
+from ddp.comm.wire_format import widened
+from ddp.comm.work import Work
+from ddp.setting import WireName
+
+Now = Literal[False]  # of `async_op`
+Later = Literal[True]
+Given = TypeVar("Given", bound=Tensor | list[Tensor])
+Result = TypeVar("Result")
+
+
+class Terms(TypedDict, total=False):
+    """The keywords of `reduce_scatter_`, for the type checker."""
+
+    divide_by: SupportsInt
+    wire: WireName | None
+    label: str
+
+
+class How(Terms, total=False):
+    """The keywords of `all_reduce`, for the type checker."""
+
+    algorithm: str
+
+
+class Verbs:
+    """The collectives that a user calls. The class of a communicator derives from it."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    slices: list[int]
+    plan: Plan
+    _queue: CallQueue
+    _collectives: FlatCollectives
+
+    # --- reductions --------------------------------------------------------------------------------------------------
+
+    @overload
+    def all_reduce(self, tensor: Given, op: Op = "sum", *, async_op: Now = False, **how: Unpack[How]) -> Given: ...
+    @overload
+    def all_reduce(self, tensor: Given, op: Op = "sum", *, async_op: Later, **how: Unpack[How]) -> Work[Given]: ...
+    @overload
+    def all_reduce(
+        self, tensor: Given, op: Op = "sum", *, async_op: bool, **how: Unpack[How]
+    ) -> Given | Work[Given]: ...
+    def all_reduce(
+        self,
+        tensor: Given,
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        divide_by: SupportsInt = 1,
+        wire: WireName | None = None,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Given | Work[Given]:
+        """Combines `tensor` over all ranks, in place; bitwise the same everywhere afterwards.
+
+        Args:
+            tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
+            op: "sum", "mean" (floating point only), "product", "min" or "max". Of bools, sum means any, product all.
+            algorithm: one of `plan.algorithms()`, or "auto".
+            divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
+                object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
+            wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`wire_format.py`); sums
+                are kept in the tensor's own type. What goes through a host's memory is not encoded. "fp32": a tensor of
+                a narrower type travels and is added up as float32.
+            async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
+            label: name of this call in messages and profiles.
+
+        Raises:
+            ConfigError: an operation or algorithm that does not exist here, or does not fit the tensor.
+            PeerLost: a rank did not take part within the deadline.
+            CollectiveMismatch: a rank called another collective.
+            CommunicatorBroken: an earlier collective failed.
+        """
+        for one in checks.tensors(tensor):
+            checks.result_on(self.device, one)
+            checks.reduction(op, one.dtype, divide_by, wire)
+        self.plan.check(algorithm)
+        call = self._queue.number("all_reduce", op, tensor, label, how=(algorithm, wire))
+
+        def run() -> Given:
+            for flat, tensors in buffers(tensor):
+                wide, narrow = widened(flat, wire)
+                route = self.plan.route(wide, algorithm, narrow)
+                reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
+                if profiler._is_profiler_enabled:  # inside of the call's own range
+                    name = f"ddp: {route.name}"
+                    recorded(name, self._collectives.all_reduce, wide, route, reduction, call.sequence)
+                else:
+                    self._collectives.all_reduce(wide, route, reduction, call.sequence)
+                write_back(flat if wide is flat else flat.copy_(wide), tensors)
+            return tensor
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Now = False, label: str = "") -> Tensor: ...
+    @overload
+    def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Later, label: str = "") -> Work[Tensor]: ...
+    def reduce_scatter(
+        self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False, label: str = ""
+    ) -> Tensor | Work[Tensor]:
+        """Returns this rank's chunk of the combined tensor; `tensor` itself is left as it was.
+
+        Returns:
+            [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
+        """
+        checks.on(self.device, tensor)
+        checks.reduction(op, tensor.dtype)
+        call = self._queue.number("reduce_scatter", op, tensor, label)
+
+        def run() -> Tensor:
+            flat = flatten(tensor).clone()
+            bounds = offsets(flat.numel(), self.world_size)
+            mine = self._collectives.reduce_scatter(
+                flat, bounds, reduction_of(op, flat.dtype, self.world_size), call.sequence, by_rank=True
+            )
+            return mine.clone().view(tensor.dtype)
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def reduce_scatter_(
+        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: Now = False, **how: Unpack[Terms]
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter_(
+        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: Later, **how: Unpack[Terms]
+    ) -> Work[Tensor]: ...
+    @overload
+    def reduce_scatter_(
+        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: bool, **how: Unpack[Terms]
+    ) -> Tensor | Work[Tensor]: ...
+    def reduce_scatter_(
+        self,
+        flat: Tensor,
+        bounds: Sequence[int],
+        op: Op = "sum",
+        *,
+        divide_by: SupportsInt = 1,
+        wire: WireName | None = None,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Tensor | Work[Tensor]:
+        """Combines slice s of `flat` over all ranks into that of the rank whose number in `slices` is s, in place.
+
+        The rest of `flat` is undefined then.
+
+        Args:
+            flat: [numel], contiguous.
+            bounds: world_size + 1 ascending positions: where each slice begins, and where the last one ends.
+            op, divide_by, wire, async_op, label: as in `all_reduce`.
+        """
+        checks.on(self.device, flat)
+        checks.slices(flat, bounds, self.world_size)
+        checks.reduction(op, flat.dtype, divide_by, wire)
+        call = self._queue.number("reduce_scatter_", op, flat, label, how=(*bounds, wire))
+
+        def run() -> Tensor:
+            wide, narrow = widened(flat, wire)
+            reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
+            mine = self._collectives.reduce_scatter(wide, bounds, reduction, call.sequence)
+            number = self.slices[self.rank]
+            return mine if wide is flat else flat[bounds[number] : bounds[number + 1]].copy_(mine)
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def reduce(
+        self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: Now = False, label: str = ""
+    ) -> Tensor: ...
+    @overload
+    def reduce(
+        self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: Later, label: str = ""
+    ) -> Work[Tensor]: ...
+    def reduce(
+        self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False, label: str = ""
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
+        checks.root(root, self.world_size)
+        checks.result_on(self.device, tensor)
+        checks.reduction(op, tensor.dtype)
+        call = self._queue.number("reduce", f"{op} to {root}", tensor, label)
+
+        def run() -> Tensor:
+            flat = flatten(tensor).clone()  # inner ranks of the tree add up in it
+            self._collectives.reduce(flat, root, reduction_of(op, flat.dtype, self.world_size))
+            if self.rank == root:
+                write_back(flat, (tensor,))
+            return tensor
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    # --- what moves without being combined ---------------------------------------------------------------------------
+
+    @overload
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: Now = False, label: str = "") -> Tensor: ...
+    @overload
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: Later, label: str = "") -> Work[Tensor]: ...
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = ""
+    ) -> Tensor | Work[Tensor]:
+        """Gives every rank the root's values, in place."""
+        checks.root(root, self.world_size)
+        checks.result_on(self.device, tensor)
+        call = self._queue.number("broadcast", f"from {root}", tensor, label)
+
+        def run() -> Tensor:
+            flat = flatten(tensor)
+            self._collectives.broadcast(flat, root, call.sequence)
+            write_back(flat, (tensor,))
+            return tensor
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def all_gather(self, tensor: Tensor, *, async_op: Now = False, label: str = "") -> list[Tensor]: ...
+    @overload
+    def all_gather(self, tensor: Tensor, *, async_op: Later, label: str = "") -> Work[list[Tensor]]: ...
+    def all_gather(
+        self, tensor: Tensor, *, async_op: bool = False, label: str = ""
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Returns every rank's tensor, by rank. All dimensions but the first must agree.
+
+        Args:
+            tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
+        """
+        checks.on(self.device, tensor)
+        mine = with_rows(tensor)
+        call = self._queue.number("all_gather", label=label, how=_agreed(mine))  # first dimensions may differ by rank
+
+        def run() -> list[Tensor]:
+            flat, rows = self._collectives.laid_out(mine, call.sequence)
+            self._collectives.all_gather(flat, bounds_of(rows, mine), call.sequence, by_rank=True)
+            return by_rank(flat, rows, mine)
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: Now = False, label: str = "") -> Tensor: ...
+    @overload
+    def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: Later, label: str = "") -> Work[Tensor]: ...
+    def all_gather_(
+        self, flat: Tensor, bounds: Sequence[int], *, async_op: bool = False, label: str = ""
+    ) -> Tensor | Work[Tensor]:
+        """Gives everyone slice s of `flat` from the rank whose number in `slices` is s, in place.
+
+        Args:
+            flat, bounds: as in `reduce_scatter_`.
+            async_op, label: as in `all_reduce`.
+        """
+        checks.on(self.device, flat)
+        checks.slices(flat, bounds, self.world_size)
+        call = self._queue.number("all_gather_", "", flat, label, how=tuple(bounds))
+
+        def run() -> Tensor:
+            self._collectives.all_gather(flat, bounds, call.sequence)
+            return flat
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def gather(self, tensor: Tensor, root: int = 0, *, async_op: Now = False, label: str = "") -> list[Tensor]: ...
+    @overload
+    def gather(self, tensor: Tensor, root: int = 0, *, async_op: Later, label: str = "") -> Work[list[Tensor]]: ...
+    def gather(
+        self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = ""
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Returns every rank's tensor, by rank, on the root; an empty list elsewhere.
+
+        Args:
+            tensor: as in `all_gather`.
+        """
+        checks.root(root, self.world_size)
+        checks.on(self.device, tensor)
+        mine = with_rows(tensor)
+        call = self._queue.number("gather", f"to {root}", label=label, how=_agreed(mine))
+
+        def run() -> list[Tensor]:
+            flat, rows = self._collectives.laid_out(mine, call.sequence)
+            self._collectives.gather(flat, bounds_of(rows, mine), root)
+            return by_rank(flat, rows, mine) if self.rank == root else []
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def scatter(
+        self, tensors: Sequence[Tensor] | None = None, root: int = 0, *, async_op: Now = False, label: str = ""
+    ) -> Tensor: ...
+    @overload
+    def scatter(
+        self, tensors: Sequence[Tensor] | None = None, root: int = 0, *, async_op: Later, label: str = ""
+    ) -> Work[Tensor]: ...
+    def scatter(
+        self, tensors: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False, label: str = ""
+    ) -> Tensor | Work[Tensor]:
+        """Returns rank r's tensor out of the root's list; shapes may differ. The other ranks pass nothing.
+
+        Raises:
+            ConfigError: the root has not one tensor per rank, or they differ in dtype.
+        """
+        checks.root(root, self.world_size)
+        if self.rank == root:
+            checks.pieces(tensors, self.world_size, self.device)
+        call = self._queue.number("scatter", f"from {root}", label=label)
+
+        def run() -> Tensor:
+            pieces = [] if tensors is None or self.rank != root else list(tensors)
+            about = [[list(piece.shape) for piece in pieces], dtype_name(pieces[0].dtype)] if pieces else ""
+            shapes, dtype = json.loads(self._collectives.links.gather_bytes(json.dumps(about).encode())[root])
+            bounds = [0, *accumulate(map(math.prod, shapes))]
+            flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=self.device)
+            if pieces:
+                torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
+            self._collectives.scatter(flat, bounds, root)
+            return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    @overload
+    def all_to_all(self, tensors: Sequence[Tensor], *, async_op: Now = False, label: str = "") -> list[Tensor]: ...
+    @overload
+    def all_to_all(self, tensors: Sequence[Tensor], *, async_op: Later, label: str = "") -> Work[list[Tensor]]: ...
+    def all_to_all(
+        self, tensors: Sequence[Tensor], *, async_op: bool = False, label: str = ""
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Sends tensors[r] to rank r; returns what rank 0, 1, … sent here.
+
+        Args:
+            tensors: one per rank, [n, ...]; n may differ and may be 0, all else must agree between all ranks.
+        """
+        checks.pieces(tensors, self.world_size, self.device)
+        pieces = [with_rows(piece) for piece in tensors]
+        checks.rows(pieces)
+        call = self._queue.number("all_to_all", label=label, how=_agreed(pieces[0]))
+
+        def run() -> list[Tensor]:
+            counts = [len(piece) for piece in pieces]
+            table = self._collectives.gather_numbers(counts, self.device, call.sequence)  # [from][to], in rows
+            rows = [row[self.rank] for row in table]
+            going, pending = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
+            outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
+            incoming = outgoing.new_empty(pending[-1])
+            longest = max(map(max, table)) * pieces[0].shape[1:].numel()
+            self._collectives.links.exchange(outgoing, going, incoming, pending, longest=longest)
+            return by_rank(incoming, rows, pieces[0])
+
+        return self._queue.run(call, run, async_op=async_op)
+
+    def barrier(self, *, label: str = "") -> None:
+        """Returns once every rank has called it."""
+        call = self._queue.number("barrier", label=label)
+        self._queue.run(call, lambda: self._collectives.barrier(self.device, call.sequence))
+
+    def agree_any(self, flag: bool, *, label: str = "agree_any") -> bool:
+        """Returns True on every rank if `flag` is true on any."""
+        votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
+        algorithm = IN_MEMORY if IN_MEMORY in self._collectives.routes else "recursive_doubling"
+        return bool(self.all_reduce(votes, "max", algorithm=algorithm, label=label).item())
+
+
+def _agreed(tensor: Tensor) -> tuple[object, ...]:
+    """Returns what must agree between ranks whose first dimensions may differ."""
+    return "rows", list(tensor.shape[1:]), tensor.dtype
