@@ -1,4 +1,4 @@
-"""Where a communicator's tensors are, and by which of torch's backends they travel.
+"""Chooses where a communicator's tensors are, and by which of torch's backends they travel.
 
 device            what was asked for; or where a replica's parameters are; or a GPU if the program has begun to use
                   one; or the CPU. One communicator for each kind of device, over the same ranks

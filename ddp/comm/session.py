@@ -39,7 +39,7 @@ ANSWER_S = 3.0  # wait for a store that has answered before
 
 @dataclass
 class _Session:
-    """All that is remembered: the communicators of this process, and what `shutdown` must undo."""
+    """Remembers the communicators of this process, and what `shutdown` must undo."""
 
     comms: dict[tuple[dist.ProcessGroup, str], Communicator] = field(default_factory=dict)  # by kind of device, too
     generation: int = -1  # of the last one for all ranks
