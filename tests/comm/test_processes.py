@@ -267,7 +267,7 @@ def groups_have_memory_of_their_own(comm: Communicator) -> None:
     evens = comm.subgroup(range(0, comm.world_size, 2))
     if evens is None:
         return
-    assert evens.world_size == 1 or "shared_memory" in evens.routes()
+    assert evens.world_size == 1 or "shared_memory" in evens.plan.algorithms()
     assert evens.all_reduce(torch.tensor([float(comm.rank)])).item() == sum(range(0, comm.world_size, 2))
     evens.close()
 
