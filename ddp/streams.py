@@ -103,16 +103,6 @@ def init_stream(seed: int, *, device: torch.device | str) -> None:
     seed_generators(stream_seed(seed, "init"), device=device)
 
 
-def augmentation_stream(seed: int, epoch: int, index: int) -> None:
-    """Seeds the CPU generators for fetching sample `index` in `epoch`. Wrap the calls for a batch in `preserved()`."""
-    seed_generators(stream_seed(seed, "augmentation", epoch, index), device="cpu")
-
-
-def collation_stream(seed: int, epoch: int, first_index: int) -> None:
-    """Seeds the CPU generators for collating the batch that begins with sample `first_index` in `epoch`."""
-    seed_generators(stream_seed(seed, "collation", epoch, first_index), device="cpu")
-
-
 def dropout_stream(seed: int, step: int, shard: int, part: int, device: torch.device | str) -> None:
     """Seeds the generators for forward and backward of one micro-batch: part `part` of shard `shard` of a step."""
     seed_generators(stream_seed(seed, "dropout", step, shard, part), device=device)

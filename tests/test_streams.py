@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ddp.streams import (
-    augmentation_stream,
     dropout_stream,
     init_stream,
     preserved,
+    seed_generators,
     stream_seed,
 )
 
@@ -43,6 +43,10 @@ def test_neighbouring_and_look_alike_keys_do_not_collide():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def augmentation(seed: int, epoch: int, sample: int) -> None:
+    seed_generators(stream_seed(seed, "augmentation", epoch, sample), device="cpu")
+
+
 def test_whole_numbers_count_by_value():
     assert stream_seed(3, np.int64(4)) == stream_seed(np.int32(3), torch.tensor(4).item()) == stream_seed(3, 4)
     with pytest.raises(TypeError):
@@ -52,7 +56,7 @@ def test_whole_numbers_count_by_value():
 @pytest.mark.parametrize(
     "stream",
     [
-        lambda seed, a, b: augmentation_stream(seed, a, b),
+        lambda seed, a, b: augmentation(seed, a, b),
         lambda seed, a, b: dropout_stream(seed, a, b, 0, "cpu"),
         lambda seed, a, b: dropout_stream(seed, a, 0, b, "cpu"),
     ],
@@ -73,7 +77,7 @@ def test_streams_of_equal_numbers_differ_by_name():
     with preserved():
         init_stream(0, device="cpu")
         first = draw()
-        augmentation_stream(0, 0, 0)
+        augmentation(0, 0, 0)
         second = draw()
         dropout_stream(0, 0, 0, 0, "cpu")
         third = draw()

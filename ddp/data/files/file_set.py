@@ -9,8 +9,8 @@
 
 `file_sizes` says how many samples each file has; a sampler that keeps to a few files at a time needs it.
 
-Each process opens files of its own and keeps the few that were used last, because samples are read in runs. A forked
-loader process opens them again instead of using its parent's, and a pickled copy has none.
+A process keeps the few files open that were used last, because samples are read in runs. A forked loader process also
+reads from those of its parent, because reading needs no position that they would share. A pickled copy has none.
 
 A sample that cannot be decoded, or whose bytes a disk or a network does not hand out, is an `UnreadableSample`. A file
 that is missing, or has changed since it was indexed, ends the run.
@@ -20,10 +20,8 @@ Cost: opening maps one index, however many samples it has; a sample costs one re
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections import OrderedDict
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,9 @@ from ddp.data.files.listing import Addresses
 from ddp.data.files.readers import Reader, ReadFailed
 from ddp.data.files.remote import is_remote
 from ddp.data.files.storage import DIRECT, Storage
-from ddp.errors import ConfigError, UnreadableSample
+from ddp.errors import UnreadableSample
+
+_NUM_OPEN, _NUM_OPEN_REMOTE = 64, 4  # files of a process; remote ones have buffers
 
 
 class FileSet:
@@ -47,7 +47,6 @@ class FileSet:
         index_dir: folder with the index.
         build: read new and changed files if the index lacks them. Workers take False, after the parent's `index_files`.
         storage: how files are read, and whether remote ones are copied to this host.
-        num_open: files that a process keeps open; None: 64 local ones, or four remote ones, which have buffers.
 
     Raises:
         ConfigError: as `index_files`; without `build`, there is no index; or the files have not the columns that
@@ -68,21 +67,18 @@ class FileSet:
         index_dir: str | Path,
         build: bool = True,
         storage: Storage = DIRECT,
-        num_open: int | None = None,
     ) -> None:
-        if num_open is not None and num_open < 1:
-            raise ConfigError(f"num_open={num_open}: a process must keep at least one file open")
+        self.storage = storage
         self.format, self.may_read_ahead = format, format.draws_nothing
         if build:
             self._index = index_files(addresses, format, index_dir=index_dir, storage=storage)
         else:
             self._index = open_index(addresses, format, index_dir=index_dir)
         self.addresses = [file.address for file in self._index.files]
-        usual = 4 if any(map(is_remote, self.addresses)) else 64
-        self._open = _OpenFiles(self._index.files, storage, usual if num_open is None else num_open)
+        self._reader = _open_files(self._index.files, storage)
         self.file_sizes: NDArray[np.int64] = np.array([file.num_samples for file in self._index.files], dtype=np.int64)
         self._first_samples = self._index.first_samples()
-        format.check(self._index.files, lambda: (self._open[0], *self._span(0, 0)))
+        format.check(self._index.files, lambda: (self._reader(0), *self._span(0, 0)))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | None:
@@ -92,7 +88,8 @@ class FileSet:
     @property
     def num_opened(self) -> int:
         """Returns how often this process has opened a file."""
-        return self._open.num_opened
+        found: int = self._reader.cache_info().misses
+        return found
 
     def __len__(self) -> int:
         return self._first_samples[-1]
@@ -114,7 +111,7 @@ class FileSet:
         file, number = self._where(index)
         start, end = self._span(file, number)
         try:
-            notes, reader = self._index.files[file].notes, self._open[file]
+            notes, reader = self._index.files[file].notes, self._reader(file)
             return self.format.completed(reader.read(start, end - start), notes, reader.read), notes
         except ReadFailed as error:
             raise UnreadableSample(f"sample {number} of {error}") from error
@@ -122,7 +119,7 @@ class FileSet:
     def _unreadable(self, index: int, error: Exception) -> UnreadableSample:
         file, number = self._where(index)
         try:
-            place = self.format.place(self._open[file], number, self._span(file, number)[0])
+            place = self.format.place(self._reader(file), number, self._span(file, number)[0])
         except ReadFailed:  # a line's number has to be counted
             place = f"sample {number}"
         cause = " ".join(f"{type(error).__name__}: {error}".split())
@@ -143,40 +140,21 @@ class FileSet:
         return start, end
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "lengths"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("lengths", "_reader")}
         return {**state, "_index": self._index._replace(table=self._index.table[:0])}  # mapped again, not copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._index = mapped_again(self._index)
+        self._reader = _open_files(self._index.files, self.storage)
 
 
-class _OpenFiles:
-    """The files that this process has used last. A forked child begins with none."""
+def _open_files(files: list[IndexedFile], storage: Storage) -> Any:
+    """Returns a function from a file's number to its reader, which keeps those that were used last."""
+    limit = _NUM_OPEN_REMOTE if any(is_remote(file.address) for file in files) else _NUM_OPEN
 
-    def __init__(self, files: list[IndexedFile], storage: Storage, limit: int) -> None:
-        self._files, self._storage, self._limit = files, storage, limit
-        self._forget()
+    @lru_cache(limit)  # a reader closes its file once nobody reads from it
+    def reader(file: int) -> Reader:
+        return storage.reader(files[file].address, files[file].facts)
 
-    def _forget(self) -> None:
-        self._pid, self.num_opened = os.getpid(), 0
-        self._readers: OrderedDict[int, Reader] = OrderedDict()
-
-    def __getitem__(self, file: int) -> Reader:
-        if self._pid != os.getpid():
-            self._forget()
-        reader = self._readers.pop(file, None)
-        if reader is None:
-            reader = self._storage.reader(self._files[file].address, self._files[file].facts)
-            self.num_opened += 1
-            while len(self._readers) >= self._limit:
-                self._readers.popitem(last=False)  # closed once nobody reads from it
-        self._readers[file] = reader
-        return reader
-
-    def __getstate__(self) -> tuple[list[IndexedFile], Storage, int]:
-        return self._files, self._storage, self._limit
-
-    def __setstate__(self, state: tuple[list[IndexedFile], Storage, int]) -> None:
-        self._files, self._storage, self._limit = state
-        self._forget()
+    return reader

@@ -54,8 +54,7 @@ class _Lines(Format):
     """
 
     draws_nothing = True
-    _has_quotes = False
-    _has_rows_of_spaces = False
+    _is_quoted = False  # fields may stand in quotes; then a line of spaces is a row, too
     _what: str
 
     def __init__(
@@ -113,11 +112,9 @@ class _Lines(Format):
 
     def _not_finite(self, data: bytes, notes: dict[str, Any]) -> str:
         """Returns in words which column is NaN, infinite, or too large for float32; the loss would be, too."""
-        record = self._record(data, notes)
-        for name in [*(self.inputs or ()), *filter(None, [self.target])]:
-            numbers = torch.tensor(self._numbers(record, name), dtype=torch.float32)
-            if not bool(numbers.isfinite().all()):
-                break
+        record, names = self._record(data, notes), [*(self.inputs or ()), *filter(None, [self.target])]
+        numbers = {name: torch.tensor(self._numbers(record, name), dtype=torch.float32) for name in names}
+        name = next(name for name, each in numbers.items() if not bool(each.isfinite().all()))
         return f"{name} is {record[name]}, no finite number"
 
     def place(self, reader: Reader, number: int, start: int) -> str:
@@ -160,7 +157,7 @@ class _Lines(Format):
         """Returns where each line that is not blank begins and ends, without its line end."""
         size = reader.facts.size
         first = len(_MARK) if reader.read(0, min(3, size)) == _MARK else 0
-        found = list(_line_ends(reader, first, has_quotes=self._has_quotes))
+        found = list(_line_ends(reader, first, has_quotes=self._is_quoted))
         if not found:
             return np.empty((0, 2), dtype=np.int64)
         ends, after_return, after_space = (np.concatenate(each) for each in zip(*found, strict=True))
@@ -171,7 +168,7 @@ class _Lines(Format):
         starts[0], starts[1:] = first, ends[:-1] + 1
         ends = ends - after_return
         is_line = ends > starts
-        for number in [] if self._has_rows_of_spaces else np.flatnonzero(is_line & after_space).tolist():
+        for number in [] if self._is_quoted else np.flatnonzero(is_line & after_space).tolist():
             start, end = int(starts[number]), int(ends[number])
             is_line[number] = bool(reader.read(start, end - start).strip(_SPACES))
         spans: Spans = np.stack([starts, ends], axis=1)[is_line]
@@ -250,8 +247,7 @@ class Csv(_Lines):
     kind = "csv"
     suffixes = (".csv", ".tsv")
     _what = "a row of this file"
-    _has_quotes = True
-    _has_rows_of_spaces = True
+    _is_quoted = True
 
     def __init__(self, *, separator: str = ",", **columns: Any) -> None:
         super().__init__(**columns)

@@ -76,7 +76,7 @@ class Cached:
         found = self._find(index)
         if found is not None:
             try:
-                return _loaded(found)
+                return pickle.loads(found)
             except Exception as error:  # of the sample's class
                 if self._keeps:
                     cause = " ".join(f"{type(error).__name__}: {error}".split())
@@ -211,6 +211,3 @@ def _dumped(sample: Any) -> bytes | None:
         return None
     return stream.getvalue()
 
-
-def _loaded(data: bytearray) -> Any:
-    return pickle.loads(data)

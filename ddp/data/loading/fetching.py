@@ -17,17 +17,16 @@ sample may read a generator and leave no trace there, as with `torch.initial_see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from ddp.data.loading.own_generators import OwnGenerators
+from ddp.data.loading.own_generators import Generators
 from ddp.data.loading.sending import packed
 from ddp.data.samples import Collate, WholeBatches
 from ddp.errors import UnreadableSample
-from ddp.streams import augmentation_stream, collation_stream, preserved
 
 UNREADABLE = (UnreadableSample, OSError)
 """Errors of a data set that mean that one sample cannot be read."""
@@ -74,7 +73,7 @@ class KeyedBatches(Dataset[Any]):
         self.collate_draws = self.collate is not default_collate
         self.draws = self.samples_draw or self.collate_draws
         self.may_read_ahead = says_so and not self.draws
-        self._own: OwnGenerators | None = None  # of this process, once it has begun
+        self._generators: Generators | None = None  # of this process, once it has begun
 
     def __getitem__(self, request: Request) -> Any:
         """Returns a finished batch, packed if it is to be sent."""
@@ -88,25 +87,21 @@ class KeyedBatches(Dataset[Any]):
             with suppress(*self.tolerated):  # else sample by sample, to find out which it is
                 return Fetched(self.dataset.batch(request.indices), [])
         if not self.draws:
-            return self._fetch(request, None)
-        if self._own is None:
-            self._own = OwnGenerators(*[self.dataset] * self.samples_draw, *[self.collate] * self.collate_draws)
-        with preserved(), self._own.preserved() if self._own else nullcontext():
-            return self._fetch(request, self._own or None)
+            return self._fetch(request, Generators())
+        if self._generators is None:
+            self._generators = Generators(*[self.dataset] * self.samples_draw, *[self.collate] * self.collate_draws)
+        with self._generators.preserved():
+            return self._fetch(request, self._generators)
 
-    def _fetch(self, request: Request, own: OwnGenerators | None) -> Fetched:
+    def _fetch(self, request: Request, generators: Generators) -> Fetched:
         samples, errors = [], []
         for index, key in zip(request.indices, request.keys, strict=True):
             if self.samples_draw:
-                augmentation_stream(request.seed, request.epoch, key)
-                if own is not None:
-                    own.seed(request.seed, "augmentation", request.epoch, key)
+                generators.seed(request.seed, "augmentation", request.epoch, key)
             try:
                 samples.append(self.dataset[index])
             except self.tolerated as error:
                 errors.append((index, " ".join(str(error).split())))
         if self.collate_draws:
-            collation_stream(request.seed, request.epoch, request.keys[0])
-            if own is not None:
-                own.seed(request.seed, "collation", request.epoch, request.keys[0])
+            generators.seed(request.seed, "collation", request.epoch, request.keys[0])
         return Fetched(self.collate(samples) if samples else None, errors)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp.streams import stream_seed
+from ddp.streams import preserved, seed_generators, stream_seed
 
 _MOST, _MANY, _FEW = 50_000, 1_000, 8  # objects that are looked at; elements of a long container; and of those
 _PLAIN = (str, bytes, bytearray, int, float, complex, type(None), Tensor, np.ndarray, np.generic, PurePath, ModuleType)
@@ -40,8 +40,8 @@ _LIBRARIES = ("builtins", "abc", "typing", "collections", "functools", "torch", 
 _32_BITS = 0xFFFF_FFFF
 
 
-class OwnGenerators:
-    """The generators that can be reached from some objects.
+class Generators:
+    """The process's generators, and those that can be reached from some objects.
 
     Args:
         roots: a data set and a collate function, say.
@@ -50,11 +50,9 @@ class OwnGenerators:
     def __init__(self, *roots: Any) -> None:
         self._found = _found(roots)
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
     def seed(self, seed: int, *keys: int | str) -> None:
-        """Seeds each of them by the seed of the run and these keys."""
+        """Seeds all of them by the seed of the run and these keys."""
+        seed_generators(stream_seed(seed, *keys), device="cpu")
         for place, each in enumerate(self._found):
             _seed(each, stream_seed(seed, "own", place, *keys))
 
@@ -62,11 +60,12 @@ class OwnGenerators:
     def preserved(self) -> Iterator[None]:
         """Restores them at the end of the block, but for objects that can only be seeded."""
         states = [(each, _state(each)) for each in self._found if isinstance(each, _KINDS)]
-        try:
-            yield
-        finally:
-            for each, state in states:
-                _restore(each, state)
+        with preserved():
+            try:
+                yield
+            finally:
+                for each, state in states:
+                    _restore(each, state)
 
 
 def _seed(each: Any, value: int) -> None:

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp.data.loading.own_generators import OwnGenerators
+from ddp.data.loading.own_generators import Generators
 from ddp.data.loading.torch_loader import taken_apart
 from ddp.data.orders.order import Order
 from ddp.data.samples import Collate, Samples, Splits, TensorSet
 from ddp.errors import ConfigError
-from ddp.streams import augmentation_stream, preserved
 
 
 class Source(NamedTuple):
@@ -114,15 +113,14 @@ def fingerprint(source: Source) -> str | None:
     Returns:
         `UNKEYED` if a sample is not the same when it is read again: it draws from a generator that was not found.
     """
-    samples, own = source.samples, OwnGenerators(source.samples)
+    samples, generators = source.samples, Generators(source.samples)
 
     def read(index: int) -> Any:
-        augmentation_stream(0, 0, index)
-        own.seed(0, "augmentation", 0, index)
+        generators.seed(0, "augmentation", 0, index)
         return samples[index]
 
     try:
-        with preserved(), own.preserved():
+        with generators.preserved():
             first, *others = (read(index) for index in sorted({0, len(samples) // 2, len(samples) - 1}))
             is_keyed = digest_of(first) == digest_of(read(0))
         return digest_of([first, *others]) if is_keyed else UNKEYED

@@ -292,7 +292,8 @@ class TrainSampler:
         self._next = self._skips.past(self._next + plan.size)
         self._num_steps += 1
         if self.seen is not None:
-            self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
+            mine = indices(chain.from_iterable(micro.indices for micro in plan.micros))
+            self.seen = self.seen.with_(Checksum.of(mine))
 
     def take_seen(self) -> Checksum | None:
         """Returns `seen` at the end of an epoch, and begins anew."""

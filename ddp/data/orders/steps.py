@@ -135,7 +135,7 @@ class BatchSizes(Steps):
         """Returns the number of steps that lead from one position to another, or just beyond it."""
         steps = 0
         while not self._is_steady(begin):
-            num_steps, samples, size = self._run(begin)
+            num_steps, samples, size = self._stretch(begin)
             if begin + samples >= end:
                 return steps + max(0, math.ceil((end - begin) / size))
             begin, steps = begin + samples, steps + num_steps
@@ -145,7 +145,7 @@ class BatchSizes(Steps):
     def after(self, begin: int, num_steps: int) -> int:
         """Returns the position after some steps."""
         while not self._is_steady(begin):
-            steps, samples, size = self._run(begin)
+            steps, samples, size = self._stretch(begin)
             if steps >= num_steps:
                 return begin + min(samples, num_steps * size)
             begin, num_steps = begin + samples, num_steps - steps
@@ -156,7 +156,7 @@ class BatchSizes(Steps):
         """Returns the sizes that the steps of a run may have."""
         found, position = set[int](), 0
         while position < self.batch.num_samples + self.length:
-            num_steps, samples, size = self._run(position)
+            num_steps, samples, size = self._stretch(position)
             found |= {size} if num_steps > 1 else set()
             found.add(samples - (num_steps - 1) * size)
             position += samples
@@ -166,7 +166,7 @@ class BatchSizes(Steps):
         """Returns True if this and all further epochs are alike."""
         return position >= self.batch.num_samples and position % self.length == 0
 
-    def _run(self, position: int) -> tuple[int, int, int]:
+    def _stretch(self, position: int) -> tuple[int, int, int]:
         """Returns (steps, samples, size): of one step while the batch grows, else of all that is left of an epoch."""
         left, size = self.length - position % self.length, self.batch.size_at(position)
         samples = left if position >= self.batch.num_samples else min(left, size)

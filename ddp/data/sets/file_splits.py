@@ -9,7 +9,7 @@ Addresses are what `listing.py` takes: a file, a pattern such as train-{000..099
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from ddp.data.files.decoders import ImageAndClass
@@ -34,6 +33,7 @@ from ddp.data.sets.standard_library import Windows
 from ddp.data.sets.text import Tokenizer
 from ddp.data.sets.tokens import TokenSet
 from ddp.errors import ConfigError, UnreadableSample
+from ddp.vision import torchvision
 
 _NUM_TRIED = 100  # samples, of which one must be readable
 
@@ -77,7 +77,9 @@ def load_tar(files: Files, *, image_size: int, num_classes: int, augment: Augmen
     # A cache keeps what this decodes, before it is augmented.
     decoded = TarSamples(decode=ImageAndClass(transform=np.asarray, num_classes=num_classes))
     splits = _splits(files, decoded, sample_shape=(3, image_size, image_size), num_classes=num_classes)
-    of_train, of_test = (OnInput(_Decoded(transform)) for transform in folder_transforms(image_size, augment))
+    compose = torchvision().transforms.Compose
+    transforms = folder_transforms(image_size, augment)
+    of_train, of_test = (OnInput(compose([Image.fromarray, transform])) for transform in transforms)
     return replace(
         splits,
         train=Transformed(splits.train, of_train),
@@ -85,16 +87,6 @@ def load_tar(files: Files, *, image_size: int, num_classes: int, augment: Augmen
         validation=None if splits.validation is None else Transformed(splits.validation, of_test),
         unaugmented=Transformed(splits.train, of_test),
     )
-
-
-class _Decoded:
-    """Applies a transform of Pillow images to an array [height, width, 3]."""
-
-    def __init__(self, transform: Callable[[Any], Any]) -> None:
-        self.transform = transform
-
-    def __call__(self, pixels: NDArray[np.uint8]) -> Any:
-        return self.transform(Image.fromarray(pixels))
 
 
 def load_lines(

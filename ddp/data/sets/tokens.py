@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from ddp.data.files.file_index import Format, IndexedFile, Layout
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.listing import Addresses
 from ddp.data.files.readers import Reader, check_not_compressed
-from ddp.data.files.storage import DIRECT, Storage
 from ddp.data.samples import WholeBatches
 from ddp.errors import ConfigError
 
@@ -167,8 +165,9 @@ class TokenSet(FileSet, WholeBatches):
     """Windows of tokens as a data set that hands out whole batches.
 
     Args:
-        addresses, index_dir, build, storage, num_open: as in `FileSet`.
+        addresses: as in `FileSet`.
         context, dtype, header_bytes, vocab_size: as in `TokenFiles`.
+        files: index_dir, build and storage, as in `FileSet`.
 
     Raises:
         ConfigError: as `FileSet`.
@@ -182,13 +181,10 @@ class TokenSet(FileSet, WholeBatches):
         dtype: str = "uint16",
         header_bytes: int = 0,
         vocab_size: int | None = None,
-        index_dir: str | Path,
-        build: bool = True,
-        storage: Storage = DIRECT,
-        num_open: int | None = None,
+        **files: Any,
     ) -> None:
         self._tokens = TokenFiles(context=context, dtype=dtype, header_bytes=header_bytes, vocab_size=vocab_size)
-        super().__init__(addresses, self._tokens, index_dir=index_dir, build=build, storage=storage, num_open=num_open)
+        super().__init__(addresses, self._tokens, **files)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Returns the windows at `indices`: (x, y), both [k, context] int64.

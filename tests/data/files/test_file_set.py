@@ -20,6 +20,7 @@ import pytest
 from file_systems import EveryFifthFails, Odd
 from torch.utils.data import DataLoader
 
+from ddp.data.files import file_set
 from ddp.data.files.decoders import ImageAndClass
 from ddp.data.files.file_index import Format, Layout, index_files, index_path, open_index
 from ddp.data.files.file_set import FileSet
@@ -117,9 +118,10 @@ def test_samples_of_one_length_need_no_table(tmp_path: Path) -> None:
     assert "".join(pickle.loads(pickle.dumps(letters))[i][0] for i in range(8)) == "abcdefgh"
 
 
-def test_few_files_are_open_and_openings_are_counted(tmp_path: Path) -> None:
+def test_few_files_are_open_and_openings_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_set, "_NUM_OPEN", 2)
     write_words(tmp_path)
-    words = FileSet(tmp_path, Words(), index_dir=tmp_path / "index", num_open=2)
+    words = FileSet(tmp_path, Words(), index_dir=tmp_path / "index")
     firsts = [0, *np.cumsum(words.file_sizes).tolist()]
     assert words.num_opened == 0
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -127,11 +129,9 @@ def test_few_files_are_open_and_openings_are_counted(tmp_path: Path) -> None:
         words[firsts[file]]
     assert words.num_opened == 4
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
-    with pytest.raises(ConfigError, match="num_open=0"):
-        FileSet(tmp_path, Words(), index_dir=tmp_path / "index", num_open=0)
 
 
-def test_copies_and_children_open_files_of_their_own(words: FileSet) -> None:
+def test_copies_open_files_of_their_own_and_children_read_beside_their_parent(words: FileSet) -> None:
     expected = list(words)  # type: ignore[call-overload]
     assert words.lengths is not None
     copy = pickle.loads(pickle.dumps(words))
@@ -139,12 +139,12 @@ def test_copies_and_children_open_files_of_their_own(words: FileSet) -> None:
     assert list(copy) == expected
     assert copy.lengths.tolist() == words.lengths.tolist()
     queue = FORK.Queue()
-    child = FORK.Process(target=lambda: queue.put((words[len(words) - 1], words.num_opened)))
+    child = FORK.Process(target=lambda: [queue.put(list(words)) for _ in range(9)])  # type: ignore[call-overload]
     child.start()
-    assert queue.get(timeout=20) == (expected[-1], 1)
+    for _ in range(9):
+        assert list(words) == expected  # type: ignore[call-overload]
+        assert queue.get(timeout=20) == expected
     child.join()
-    assert words[len(words) - 1] == expected[-1]
-    assert words.num_opened == 5
 
 
 def test_loader_processes_read_the_same_samples(words: FileSet) -> None:

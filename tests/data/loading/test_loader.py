@@ -26,7 +26,7 @@ from ddp.data.orders.sampler import EvaluationSampler, TrainSampler
 from ddp.data.orders.sampler_state import SamplerState
 from ddp.data.samples import WholeBatches
 from ddp.errors import ConfigError, LoaderLost, UnreadableSample
-from ddp.streams import augmentation_stream, preserved
+from ddp.streams import preserved, seed_generators, stream_seed
 
 
 class Augmented(Dataset):
@@ -55,7 +55,7 @@ def expected(seed: int, epoch: int, length: int) -> dict[int, list[float]]:
     samples = {}
     with preserved():
         for index in range(length):
-            augmentation_stream(seed, epoch, index)
+            seed_generators(stream_seed(seed, "augmentation", epoch, index), device="cpu")
             samples[index] = Augmented(length)[index].tolist()
     return samples
 

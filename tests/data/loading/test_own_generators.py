@@ -13,7 +13,7 @@ import torch
 from ddp.comm.communicator import Communicator
 from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.loading.loader import TrainLoader
-from ddp.data.loading.own_generators import OwnGenerators
+from ddp.data.loading.own_generators import Generators
 from ddp.data.loading.source import UNKEYED, fingerprint, source_of
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import Transformed
@@ -157,7 +157,7 @@ def test_a_collate_function_s_own_generator_draws_by_the_batch() -> None:
 def test_the_process_s_generators_and_long_lists_are_not_searched() -> None:
     data = Holds(random.randint, random.random, np.random.rand)
     data.files = [object() for _ in range(10_000)]  # type: ignore[attr-defined]
-    assert not OwnGenerators(data, torch.rand, [random.SystemRandom()])
+    assert not Generators(data, torch.rand, [random.SystemRandom()])._found
 
 
 class Hidden(Holds):

@@ -29,7 +29,7 @@ def data(length: int) -> torch.utils.data.TensorDataset:
 # --- indices ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(lengths, world_sizes, st.booleans(), st.booleans(), st.integers(0, 2**40), st.integers(0, 50))
 def test_same_indices_as_torch(length, world_size, shuffle, drop_last, seed, first):
     for rank in range(world_size):
@@ -80,7 +80,7 @@ def test_passes_are_counted_under_a_dataloader(num_workers, batching):
         assert torch.cat([torch.as_tensor(batch).reshape(-1) for batch in loader]).tolist() == list(theirs)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 60), world_sizes, world_sizes, st.booleans(), st.data())
 def test_resumed_at_another_world_size_nothing_is_missed(length, before, after, drop_last, choice):
     options = {"seed": 3, "drop_last": drop_last}
@@ -174,7 +174,7 @@ def through_a_file(state: dict) -> dict:
     return json.loads(json.dumps(state))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(lengths, world_sizes, world_sizes, st.booleans(), st.booleans(), st.integers(0, 2), st.data())
 def test_an_iterator_resumes_from_its_state(length, before, after, shuffle, drop_last, epoch, choice):
     """Three times in one pass, the last time at another world size. The oracle: the pass without an interruption."""

@@ -73,7 +73,7 @@ def rest_of(samplers: list[TrainSampler], num_steps: int) -> list[list[tuple[int
     return steps
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(0, 11), min_size=1, max_size=8).filter(any),
     st.integers(1, 9),

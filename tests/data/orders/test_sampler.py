@@ -87,7 +87,7 @@ def test_each_sample_once_per_epoch_and_the_same_steps_at_every_world_size(world
         assert epochs[0] != epochs[1] != epochs[2]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(world_sizes, st.integers(1, 6), st.integers(0, 40), st.integers(1, 7))
 def test_shares_differ_by_one_sample_if_the_shards_divide(world_size, shards_per_rank, extra, micro_size):
     options = {"global_batch": world_size + extra, "num_shards": world_size * shards_per_rank, "seed": 1}
@@ -105,7 +105,7 @@ def test_shares_differ_by_one_sample_if_the_shards_divide(world_size, shards_per
             assert len(parts) == -(-sum(parts) // micro_size)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(world_sizes, st.integers(0, 20), st.integers(0, 40), st.none() | st.integers(1, 5))
 def test_micro_batches_are_the_same_at_every_world_size(world_size, more_shards, extra, micro_size):
     num_shards = world_size + more_shards
@@ -141,7 +141,7 @@ def test_planning_moves_nothing_and_commits_come_in_order():
     assert sampler.state == SamplerState(0, 1, 0) and third.size == 2
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(8, 60), st.lists(world_sizes, min_size=2, max_size=4), st.data())
 def test_resume_at_other_world_sizes_again_and_again(length, sizes, choice):
     """Stopped anywhere, an epoch's edge included, and continued by another number of workers: nothing changes."""

@@ -50,7 +50,7 @@ def shards_of(order: Order, batch: int, num_shards: int, *, world_size: int = 1,
     return steps
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
     st.integers(1, 7),

@@ -28,7 +28,7 @@ def walk(sizes: BatchSizes, position: int) -> list[int]:
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 50), st.integers(1, 60) | warmups, st.integers(0, 120), st.integers(0, 60), st.integers(0, 200))
 def test_counting_equals_walking(length, batch, begin, num_steps, more):
     sizes = BatchSizes(length, batch)

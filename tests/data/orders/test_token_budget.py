@@ -17,7 +17,7 @@ from ddp.errors import ConfigError
 lengths = st.lists(st.one_of(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=70)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(lengths, st.integers(1, 200), st.integers(0, 9))
 def test_each_sample_once_and_no_step_above_the_budget(lengths, more, seed):
     budget = TokenBudget(max(lengths) + more, lengths)
@@ -35,7 +35,7 @@ def test_each_sample_once_and_no_step_above_the_budget(lengths, more, seed):
     assert budget.positions(sample, seed=seed, epoch=2) == np.flatnonzero(samples == sample).tolist()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(lengths, st.integers(1, 200), st.data())
 def test_counting_equals_walking(lengths, more, choice):
     budget = TokenBudget(max(lengths) + more, lengths)
