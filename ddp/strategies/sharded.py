@@ -33,7 +33,6 @@ from ddp.optim.update import clipped_step
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.shards import Part, Shards, slice_of
-from ddp.setting import Precision
 from ddp.strategies.replicated import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
@@ -47,7 +46,7 @@ class Sharded(Replicated):
         model: a module, which is wrapped in a `ShardedDataParallel`; or such a replica.
         optimizer: over its parameters. Its groups and its state hold in every step as they are then. From the first
             step on, until `finish`, it has the state of this rank's parts, by whole parameter.
-        precision, clip_norm, watched: as in `Replicated`, but not "bf16_pure".
+        how: as in `Replicated`, but not with precision="bf16_pure".
 
     Raises:
         ConfigError: the optimizer's update of an element may depend on other elements, or the optimizer has hooks; or
@@ -56,15 +55,7 @@ class Sharded(Replicated):
 
     model: ShardedDataParallel
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-        watched: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         if type(optimizer) not in ELEMENTWISE:
             raise ConfigError(
                 f"sharded=True with {type(optimizer).__name__}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which "
@@ -75,11 +66,11 @@ class Sharded(Replicated):
                 f"sharded=True with hooks of {type(optimizer).__name__}: they would see parts; remove them, or leave "
                 "it out"
             )
-        if precision == "bf16_pure":
+        if how.get("precision") == "bf16_pure":
             raise ConfigError(
                 "precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out"
             )
-        super().__init__(model, optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
+        super().__init__(model, optimizer, **how)
         self._comm = self.model.comm
         self._shards: Shards | None = None
         self._of_parts: Optimizer = optimizer  # over the parts, once they are known
