@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
     from ddp.comm.session import init as init
     from ddp.comm.session import shutdown as shutdown
+    from ddp.data.orders.batches import Batches as Batches
     from ddp.data.orders.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.orders.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.orders.sampler import TrainSampler as TrainSampler
@@ -79,6 +80,10 @@ if TYPE_CHECKING:
     from ddp.data.samples import Splits as Splits
     from ddp.errors import PeerLost as PeerLost
     from ddp.gradients.totals import Totals as Totals
+    from ddp.policies import Averaging as Averaging
+    from ddp.policies import Evaluation as Evaluation
+    from ddp.policies import Folder as Folder
+    from ddp.policies import Reading as Reading
     from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
     from ddp.replica.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
@@ -96,23 +101,37 @@ if TYPE_CHECKING:
     from ddp.train.tasks.classification import Classification as Classification
     from ddp.train.tasks.language_model import ByteModel as ByteModel
     from ddp.train.tasks.language_model import LanguageModel as LanguageModel
+    from ddp.train.tasks.loss_function import LossFunction as LossFunction
     from ddp.train.tasks.task import Task as Task
 
 _HOMES = {
+    "Averaging": "ddp.policies",
+    "Batches": "ddp.data.orders.batches",
     "BatchWarmup": "ddp.data.orders.steps",
     "BucketedDataParallel": "ddp.replica.bucketed",
+    "ByteModel": "ddp.train.tasks.language_model",
     "Callback": "ddp.train.callbacks",
     "Classification": "ddp.train.tasks.classification",
     "Communicator": "ddp.comm.communicator",
     "DistributedDataParallel": "ddp.replica.drop_in.data_parallel",
     "DistributedSampler": "ddp.data.orders.distributed_sampler",
-    "EMA": "ddp.train.ema",
     "EarlyStopping": "ddp.train.early_stopping",
+    "EMA": "ddp.train.ema",
+    "evaluate": "ddp.train.evaluate",
+    "Evaluation": "ddp.policies",
     "EvaluationSampler": "ddp.data.orders.sampler",
-    "ByteModel": "ddp.train.tasks.language_model",
+    "fit": "ddp.train.fit",
+    "Folder": "ddp.policies",
+    "init": "ddp.comm.session",
     "LanguageModel": "ddp.train.tasks.language_model",
+    "launch": "ddp.run.launch.command_line",
+    "load": "ddp.run.build.load",
+    "LossFunction": "ddp.train.tasks.loss_function",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
+    "predict": "ddp.train.evaluate",
+    "Reading": "ddp.policies",
+    "shutdown": "ddp.comm.session",
     "Splits": "ddp.data.samples",
     "StepReport": "ddp.train.state",
     "SyncBatchNorm": "ddp.replica.sync_batchnorm",
@@ -120,13 +139,6 @@ _HOMES = {
     "Totals": "ddp.gradients.totals",
     "TrainSampler": "ddp.data.orders.sampler",
     "TrainState": "ddp.train.state",
-    "evaluate": "ddp.train.evaluate",
-    "fit": "ddp.train.fit",
-    "init": "ddp.comm.session",
-    "launch": "ddp.run.launch.command_line",
-    "load": "ddp.run.build.load",
-    "predict": "ddp.train.evaluate",
-    "shutdown": "ddp.comm.session",
 }
 
 __all__ = list(_HOMES)

@@ -12,7 +12,11 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import field, fields, is_dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from ddp.errors import ConfigError, did_you_mean
 
 Additions = Literal["any", "canonical"]  # the order in which an all-reduce may add
 Narrow = Literal["bf16", "fp16", "int8", "int8_stochastic"]
@@ -20,6 +24,7 @@ WireName = Literal[Narrow, "fp32"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 Scaling = Literal["none", "linear", "sqrt", "legw"]
 Uneven = Literal["join", "stop_all", "raise"]
+StrategyName = Literal["replicated", "sharded"]
 
 LARGEST = 3.4e38  # of float32
 
@@ -72,9 +77,38 @@ def out_of_bounds(settings: Any, prefix: str = "") -> Iterator[str]:
         value, key = getattr(settings, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
             yield from out_of_bounds(value, f"{key}.")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif isinstance(value, Real) and not isinstance(value, bool):
             bounds: Bounds = metadata_of(type(settings), item.name).get("bounds", Bounds())
-            if isinstance(value, float) and not abs(value) <= LARGEST:
+            if not abs(float(value)) <= LARGEST:
                 yield f"{key}={value}: must be a finite number, at most {LARGEST:.2g}"
-            elif not bounds.admit(value):
+            elif not bounds.admit(float(value)):
                 yield f"{key}={value}: must be {bounds}"
+
+
+def check_values(policy: Any) -> None:
+    """Raises ConfigError for the first setting of a policy that is of another type, or out of its bounds.
+
+    A number of NumPy's is as good as one of Python's.
+    """
+    kinds = get_type_hints(type(policy))
+    for item in fields(policy):
+        value, kind = getattr(policy, item.name), kinds[item.name]
+        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if value is None and type(None) in options:
+            continue
+        if bool in options and not isinstance(value, bool):
+            raise ConfigError(f"{item.name}={value!r}: must be True or False")
+        bounds: Bounds = metadata_of(type(policy), item.name).get("bounds", Bounds())
+        least = bounds.at_least
+        is_whole = is_number and isinstance(value, Integral)
+        if int in options and not (is_whole and (least is None or int(value) >= least)):
+            raise ConfigError(f"{item.name}={value!r}: must be a whole number from {least} up")
+        if float in options and not is_number:
+            above = "" if bounds.above is None else f" above {bounds.above:g}"
+            raise ConfigError(f"{item.name}={value!r}: must be a number{above}")
+        words = next((get_args(each) for each in options if get_origin(each) is Literal), None)
+        if words is not None and value not in words:
+            raise ConfigError(f"{item.name}={value!r}: take one of {', '.join(words)}.{did_you_mean(value, words)}")
+    for problem in out_of_bounds(policy):
+        raise ConfigError(problem)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    ["errors", "setting", "streams"],
-    ["process", "units", "vision"],
-    ["collectives", "optim", "models", "data"],
+    ["errors", "streams"],
+    ["process", "setting", "units", "vision"],
+    ["collectives", "optim", "models", "data", "policies"],
     ["comm"],
     ["gradients", "pictures"],
     ["replica"],

@@ -41,7 +41,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
 
 NUM_STEPS = 75  # of 29 per epoch (1,438 samples): two epochs' edges, and partial last batches
-JOB = [f"max_steps={NUM_STEPS}", "batch.global_size=50", "cluster.threads_per_worker=1", "log_every=1"]
+JOB = [f"max_steps={NUM_STEPS}", "batch.global_size=50", "cluster.threads_per_worker=1", "report.log_every=1"]
 JOB = [*JOB, "checkpoint.every_steps=4"]
 LONG_JOB = ["run.name=mine", *JOB, "max_steps=1500", "epochs=null"]  # it has an end, should nothing happen to it
 

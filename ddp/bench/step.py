@@ -13,7 +13,7 @@ repetition is one step: zero_grad, forward, backward, optimizer.
 | fit         | `ddp.fit` on samples in memory: from one step's beginning to the next one's                        |
 | fit_noise   | the same, and the gradient noise scale is measured in every step instead of every tenth            |
 | lamb        | ours as in `ddp.fit`, with LAMB instead of SGD, and the norm of the gradient                       |
-| sharded     | the same, and each rank updates a slice of the parameters (`ddp/strategies/sharded.py`)            |
+| sharded     | the same, and each rank updates a slice of the parameters (`ddp/replica/sharded.py`)               |
 | by_hand     | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler   |
 
 `fit`, `fit_noise` and `by_hand` fetch a new batch for each step; the others have it. All replicas have their default: a
@@ -52,6 +52,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.session import current, init, shutdown
 from ddp.data.samples import TensorSet
 from ddp.optim.lamb import LAMB
+from ddp.policies import Folder
 from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
@@ -301,11 +302,8 @@ class Fitting(Training):
             loss=_as_task(self._samples.targets),
             global_batch=len(self._batch[0]) * self._comm.world_size,
             max_steps=num_steps + 1,
-            checkpoint_dir=None,
-            progress=False,
-            noise_scale_every=self._noise_scale_every,
+            folder=Folder(None, noise_scale_every=self._noise_scale_every, progress=False),
             callbacks=[starts],
-            comm=self._comm,
         )
         self.loss = torch.tensor(state.train_loss)
         return [end - start for start, end in pairwise(starts.seen_s)]

@@ -38,8 +38,11 @@ from ddp.run.settings.trust import check_trust
 from ddp.train.starts import STARTS
 from ddp.train.tasks.task import Task
 
-OF_THE_RUN = ("data", "model", "loss", "loader", "precision", "device", "backend", "deterministic")
-MAY_DIFFER = ("data", "loader", "cluster", "comm", "precision", "device", "backend", "deterministic", "trust")
+OF_THE_RUN = ("data", "model", "loss", "loader", "evaluate", "precision", "device", "backend", "deterministic")
+MAY_DIFFER = (
+    *("data", "loader", "evaluate", "cluster", "comm"),
+    *("precision", "device", "backend", "deterministic", "trust"),
+)
 _OF_TRAINING = ("transform", "sharding", "validation", "validation_path")  # of data, and no matter afterwards
 _PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir")  # of data, which may be relative
 _NO_LIMIT = 1 << 30  # a global batch, because no step is made
@@ -182,7 +185,7 @@ def reading(config: Config, splits: Splits) -> dict[str, Any]:
     """Returns how samples are read and computed, as arguments of `evaluate` and `predict`."""
     return {
         "collate": splits.collate,
-        "batch_size": config.loader.evaluation_batch,
+        "batch_size": config.evaluate.batch,
         "num_workers": config.loader.num_workers,
         "precision": config.precision,
     }

@@ -245,7 +245,7 @@ def _num_micros_before(sampler: TrainSampler, plan: StepPlan) -> int:
 
 def _loader(config: Config, number: int) -> str:
     """Returns who fetches a rank's micro-batch with this number in an epoch: DataLoader's processes take turns."""
-    processes = config.loader.num_workers
+    processes = config.loader.num_workers or 0
     return f"loader process {number % processes}, " if processes else ""
 
 

@@ -11,3 +11,4 @@ from ddp.optim.schedules import scaled_rate as scaled_rate
 from ddp.optim.schedules import step as step
 from ddp.optim.schedules import with_warmup as with_warmup
 from ddp.optim.schedules import wsd as wsd
+from ddp.optim.torch_schedule import TorchSchedule as TorchSchedule

@@ -21,40 +21,45 @@ class TorchSchedule:
     """Steps a scheduler after each step, epoch or evaluation.
 
     Attributes:
-        name: the scheduler's class; needs_metric: it reads one; mode: "min" or "max", what it wants the metric to be.
+        name: the scheduler's class; every: the moment at which it steps.
+        needs_metric: it reads one; mode: "min" or "max", what it wants the metric to be.
 
     Args:
         scheduler: made for `optimizer`.
-        every: the moment that one call of `scheduler.step()` stands for.
-        optimizer: the one that is trained with.
+        every: the moment that one call of `scheduler.step()` stands for: "step" or "epoch".
 
     Raises:
-        ConfigError: the scheduler belongs to another optimizer, or `every` is missing or does not go with it.
+        ConfigError: `every` is missing, or does not go with the scheduler.
     """
 
-    def __init__(self, scheduler: LRScheduler, *, every: str | None, optimizer: Optimizer) -> None:
+    def __init__(self, scheduler: LRScheduler, *, every: str | None = None) -> None:
         self.name = name = type(scheduler).__name__
         self.needs_metric = needs_metric = isinstance(scheduler, ReduceLROnPlateau)
-        if getattr(scheduler, "optimizer", None) is not optimizer:
-            raise ConfigError(f"schedule={name} was made for another optimizer: make it with the one given to ddp.fit")
         if every is None and needs_metric:
             every = "evaluation"
         if every not in (("evaluation",) if needs_metric else ("step", "epoch")):
-            remedy = "leave schedule_every out" if needs_metric else 'say schedule_every="step" or "epoch"'
-            raise ConfigError(
-                f"schedule={name} with schedule_every={every!r}: torch's schedulers count calls of step(); {remedy}"
-            )
-        self._scheduler, self._every = scheduler, every
+            say = 'say ddp.optim.TorchSchedule(scheduler, every="step") or "epoch"'
+            remedy = "leave it out" if needs_metric else say
+            what = f"schedule={name} with every={every!r}"
+            raise ConfigError(f"{what}: torch's schedulers count calls of step(); {remedy}")
+        self._scheduler, self.every = scheduler, every
         self.mode = getattr(scheduler, "mode", "")
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError if the scheduler was made for another optimizer."""
+        if getattr(self._scheduler, "optimizer", None) is not optimizer:
+            raise ConfigError(
+                f"schedule={self.name} was made for another optimizer: make it with the one given to ddp.fit"
+            )
 
     def stepped(self, *, is_epoch_end: bool) -> None:
         """Counts an optimizer step."""
-        if self._every == "step" or (self._every == "epoch" and is_epoch_end):
+        if self.every == "step" or (self.every == "epoch" and is_epoch_end):
             self._scheduler.step()
 
     def evaluated(self, metric: float) -> None:
         """Counts an evaluation."""
-        if self._every == "evaluation":
+        if self.every == "evaluation":
             self._scheduler.step(metric)  # type: ignore[arg-type]  # torch declares the epoch of other schedulers
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ddp.comm.devices import device_of
 from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
+from ddp.policies import Averaging
 from ddp.process.log import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.drop_in.sparse import produces_sparse_gradient
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.setting import Precision, WireName
+from ddp.setting import Precision
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Strategy
@@ -37,10 +38,7 @@ def replica_of(
     model: nn.Module,
     optimizer: Optimizer,
     comm: Communicator,
-    *,
-    sharded: bool = False,
-    wire: WireName | None = None,
-    hook: Hook | None = None,
+    averaging: Averaging,
 ) -> Replica:
     """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
 
@@ -74,10 +72,11 @@ def replica_of(
             len(left_out),
             left_out[0],
         )
+    sharded = averaging.strategy == "sharded"
     if isinstance(model, Replica):
         if sharded and not isinstance(model, ShardedDataParallel):
-            raise ConfigError(f"sharded=True with a model in a {name}: give ddp.fit the bare module")
-        for key, given in (("wire", wire), ("hook", hook)):
+            raise ConfigError(f"strategy='sharded' with a model in a {name}: give ddp.fit the bare module")
+        for key, given in (("wire", averaging.wire), ("hook", averaging.hook)):
             if given is not None:
                 takes_it = isinstance(model, BucketedDataParallel)
                 what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
@@ -87,17 +86,23 @@ def replica_of(
         if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
             raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
         return model
-    if isinstance(hook, Hook):
-        check_momentum(hook, optimizer)
+    if isinstance(averaging.hook, Hook):
+        check_momentum(averaging.hook, optimizer)
     model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
     is_sparse = any(produces_sparse_gradient(layer) for layer in model.modules())
     if is_sparse and sharded:
-        raise ConfigError("sharded=True: a layer has sparse gradients, which no slice can hold; leave it out")
-    if sharded:
-        return ShardedDataParallel(model, comm=comm, wire=wire, hook=hook)
-    if is_sparse:
-        return DistributedDataParallel(model, comm=comm, wire=wire, hook=hook)
-    return BucketedDataParallel(model, comm=comm, wire=wire, hook=hook)
+        raise ConfigError("strategy='sharded': a layer has sparse gradients, which no slice can hold; leave it out")
+    kind = ShardedDataParallel if sharded else DistributedDataParallel if is_sparse else BucketedDataParallel
+    replica: BucketedDataParallel = kind(
+        model,
+        comm=comm,
+        wire=averaging.wire,
+        hook=averaging.hook,
+        bucket_cap_mb=averaging.bucket_cap_mb,
+        first_bucket_mb=averaging.first_bucket_mb,
+    )
+    replica.verify_replicas(every=averaging.verify_every)
+    return replica
 
 
 def strategy_for(

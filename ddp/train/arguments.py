@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,26 +23,38 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.cache import cached
-from ddp.data.loading.source import UNKEYED, Source, fingerprint
+from ddp.data.loading.iterable import sampler_of_stream
+from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
+from ddp.data.orders.batches import Batches
 from ddp.data.orders.order import Order
-from ddp.data.orders.sampler import TrainSampler
+from ddp.data.orders.sampler import TrainSampler, sampler_of
+from ddp.data.orders.steps import BatchWarmup
+from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.samples import WholeBatches
 from ddp.data.sets.validation import selection_in
-from ddp.errors import CheckpointError, ConfigError, did_you_mean, nearest
+from ddp.errors import CheckpointError, ConfigError, nearest
+from ddp.gradients.hooks.error_feedback import corrected
+from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule
-from ddp.optim.torch_schedule import Moment, TorchSchedule
+from ddp.optim.torch_schedule import TorchSchedule
+from ddp.policies import ONE_EVALUATION, Averaging, Evaluation, Folder, Reading, Training
 from ddp.process.log import log
 from ddp.process.memory import available_bytes
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.setting import check_values
+from ddp.strategies.choice import replica_of, strategy_for
+from ddp.strategies.strategy import Strategy
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 from ddp.train.early_stopping import EarlyStopping
 from ddp.train.ema import EMA
-from ddp.train.ending import ending_problems
 from ddp.train.foreign_words import meaning
+from ddp.train.held_out import HeldOut, held_out_of
+from ddp.train.moved import moved_argument
+from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import identity_of, resume_from
-from ddp.train.tasks.loss_function import name_of
+from ddp.train.tasks.loss_function import as_task, name_of
 from ddp.train.tasks.task import Task
 
 NEEDED: Any = ...
@@ -51,29 +64,162 @@ CACHE_SHARE = 0.5  # of the memory that is left
 LARGEST_CACHE = 1 << 44  # bytes, where the host does not say how much is left
 
 
-def shards_of(
-    num_shards: int | None,
-    comm: Communicator,
-    model: nn.Module,
-    global_batch: Any,
-    checkpoint_dir: str | Path | None,
-    resume: str | Path | None,
-) -> int | None:
+@dataclass(kw_only=True)
+class Given(Training):
+    """The arguments of `ddp.fit`, each checked, and what only the command line gives.
+
+    Attributes:
+        stop: a wish to stop that the caller sets; None: signals set it.
+        settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
+    """
+
+    model: nn.Module
+    data: Any
+    optimizer: Optimizer
+    loss: Any = NEEDED
+    global_batch: Any = NEEDED
+    validation_data: Any = None
+    test_data: Any = None
+    evaluation: Evaluation = Evaluation()
+    batches: Batches = Batches()
+    reading: Reading = Reading()
+    schedule: Any = None
+    strategy: Any = "replicated"
+    folder: Any = Folder()
+    callbacks: Sequence[Callback] = ()
+    stop: StopFlag | None = None
+    settings: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "global_batch"):
+            if getattr(self, name) is NEEDED:
+                raise ConfigError(f"fit() needs {name}: see help(ddp.fit)")
+        check_values(self)
+        if not isinstance(self.global_batch, (BatchWarmup, TokenBudget)):
+            size = self.global_batch
+            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"global_batch={size!r}: must be a whole number from 1 up")
+            self.global_batch = int(size)
+        for name, kind in (("evaluation", Evaluation), ("batches", Batches), ("reading", Reading)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"{name}={value!r:.60}: give a ddp.{kind.__name__}, such as ddp.{kind.__name__}()")
+        if not isinstance(self.strategy, Averaging):
+            self.strategy = Averaging(strategy=self.strategy)
+        if not isinstance(self.folder, Folder):
+            self.folder = Folder(self.folder)
+        _check_callbacks(self)
+        own = self.optimizer.clip_norm if isinstance(self.optimizer, Layerwise) else None
+        if None not in (self.clip_norm, own):
+            raise ConfigError(
+                f"clip_norm={self.clip_norm!r}: {type(self.optimizer).__name__} clips by itself, at {own:g}; leave "
+                "clip_norm out, or make the optimizer with clip_norm=None"
+            )
+
+    @property
+    def averaging(self) -> Averaging:
+        """Returns how gradients are averaged."""
+        return cast(Averaging, self.strategy)
+
+    @property
+    def keeps(self) -> Folder:
+        """Returns what the run keeps and shows."""
+        return cast(Folder, self.folder)
+
+
+def _check_callbacks(given: Given) -> None:
+    """Raises ConfigError unless these are several objects of `ddp.Callback`, and what they need is there."""
+    callbacks = given.callbacks
+    if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
+        raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
+    if any(isinstance(each, EarlyStopping) for each in callbacks):
+        if given.validation_data is None and given.test_data is None:
+            raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
+        if not given.evaluation.is_meanwhile:
+            raise ConfigError(f"EarlyStopping: {ONE_EVALUATION}; give ddp.Evaluation every_epochs or every_steps")
+    if sum(isinstance(each, EMA) for each in callbacks) > 1:
+        raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
+
+
+class Inputs(NamedTuple):
+    """Holds what is given, taken apart.
+
+    Attributes:
+        source: the training samples, without those that are set apart; order: the user's, None for the usual one.
+        schedule: one of ours; scheduler: one of torch's.
+    """
+
+    task: Task
+    source: Source
+    held_out: HeldOut
+    order: Order | None
+    replica: Replica
+    schedule: RateSchedule | None
+    scheduler: TorchSchedule | None
+
+
+def inputs_of(given: Given, comm: Communicator) -> Inputs:
+    """Returns what is given, taken apart. The model is a replica on the rank's device then.
+
+    Raises:
+        ConfigError: something cannot be trained, or not with the rest.
+    """
+    task, collate = as_task(given.loss), given.batches.collate
+    source = source_of(given.data, what="data", collate=collate, num_workers=given.reading.num_workers, trains=True)
+    source, held_out = held_out_of(
+        source, given.validation_data, given.test_data, collate=collate, seed=given.batches.seed
+    )
+    order = order_of(given.batches.order, source)
+    replica = replica_of(given.model, given.optimizer, comm, given.averaging)
+    schedule, scheduler = schedules_of(given.schedule, given.optimizer, task=task, is_evaluated=held_out.is_evaluated)
+    return Inputs(task, source, held_out, order, replica, schedule, scheduler)
+
+
+def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[TrainSampler, str]:
+    """Returns the sampler, and in words how samples are dealt, if that is not as usual. Collective.
+
+    Raises:
+        ConfigError: the samples cannot be dealt like this.
+    """
+    dealing = {**given.batches.dealing, "order": inputs.order, "global_batch": given.global_batch}
+    dealing |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
+    if not inputs.source.is_stream:
+        return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, **dealing)
+    if most := given.reading.max_unreadable:
+        raise ConfigError(f"max_unreadable={most}: data is a stream, which must leave samples out itself")
+    limits = {"epochs": given.epochs, "max_steps": given.max_steps}
+    processes = max(1, inputs.source.num_workers)
+    return sampler_of_stream(limits=limits, schedule=inputs.schedule, num_processes=processes, **dealing), ""
+
+
+def _num_shards(given: Given, comm: Communicator) -> int | None:
     """Returns the number of shards; unless given, that of the run to be resumed, while it still fits. Collective."""
-    if num_shards is not None or resume is None:
-        return num_shards
+    keeps, size = given.keeps, given.global_batch
+    if given.batches.num_shards is not None or keeps.resume is None:
+        return given.batches.num_shards
 
     def saved() -> Any:
         with contextlib.suppress(CheckpointError):
-            start = resume_from(str(resume), Path(checkpoint_dir or ""))
-            identity = {} if start is None else identity_of(start)
-            return flat(identity).get("num_shards", flat(identity).get("batch.num_shards"))  # the latter: of a command
+            start = resume_from(str(keeps.resume), Path(keeps.path or ""))
+            identity = flat({} if start is None else identity_of(start))
+            return identity.get("num_shards", identity.get("batch.num_shards"))  # the latter: of a command
         return None
 
     then = on_rank_zero(comm, saved, label="looking for a checkpoint")
-    waits = any(isinstance(layer, SyncBatchNorm) for layer in model.modules())  # for all ranks, in each forward
+    waits = any(isinstance(layer, SyncBatchNorm) for layer in given.model.modules())  # for all ranks, in each forward
     fits = isinstance(then, int) and comm.world_size <= then and not (waits and then % comm.world_size)
-    return then if fits and not (isinstance(global_batch, int) and global_batch < then) else None
+    return then if fits and not (isinstance(size, int) and size < then) else None
+
+
+def strategy_of(given: Given, replica: Replica) -> Strategy:
+    """Returns the strategy that trains the replica.
+
+    Raises:
+        ConfigError: precision, wire format, optimizer and replica do not go together.
+    """
+    # The user's own callbacks may write to weights by any way; ours give back what they write, and show it.
+    watched = any(type(each) not in (EMA, EarlyStopping) for each in given.callbacks)
+    precision, clip_norm = given.precision, given.clip_norm
+    return strategy_for(replica, given.optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
 
 
 def idle_notes(replica: Replica) -> list[str]:
@@ -86,45 +232,6 @@ def idle_notes(replica: Replica) -> list[str]:
     if replica.comm.world_size == 1:
         return [f"{given[0]} does nothing here: there is one worker"]
     return [f"{given[0]} does nothing here: all workers share a host's memory; to try it: comm.shared_memory=false"]
-
-
-def check_numbers(*, least: int, needed: bool = False, **numbers: int | None) -> None:
-    """Raises ConfigError unless each number is a whole one and large enough, or None where it is not needed."""
-    for name, number in numbers.items():
-        if number is None and not needed:
-            continue
-        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
-            raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
-
-
-def not_one_of(known: Sequence[str], **given: object) -> ConfigError:
-    """Returns the error for an argument that is a word, and none of those that it may be."""
-    ((name, value),) = given.items()
-    return ConfigError(f"{name}={value!r}: take one of {', '.join(known)}.{did_you_mean(value, known)}")
-
-
-def check_callbacks(callbacks: Any, *, is_evaluated: bool) -> None:
-    """Raises ConfigError unless these are several objects of `ddp.Callback`, and what they need is there."""
-    if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
-        raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
-    if not is_evaluated and any(isinstance(each, EarlyStopping) for each in callbacks):
-        raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
-    if sum(isinstance(each, EMA) for each in callbacks) > 1:
-        raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
-
-
-def check_ending(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for arguments of `fit` about the end of the run that do not go together."""
-    is_early = any(isinstance(each, EarlyStopping) for each in given["callbacks"])
-    intervals = given["evaluate_every_epochs"], given["evaluate_every_steps"]
-    for problem in ending_problems(
-        trial="trial=True" if given["trial"] else "",
-        resumes="" if given["resume"] is None else f"resume={str(given['resume'])!r}",
-        stops_early="EarlyStopping" if is_early else "",
-        is_evaluated_meanwhile=intervals != (None, None),
-        remedy="give evaluate_every_epochs or evaluate_every_steps",
-    ):
-        raise ConfigError(problem)
 
 
 def order_of(order: Order | None, source: Source) -> Order | None:
@@ -170,25 +277,16 @@ def with_cache(source: Source, comm: Communicator) -> Source:
 
 
 def schedules_of(
-    schedule: RateSchedule | LRScheduler | None,
-    every: Moment | None,
-    optimizer: Optimizer,
-    *,
-    task: Task,
-    is_evaluated: bool,
+    schedule: Any, optimizer: Optimizer, *, task: Task, is_evaluated: bool
 ) -> tuple[RateSchedule | None, TorchSchedule | None]:
     """Returns the schedule as one of ours, or as one of torch's.
 
     Raises:
         ConfigError: it is neither, or does not go with the optimizer or the task.
     """
-    if isinstance(schedule, type) or not (schedule is None or callable(schedule) or isinstance(schedule, LRScheduler)):
-        raise ConfigError(
-            f"schedule={schedule!r}: give a function (samples trained on, samples of the run) → factor, such as "
-            "ddp.optim.cosine(), or an object of a scheduler of torch's"
-        )
-    if isinstance(schedule, LRScheduler):
-        scheduler = TorchSchedule(schedule, every=every, optimizer=optimizer)
+    scheduler = TorchSchedule(schedule) if isinstance(schedule, LRScheduler) else schedule
+    if isinstance(scheduler, TorchSchedule):
+        scheduler.check_optimizer(optimizer)
         wanted = "max" if task.higher_is_better else "min"
         if scheduler.needs_metric and not is_evaluated:
             raise ConfigError(f"schedule={scheduler.name} reads a metric: give validation_data, or test_data")
@@ -198,8 +296,11 @@ def schedules_of(
                 f"mode={wanted!r}"
             )
         return None, scheduler
-    if every is not None:
-        raise ConfigError(f"schedule_every={every!r}: is for torch's schedulers only; leave it out")
+    if isinstance(schedule, type) or not (schedule is None or callable(schedule)):
+        raise ConfigError(
+            f"schedule={schedule!r}: give a function (samples trained on, samples of the run) → factor, such as "
+            "ddp.optim.cosine(), or an object of a scheduler of torch's"
+        )
     try:
         factor = 1.0 if schedule is None else schedule(0, 1000)
     except TypeError as error:
@@ -214,6 +315,8 @@ def schedules_of(
 def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first argument that `fit` does not have, with the one that is probably meant."""
     for name in mistyped:
+        if now := moved_argument(name):
+            raise ConfigError(f"fit() has no argument {name!r}: say {now}")
         here = meaning(name)
         if here.instead:
             raise ConfigError(f"fit() has no argument {name!r}: {here.instead}")
@@ -222,15 +325,14 @@ def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
         raise ConfigError(f"fit() has no argument {name!r}. {hint}")
 
 
-def settings_of(
-    task: Task, optimizer: Optimizer, sampler: TrainSampler, schedule: RateSchedule | LRScheduler | None
-) -> dict[str, Any]:
+def settings_of(given: Given, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:
     """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
-    before = "initial_lr" if isinstance(schedule, LRScheduler) else "lr"  # a scheduler may have begun by itself
-    groups = [{**group, "lr": group.get(before, group["lr"])} for group in optimizer.param_groups]
-    hidden, kind = ("params", "initial_lr"), type(optimizer).__name__
+    before = "initial_lr" if inputs.scheduler is not None else "lr"  # a scheduler may have begun by itself
+    groups = [{**group, "lr": group.get(before, group["lr"])} for group in given.optimizer.param_groups]
+    hidden, kind = ("params", "initial_lr"), type(given.optimizer).__name__
+    hook, evaluation = given.averaging.hook, given.evaluation
     return {
-        "loss": _task_in_words(task),
+        "loss": _task_in_words(inputs.task),
         "optimizer": [
             {"class": kind, **{key: repr(value) for key, value in group.items() if key not in hidden}}
             for group in groups
@@ -240,7 +342,17 @@ def settings_of(
         "num_shards": sampler.num_shards,
         "micro_size": sampler.micro_size,
         "seed": sampler.state.seed,
-        "schedule": _named(schedule),
+        "schedule": _schedule_in_words(inputs),
+        "scheduler": {"every": None if inputs.scheduler is None else inputs.scheduler.every},
+        "epochs": given.epochs,
+        "max_steps": given.max_steps,
+        "precision": given.precision,
+        "clip_norm": given.clip_norm,
+        "skip_steps": given.batches.skip_steps,
+        "wire": given.averaging.wire,
+        "hook": None if hook is None else repr(corrected(hook)),
+        "evaluation": {"every_epochs": evaluation.every_epochs, "every_steps": evaluation.every_steps},
+        "chooses by": None if inputs.held_out.validation is None else "validation_data",
     }
 
 
@@ -251,20 +363,22 @@ def _task_in_words(task: Task) -> str:
     return f"{name_of(task)}({about})"
 
 
-def _named(schedule: RateSchedule | LRScheduler | None) -> str:
+def _schedule_in_words(inputs: Inputs) -> str:
     """Returns a schedule in words that are the same in every process, and in only a few for another schedule."""
-    if isinstance(schedule, LRScheduler):
-        settings = schedule.state_dict().items()
-        return f"{type(schedule).__name__} {[each for each in settings if isinstance(each[1], (int, float, list))]}"
+    if inputs.scheduler is not None:
+        settings = inputs.scheduler.state_dict()["state"].items()
+        return f"{inputs.scheduler.name} {[each for each in settings if isinstance(each[1], (int, float, list))]}"
+    schedule = inputs.schedule
     return "None" if schedule is None else f"{[schedule(step, 1000) for step in (0, 10, 500, 999)]}"
 
 
-def refuse_disagreement(
-    comm: Communicator, arguments: Mapping[str, Any], source: Source, held_out: Mapping[str, Source]
-) -> None:
+def refuse_disagreement(comm: Communicator, given: Given, inputs: Inputs, arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError, on every rank, if ranks were given different arguments; warns of different samples."""
+    source, held_out = inputs.source, inputs.held_out.given()
     lengths = {"len(data)": None if source.is_stream else len(source.samples)}
     lengths |= {f"len({name})": len(each.samples) for name, each in held_out.items()}
+    alike = {"reading": asdict(given.reading), "uneven": given.batches.uneven, "strategy": given.averaging.strategy}
+    arguments = {**arguments, **alike}
     everyone = all_gather_object(comm, flat({**arguments, **lengths, "own schedules": sorted(own_schedules())}))
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name) for theirs in everyone]

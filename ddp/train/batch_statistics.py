@@ -90,5 +90,5 @@ def check_evaluation(module: nn.Module, num_samples: int, *, batch_size: int, wo
         raise ConfigError(
             f"SyncBatchNorm with track_running_stats=False waits in each forward for all workers, and in an evaluation "
             f"of {num_samples} samples, {batch_size} at once, {world_size} workers have different numbers of forwards: "
-            "leave track_running_stats=False out, or take another batch size of the evaluation (evaluation_batch)"
+            "leave track_running_stats=False out, or take another batch size of the evaluation (ddp.Evaluation.batch)"
         )

@@ -49,6 +49,7 @@ from ddp.train.callbacks import Callback
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.train.initial_weights import check_fits
 from ddp.train.kept import Kept, plain
+from ddp.train.moved import translated
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stored_checkpoint import StoredCheckpoint, load
 
@@ -171,7 +172,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     state.rates = Rates(state.optimizer, base if state.schedule is None else None)
     if state.schedule is not None and "schedule" in parts:
         state.schedule.load_state_dict(parts["schedule"])
-    changed = changes(checkpoint.meta["identity"], _with_data(identity, state))
+    changed = changes(translated(checkpoint.meta["identity"]), _with_data(identity, state))
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
     choices = checkpoint.meta.get("all_reduce_choices", {})

@@ -1,7 +1,7 @@
 """Two checks of the data: an epoch has the samples of its order, and no two processes begin with equal batches.
 
     at the end of an epoch     number, sum and exclusive or of the sample numbers of all ranks = the order's promise
-    with debug_data            after the first steps: no two ranks or loader processes have had equal batches
+    with debug                 after the first steps: no two ranks or loader processes have had equal batches
 
 The first costs 15 µs a step and one message an epoch, and memory for three numbers. An order of this package cannot
 fail it; one of the user's own, or a sharding function, can.
@@ -84,6 +84,6 @@ class EqualBatches(Callback):
             other = self._seen.setdefault(digest, who)
             if other != who:
                 raise ConfigError(
-                    f"debug_data: {other} and {who} have begun with equal batches: do all of them read the whole "
+                    f"debug: {other} and {who} have begun with equal batches: do all of them read the whole "
                     "stream, or does a sample not depend on its index?"
                 )

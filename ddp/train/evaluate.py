@@ -31,7 +31,7 @@ from ddp.train.kept import loss_modules
 from ddp.train.state import limits_of
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.loss_function import Reduction, as_task
+from ddp.train.tasks.loss_function import as_task
 from ddp.train.tasks.task import Task, outputs_of
 
 _SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"
@@ -43,7 +43,6 @@ def evaluate(
     data: Any,
     *,
     loss: Task | Callable[[Any, Any], Tensor],
-    reduction: Reduction | None = None,
     collate: Collate | None = None,
     batch_size: int = 256,
     num_workers: int | None = None,
@@ -55,7 +54,7 @@ def evaluate(
 
     Args:
         model: a replica, whose buffers become rank 0's first, or any module on the rank's device.
-        data, loss, reduction, collate: as in `ddp.fit`.
+        data, loss: as in `ddp.fit`; collate: as in `ddp.Batches`.
         batch_size: samples per forward and rank; apart from rounding, the result does not depend on it.
         num_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
         stop: polled every few batches; if any rank wants to stop, all ranks give up the evaluation.
@@ -66,7 +65,7 @@ def evaluate(
     Raises:
         ConfigError: there is nothing to evaluate on, or an argument cannot work.
     """
-    comm, task = comm or current(device_of(model)), as_task(loss, reduction)
+    comm, task = comm or current(device_of(model)), as_task(loss)
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     if not len(source.samples):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")

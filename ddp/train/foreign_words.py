@@ -29,7 +29,9 @@ _PROCESSES = "ddp.launch has the number of processes, as ddp.launch(train, worke
 _ACCUMULATED = "batches are accumulated where micro_size is less than a rank's share of global_batch"
 _ROWS = {
     ("batch_size", "train_batch_size", "per_device_train_batch_size"): Meaning("batch.global_size", "global_batch"),
-    ("validation_batch_size", "eval_batch_size"): Meaning("loader.evaluation_batch", "evaluation_batch"),
+    ("validation_batch_size", "eval_batch_size"): Meaning(
+        "evaluate.batch", instead="say evaluation=ddp.Evaluation(batch=…)"
+    ),
     ("accumulate_grad_batches", "gradient_accumulation_steps"): Meaning("batch.micro_size", instead=_ACCUMULATED),
     ("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"): Meaning("epochs", "epochs"),
     ("steps_per_epoch", "steps"): Meaning("max_steps", "max_steps"),
@@ -41,22 +43,29 @@ _ROWS = {
     ("scheduler", "lr_scheduler"): Meaning("schedule", "schedule"),
     ("grad_clip", "max_grad_norm", "max_norm", "gradient_clip_val"): Meaning("clip_norm", "clip_norm"),
     ("amp", "use_amp", "fp16", "bf16", "mixed_precision"): Meaning("precision", "precision"),
-    ("random_state", "random_seed"): Meaning("seed", "seed"),
+    ("random_state", "random_seed"): Meaning("seed", instead="say batches=ddp.Batches(seed=…)"),
     ("dataset", "train_data", "train_dataset", "train_dataloader", "train_loader"): Meaning("data", "data"),
     ("validation_split", "val_split"): Meaning("data.validation", "validation_data"),
     ("val_data", "valid_data", "eval_data", "validation", "eval_dataset"): Meaning(
         "data.validation", "validation_data"
     ),
-    ("validation_freq", "check_val_every_n_epoch"): Meaning("evaluate.every_epochs", "evaluate_every_epochs"),
-    ("val_check_interval", "eval_steps"): Meaning("evaluate.every_steps", "evaluate_every_steps"),
-    ("collate_fn",): Meaning(fit="collate"),
-    ("sampler",): Meaning("data.order", "order"),
-    ("shuffle",): Meaning(
-        "data.order", instead="samples are shuffled in each epoch; without: order=ddp.data.Fixed(len(data))"
+    ("validation_freq", "check_val_every_n_epoch"): Meaning(
+        "evaluate.every_epochs", instead="say evaluation=ddp.Evaluation(every_epochs=…)"
     ),
-    ("sample_weight",): Meaning(instead="order=ddp.data.Weighted(weights) draws samples as often as their weights say"),
+    ("val_check_interval", "eval_steps"): Meaning(
+        "evaluate.every_steps", instead="say evaluation=ddp.Evaluation(every_steps=…)"
+    ),
+    ("collate_fn",): Meaning(instead="say batches=ddp.Batches(collate=…)"),
+    ("sampler",): Meaning("data.order", instead="say batches=ddp.Batches(order=…)"),
+    ("shuffle",): Meaning(
+        "data.order",
+        instead="samples are shuffled in each epoch; without: batches=ddp.Batches(order=ddp.data.Fixed(len(data)))",
+    ),
+    ("sample_weight",): Meaning(
+        instead="batches=ddp.Batches(order=ddp.data.Weighted(weights)) draws samples as often as their weights say"
+    ),
     ("class_weight",): Meaning(
-        instead="the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or order=ddp.data.Weighted(weights)"
+        instead="the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or an order, ddp.data.Weighted(weights)"
     ),
     ("drop_last",): Meaning(instead="give it to a DataLoader, and that as data"),
     ("metrics",): Meaning(instead="a ddp.Task has them, such as loss=ddp.Classification()"),
@@ -67,16 +76,18 @@ _ROWS = {
         "data.transform", instead="give data that apply it, such as ddp.data.Transformed(samples, transform)"
     ),
     ("device",): Meaning("device", instead="the model's device is taken, or that of ddp.init(device=…)"),
-    ("num_workers",): Meaning("loader.num_workers", "loader_workers", "workers"),
-    ("workers",): Meaning("cluster.workers", "loader_workers", "workers"),
+    ("num_workers",): Meaning("loader.num_workers", launch="workers"),
+    ("workers",): Meaning("cluster.workers", launch="workers", instead=_PROCESSES),
     ("nprocs", "num_processes", "nproc_per_node", "world_size", "np"): Meaning(
         "cluster.workers", launch="workers", instead=_PROCESSES
     ),
     ("gpus", "devices"): Meaning("cluster.workers", launch="workers", instead=_PROCESSES),
-    ("logging_steps", "log_every_n_steps"): Meaning("log_every", "log_every"),
-    ("verbose",): Meaning(fit="progress"),
-    ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "checkpoint_dir"),
-    ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", "resume"),
+    ("logging_steps", "log_every_n_steps"): Meaning(
+        "report.log_every", instead="say folder=ddp.Folder(log_every=…)"
+    ),
+    ("verbose",): Meaning("report.progress", instead="say folder=ddp.Folder(progress=…)"),
+    ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "folder"),
+    ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", instead="say folder=ddp.Folder(path, resume=…)"),
 }
 MEANINGS = {word: meaning for words, meaning in _ROWS.items() for word in words}
 

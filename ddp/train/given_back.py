@@ -11,31 +11,20 @@ What a user's model or task draws there, it draws as in a loop by hand.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from ddp.streams import preserved
 
-Fit = TypeVar("Fit", bound=Callable[..., Any])
 
-
-def gives_back(fit: Fit) -> Fit:
-    """Returns `fit`, of a `model`, so that it gives back what it changes, also when it raises."""
-    signature = inspect.signature(fit)
-
-    @wraps(fit)
-    def giving_back(*args: Any, **kwargs: Any) -> Any:
-        model = signature.bind(*args, **kwargs).arguments["model"]
-        with _generators_kept(), modes_kept(model):
-            return fit(*args, **kwargs)
-
-    return cast(Fit, giving_back)
+@contextmanager
+def given_back(model: nn.Module) -> Iterator[None]:
+    """Gives back at the end of the block what a fit of the model changes, also after an error."""
+    with _generators_kept(), modes_kept(model):
+        yield
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class Kept(Callback):
                 raise ConfigError(
                     f"the model's state_dict has {name}, which a checkpoint cannot hold, because it is more than "
                     f"tensors and plain values ({why}): let get_extra_state return these alone, or take "
-                    "checkpoint_dir=None"
+                    "folder=None"
                 )
 
     def _warn_once(self, comm: Communicator, name: str, text: str) -> None:

@@ -13,6 +13,7 @@ from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import ConfigError
 from ddp.optim.schedules import RateSchedule, constant
+from ddp.policies import Evaluation, Reading
 from ddp.process.log import log
 from ddp.setting import Precision, Uneven
 from ddp.train.batch_statistics import may_have_one, waits_in_training
@@ -26,7 +27,7 @@ from ddp.train.stopping import StopFlag
 from ddp.train.stream_feed import StreamFeed
 from ddp.train.tasks.task import Task
 
-Evaluation = Callable[[TrainState], dict[str, float] | None]
+Evaluate = Callable[[TrainState], dict[str, float] | None]
 
 
 def train_loop(
@@ -38,14 +39,12 @@ def train_loop(
     max_steps: int | None = None,
     schedule: RateSchedule | None = None,
     precision: Precision = "fp32",
-    noise_scale_every: int = 0,
-    debug_data: bool = False,
+    reading: Reading = Reading(),
     uneven: Uneven = "join",
-    max_unreadable: int = 0,
-    evaluation: Evaluation | None = None,
-    report: Evaluation | None = None,
-    evaluate_every_epochs: int | None = 1,
-    evaluate_every_steps: int | None = None,
+    noise_scale_every: int = 0,
+    evaluate: Evaluate | None = None,
+    report: Evaluate | None = None,
+    when: Evaluation = Evaluation(),
     callbacks: Sequence[Callback] = (),
     stop: StopFlag | None = None,
 ) -> TrainState:
@@ -68,13 +67,13 @@ def train_loop(
         source: the training samples.
         epochs, max_steps: of the whole run, whichever is reached first; one is needed.
         schedule: a factor, by samples, on the optimizer's first rates; not used if `state` has torch's scheduler.
-        noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
+        reading: how many samples may be unreadable, and whether equal batches are refused.
         uneven: what happens where the stream of one rank ends before that of another.
-        max_unreadable: most samples that a rank leaves out because they cannot be read.
-        debug_data: refuses ranks or loader processes that begin with equal batches.
-        evaluation: returns the held-out metrics by name, `state.main_metric` among them; collective, called on all
+        noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
+        evaluate: returns the held-out metrics by name, `state.main_metric` among them; collective, called on all
             ranks after the same step. It returns None if the ranks gave it up because one of them wants to stop.
         report: the same for what is evaluated once, at the end of the run, and chooses nothing.
+        when: to evaluate, besides at the end.
         callbacks: run at the six moments of `callbacks.py`, in this order.
         stop: this rank's wish to stop. It is the caller's: a flag that is still set stops the next call, too.
 
@@ -87,10 +86,10 @@ def train_loop(
     num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=max_steps)
     seed = state.sampler.state.seed
     factor = schedule or constant()
-    is_wanted = not max_unreadable and _all_have_several_samples(state)  # a batch may have less than was planned
+    is_wanted = not reading.max_unreadable and _all_have_several_samples(state)  # else a batch may have less
     with_one = may_have_one(state.comm, state.sampler, num_steps=num_steps - state.step)
     looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=is_wanted, with_one=with_one)]
-    if debug_data:
+    if reading.debug:
         equal_batches = EqualBatches(state.comm.rank, source.num_workers)
         looks, callbacks = [equal_batches, *looks], [equal_batches, *callbacks]
     rules = StepRules(
@@ -102,16 +101,16 @@ def train_loop(
         looks=looks,
     )
     stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
-    feed = _feed(state, source, uneven, max_unreadable, stop)
+    feed = _feed(state, source, uneven, reading.max_unreadable, stop)
     state.unreadable = feed.unreadable
-    _check_waiting(state, uneven, max_unreadable)
+    _check_waiting(state, uneven, reading.max_unreadable)
     state.stopped_by = ""
     state.model.train()
     running_step = None
     try:
         _start(state, callbacks)
-        if evaluation and _was_stopped_before_evaluating(state, evaluate_every_epochs, evaluate_every_steps):
-            _evaluate(state, evaluation, callbacks, stop)
+        if evaluate and 0 < state.step != state.evaluated_at and _is_time(state, when):  # it was stopped before that
+            _evaluate(state, evaluate, callbacks, stop)
         while state.step < num_steps and not state.stopped_by and (epochs is None or state.epoch < epochs):
             for plan, batches in feed.epoch():
                 running_step = state.step + 1
@@ -124,15 +123,15 @@ def train_loop(
                     callback.step_end(state, step)
                 if someone_stops:
                     state.stopped_by = agreed_reason(state.comm, stop) or "stopped"
-                elif evaluation and _is_time(state, evaluate_every_epochs, evaluate_every_steps):
-                    _evaluate(state, evaluation, callbacks, stop)
+                elif evaluate and _is_time(state, when):
+                    _evaluate(state, evaluate, callbacks, stop)
                 if state.step >= num_steps or state.stopped_by:
                     break
-        if evaluation and not state.stopped_by and state.evaluated_at != state.step:
-            _evaluate(state, evaluation, callbacks, stop)
+        if evaluate and not state.stopped_by and state.evaluated_at != state.step:
+            _evaluate(state, evaluate, callbacks, stop)
         if report and state.stopped_by in ("", EARLY):  # a run that a signal has stopped will go on
             state.evaluation |= _measured(state, report, callbacks, stop) or {}
-        if max_unreadable:
+        if reading.max_unreadable:
             state.unreadable = set[int]().union(*all_gather_object(state.comm, state.unreadable))
         for callback in callbacks:
             callback.fit_end(state)
@@ -221,21 +220,16 @@ def _all_have_several_samples(state: TrainState) -> bool:
     return all(all_gather_object(state.comm, bool(micros) and len(micros[0].indices) > 1))
 
 
-def _was_stopped_before_evaluating(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
-    """Returns True if the run was resumed after a step that an evaluation should have followed."""
-    return 0 < state.step != state.evaluated_at and _is_time(state, every_epochs, every_steps)
-
-
-def _is_time(state: TrainState, every_epochs: int | None, every_steps: int | None) -> bool:
+def _is_time(state: TrainState, when: Evaluation) -> bool:
     """Returns True if the last step is one after which to evaluate."""
-    if every_epochs is not None and state.sampler.at_epoch_end and state.epoch % every_epochs == 0:
+    if when.every_epochs is not None and state.sampler.at_epoch_end and state.epoch % when.every_epochs == 0:
         return True
-    return every_steps is not None and state.step % every_steps == 0
+    return when.every_steps is not None and state.step % when.every_steps == 0
 
 
-def _evaluate(state: TrainState, evaluation: Evaluation, callbacks: Sequence[Callback], stop: StopFlag) -> None:
+def _evaluate(state: TrainState, evaluate: Evaluate, callbacks: Sequence[Callback], stop: StopFlag) -> None:
     """Evaluates, and tells whatever goes by the metrics."""
-    metrics = _measured(state, evaluation, callbacks, stop)
+    metrics = _measured(state, evaluate, callbacks, stop)
     if metrics is None:
         return
     state.evaluation, state.evaluated_at = metrics, state.step
@@ -247,13 +241,13 @@ def _evaluate(state: TrainState, evaluation: Evaluation, callbacks: Sequence[Cal
 
 
 def _measured(
-    state: TrainState, evaluation: Evaluation, callbacks: Sequence[Callback], stop: StopFlag
+    state: TrainState, evaluate: Evaluate, callbacks: Sequence[Callback], stop: StopFlag
 ) -> dict[str, float] | None:
     """Returns the metrics with the weights that callbacks evaluate; None if the ranks have agreed to stop instead."""
     with ExitStack() as contexts:
         for callback in callbacks:
             contexts.enter_context(callback.evaluating(state))
-        metrics = evaluation(state)
+        metrics = evaluate(state)
     if metrics is None:
         state.stopped_by = agreed_reason(state.comm, stop) or "stopped"
     return metrics

@@ -144,7 +144,7 @@ class StopNote(Callback):
             return
         saved = f'which is saved in {self._run_dir}: the same call with resume="auto" goes on from there'
         if self._run_dir is None:
-            saved = "and nothing is saved: checkpoint_dir=None"
+            saved = "and nothing is saved: folder=None"
         log.warning("stopped by %s after step %d, %s", state.stopped_by, state.step, saved)
 
 

@@ -6,7 +6,6 @@ another one than `where` finds, which says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import numpy as np
 
 from ddp.data.loading.cache import cache_of
 from ddp.data.loading.source import Source
-from ddp.data.orders.order import Fixed, Order, Permutation
+from ddp.data.orders.order import Fixed, Permutation
 from ddp.data.sets.validation import selection_in
+from ddp.train.arguments import Given
 from ddp.train.callbacks import Callback
 from ddp.train.starts import note_start
 from ddp.train.state import TrainState
@@ -27,41 +27,30 @@ class StartNote(Callback):
     """Notes the start of a run that was made from Python, on rank 0.
 
     Args:
-        arguments: of fit, as `settings_of` has them, with epochs, max_steps and skip_steps.
-        order, sharding, validation: as fit was given them.
         goes_on: the run is one that was resumed.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        source: Source,
-        arguments: Mapping[str, Any],
-        *,
-        order: Order | None,
-        sharding: object,
-        validation: object,
-        goes_on: bool,
-    ) -> None:
-        self._run_dir, self._source, self._arguments, self._goes_on = run_dir, source, arguments, goes_on
+    def __init__(self, run_dir: Path, source: Source, given: Given, *, goes_on: bool) -> None:
+        self._run_dir, self._source, self._given, self._goes_on = run_dir, source, given, goes_on
+        batches, share = given.batches, given.validation_data
         self._data = {
             "name": "digits",  # any, because `dealt` stands for the samples
-            "order": _WORDS.get(type(order), "auto"),
-            "sharding": sharding if isinstance(sharding, str) else "auto",
-            "skip_steps": list(arguments["skip_steps"] or ()),
-            "validation": validation if isinstance(validation, float) else None,
+            "order": _WORDS.get(type(batches.order), "auto"),
+            "sharding": batches.sharding if isinstance(batches.sharding, str) else "auto",
+            "skip_steps": list(batches.skip_steps or ()),
+            "validation": share if isinstance(share, float) else None,
         }
 
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank:
             return
-        samples, sampler, given = _whole(self._source.samples), state.sampler, self._arguments
+        samples, sampler, given = _whole(self._source.samples), state.sampler, self._given
         sizes = getattr(samples, "file_sizes", None)
         settings = {
-            **{name: given[name] for name in ("seed", "epochs", "max_steps")},
+            "seed": given.batches.seed, "epochs": given.epochs, "max_steps": given.max_steps,
             "cluster": {"workers": state.comm.world_size},
-            "batch": _batch(given["global_batch"])
-            | {"num_shards": sampler.num_shards, "micro_size": given["micro_size"]},
+            "batch": _batch(sampler.sizes.setting)
+            | {"num_shards": sampler.num_shards, "micro_size": sampler.micro_size},
             "loader": {"num_workers": self._source.num_workers},
             "data": self._data,
         }

@@ -30,6 +30,7 @@ from study import Result, Study, carry_out, parser_of, trained
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import ddp
 from ddp.data.sets import standard_library
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.process.arguments import whole
@@ -134,6 +135,7 @@ class LargeBatch(Study):
         module = NextByte()
         adapts = {"adapt": "never"} if trial.rival in ("LARS", "LAMB") else {}
         rate = scaled_rate(trial.rate, global_batch=trial.batch, base_batch=BATCHES[0], rule=rival.rule)
+        every = max(1, EPOCHS * len(train[0]) // trial.batch // NUM_EVALUATIONS)
         return trained(
             trial,
             module,
@@ -146,10 +148,9 @@ class LargeBatch(Study):
             global_batch=trial.batch,
             epochs=EPOCHS,
             test_data=test if trial.is_test else tuning,
-            evaluate_every_steps=max(1, EPOCHS * len(train[0]) // trial.batch // NUM_EVALUATIONS),
-            evaluation_batch=4096,
+            evaluation=ddp.Evaluation(every_epochs=None, every_steps=every, batch=4096),
             schedule=with_warmup(cosine(), fraction=WARMUP),
-            noise_scale_every=4,
+            folder=ddp.Folder(None, noise_scale_every=4, progress=False),
         )
 
     def in_words(self, result: Result) -> str:

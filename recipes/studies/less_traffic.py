@@ -27,6 +27,7 @@ from rich.table import Table
 from study import Result, Study, carry_out, parser_of, trained
 from torch import nn
 
+import ddp
 from ddp.data.sets import digits, standard_library
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.models.cnn import CNN
@@ -169,10 +170,10 @@ class LessTraffic(Study):
             global_batch=job.global_batch,
             max_steps=job.num_steps,
             test_data=judged,
-            evaluate_every_steps=max(1, job.num_steps // NUM_EVALUATIONS),
+            evaluation=ddp.Evaluation(every_epochs=None, every_steps=max(1, job.num_steps // NUM_EVALUATIONS)),
             schedule=with_warmup(cosine(), fraction=0.05),
-            noise_scale_every=0,
-            **ways(job.num_steps)[trial.way],
+            folder=ddp.Folder(None, noise_scale_every=0, progress=False),
+            strategy=ddp.Averaging(**ways(job.num_steps)[trial.way]),
         )
 
     def in_words(self, result: Result) -> str:

@@ -155,10 +155,7 @@ def trained(
             module,
             train,
             optimizer,
-            evaluate_every_epochs=None,
-            seed=trial.seed,
-            checkpoint_dir=None,
-            progress=False,
+            batches=ddp.Batches(seed=trial.seed),
             callbacks=[curve, *([noise] if noise else [])],
             **settings,
         )

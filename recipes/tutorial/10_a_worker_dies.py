@@ -52,9 +52,10 @@ def train(run_dir: Path, *callbacks: ddp.Callback) -> tuple[int, Tensor, float]:
     model = nn.Sequential(net(), nn.Dropout(0.1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-    begins, keep = Beginning(), {"checkpoint_dir": run_dir, "checkpoint_every_steps": SAVE_EVERY, "resume": "auto"}
-    state = ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, **keep,
-                    schedule=rates, schedule_every="step", test_data=batch(), progress=False, curves=False,
+    begins = Beginning()
+    keep = ddp.Folder(run_dir, resume="auto", every_steps=SAVE_EVERY, progress=False, curves=False)
+    state = ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, folder=keep,
+                    schedule=ddp.optim.TorchSchedule(rates, every="step"), test_data=batch(),
                     callbacks=[begins, *callbacks])
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     return begins.num_steps, weights, state.evaluation["test_loss"]

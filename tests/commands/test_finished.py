@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_samples(tmp_path / "train.csv", num=20, seed=0)
     write_samples(tmp_path / "test.csv", num=7, seed=1)
     data = {"name": "csv", "path": "train.csv", "test_path": "test.csv", **COLUMNS}
-    config = from_plain({"data": data, "model": {"name": "mlp", "hidden": 8}, "loader": {"evaluation_batch": 2}})
+    config = from_plain({"data": data, "model": {"name": "mlp", "hidden": 8}, "evaluate": {"batch": 2}})
     (tmp_path / "run").mkdir()
     prepare(config, tmp_path / "run")
     splits = load_data(config)
@@ -110,7 +110,7 @@ def test_files_to_train_on_are_not_read(run: Path, monkeypatch: pytest.MonkeyPat
 
 def test_predict_writes_a_row_for_each_sample_in_order(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Three real workers share seven samples, in batches of two."""
-    assert main(["predict", str(run), "cluster.workers=3", "--out", "scores.npy", "loader.evaluation_batch=1"]) == 0
+    assert main(["predict", str(run), "cluster.workers=3", "--out", "scores.npy", "evaluate.batch=1"]) == 0
     assert "scores.npy: 7 rows, each with 3 of" in capfd.readouterr().out
     found = np.load("scores.npy")
     torch.testing.assert_close(torch.from_numpy(found), expected(run, load_held_out(settings_for(run, [])).test))

@@ -360,7 +360,7 @@ def schedulers_of_torch_step_at_their_moment() -> None:
         scheduler: Any = lr_scheduler.StepLR(optimizer, 1, 0.5)
         if kind == "ReduceLROnPlateau":
             scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
-        return TorchSchedule(scheduler, every=every, optimizer=optimizer), optimizer
+        return TorchSchedule(scheduler, every=every), optimizer
 
     def rate(optimizer: Any) -> float:
         optimizer.step()
@@ -392,7 +392,7 @@ def schedulers_of_torch_step_at_their_moment() -> None:
             made(wrong, kind)
     with pytest.raises(schedules.ConfigError):
         mine, theirs = schedule_tests.optimizer(0.5), schedule_tests.optimizer(0.5)
-        TorchSchedule(lr_scheduler.StepLR(theirs, 1), every="step", optimizer=mine)
+        TorchSchedule(lr_scheduler.StepLR(theirs, 1), every="step").check_optimizer(mine)
 
 
 def parameters_are_parted_into_those_that_decay_and_others() -> None:
@@ -473,6 +473,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     Estimate.in_words: the_noise_scale_is_said,
     noise_scale._rounded: the_noise_scale_is_said,
     TorchSchedule.__init__: schedulers_of_torch_step_at_their_moment,
+    TorchSchedule.check_optimizer: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.stepped: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.evaluated: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.load_state_dict: schedulers_of_torch_step_at_their_moment,

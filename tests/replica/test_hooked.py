@@ -32,6 +32,7 @@ from ddp.train import traffic_hint
 from ddp.train.arguments import idle_notes
 from ddp.train.state import StepReport, TrainState
 from ddp.train.traffic_hint import TrafficHint
+from tests.flat import grouped
 
 X = torch.randn(43, 20, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))
@@ -64,7 +65,7 @@ def fitted(hook: Hook | None, **how: Any) -> tuple[Tensor, Any]:
     settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 10, "max_steps": 9, "seed": 3, **how}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data = X.unsqueeze(1), CLASSES
-    state = ddp.fit(model, data, optimizer, hook=hook, checkpoint_dir=None, progress=False, **settings)
+    state = ddp.fit(model, data, optimizer, **grouped(hook=hook, folder=None, progress=False, **settings))
     state.model.verify_replicas()
     return nn.utils.parameters_to_vector(model.parameters()).detach() - first, state
 
@@ -76,7 +77,7 @@ def on_hosts(num_per_host: int) -> dict[str, Any]:
     plain, _ = fitted(None)
     for name, hook in HOOKS.items():
         changed, state = fitted(hook())
-        sharded, _ = fitted(hook(), sharded=True)
+        sharded, _ = fitted(hook(), strategy="sharded")
         assert torch.equal(changed, sharded), name  # every rank gets all of the gradient, and updates its part
         if name != "deep":  # which has a momentum of its own
             assert F.cosine_similarity(changed, plain, dim=0) > 0.5, name
@@ -136,13 +137,13 @@ def by_hand() -> None:
     with pytest.raises(ConfigError, match=r"hook=ErrorFeedback.* with a model in a BucketedDataParallel: give hook to"):
         ddp.fit(
             BucketedDataParallel(module), (X.unsqueeze(1), CLASSES), torch.optim.SGD(module.parameters(), 0.1),
-            loss=F.cross_entropy, global_batch=4, epochs=1, hook=HOOKS["sign"](),
+            loss=F.cross_entropy, global_batch=4, epochs=1, strategy=ddp.Averaging(hook=HOOKS["sign"]()),
         )  # fmt: skip
     for optimizer in (torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), torch.optim.Adam(module.parameters())):
         with pytest.raises(ConfigError, match=r"momentum=0\.9 in the hook .* beside that of .*: leave one out"):
             ddp.fit(
                 module, (X.unsqueeze(1), CLASSES), optimizer,
-                loss=F.cross_entropy, global_batch=4, epochs=1, hook=HOOKS["deep"](),
+                loss=F.cross_entropy, global_batch=4, epochs=1, strategy=ddp.Averaging(hook=HOOKS["deep"]()),
             )  # fmt: skip
     comm.barrier()
     ddp.shutdown()
@@ -177,9 +178,9 @@ def vetoed(hook: Hook) -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) + (torch.inf if replica.num_steps == 3 else 0.0)
 
-    how: dict[str, Any] = {"global_batch": 10, "checkpoint_dir": None, "progress": False}
+    how: dict[str, Any] = {"global_batch": 10, "folder": None, "progress": False}
     with pytest.raises(Diverged):
-        ddp.fit(replica, (X.unsqueeze(1), CLASSES), optimizer, loss=loss, max_steps=9, **how)
+        ddp.fit(replica, (X.unsqueeze(1), CLASSES), optimizer, **grouped(loss=loss, max_steps=9, **how))
     assert replica.compression is not None
     assert replica.compression.num_steps == 3
     assert not any(memory.coming for memory in replica.compression.hook.memories().values())
@@ -320,13 +321,13 @@ def in_parts(folder: str, num_steps: int, shares_memory: bool, shift: int = 0) -
     comm = ddp.init(abort_s=30, shared_memory=shares_memory, algorithm="auto" if shares_memory else "ring")
     found = []
     for number, name in enumerate(HOOKS):
-        how: dict[str, Any] = {"checkpoint_dir": f"{folder}/{name}", "resume": "auto", "max_steps": num_steps}
+        how: dict[str, Any] = {"folder": f"{folder}/{name}", "resume": "auto", "max_steps": num_steps}
         model = made()
         hook = list(HOOKS.values())[(number + shift) % len(HOOKS)]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         data = X.unsqueeze(1), CLASSES
         how |= {"loss": F.cross_entropy, "global_batch": 10, "num_shards": 3, "seed": 3, "progress": False}
-        compression = ddp.fit(model, data, optimizer, hook=hook, curves=False, **how).model.compression
+        compression = ddp.fit(model, data, optimizer, **grouped(hook=hook, curves=False, **how)).model.compression
         assert compression is not None
         kept = {}
         for what, memory in compression.hook.memories().items():

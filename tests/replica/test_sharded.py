@@ -25,6 +25,7 @@ from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.shards import slice_bounds
 from ddp.replica.verify import tensor_hash
 from ddp.strategies import Replicated, Sharded, Strategy, step
+from tests.flat import grouped
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))
@@ -43,9 +44,8 @@ OPTIMIZERS: dict[str, Make] = {
 def small_blocks() -> None:
     from ddp.optim import layerwise
     from ddp.replica import shards
-    from ddp.strategies import parameter_slices
 
-    for module in (norms, layerwise, shards, parameter_slices):
+    for module in (norms, layerwise, shards):
         assert module.BLOCK_NUMEL > 64  # type: ignore[attr-defined]
         module.BLOCK_NUMEL = 64  # type: ignore[attr-defined]
     layerwise.STRETCH_NUMEL = 256
@@ -87,12 +87,12 @@ def fitted(kind: str, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer, flo
         "max_steps": NUM_STEPS,
         "clip_norm": 0.3,
         "schedule": ddp.optim.cosine(),
-        "checkpoint_dir": None,
+        "folder": None,
         "progress": False,
         "seed": 3,
         **how,
     }
-    state = ddp.fit(module, data(), optimizer, **settings)
+    state = ddp.fit(module, data(), optimizer, **grouped(**settings))
     assert state.train_loss is not None
     return module, optimizer, state.train_loss
 
@@ -124,9 +124,9 @@ def everything(limit_mb: float) -> list[tuple[str, list[str], list[str]]]:
         found.append((f"{kind}, moved", whole, bits_of(*fitted(kind, sharded=True, callbacks=[MovesOut()])[:2])))
         module, optimizer = made(kind)  # in small buckets and micro-batches
         replica = ShardedDataParallel(module, bucket_cap_mb=limit_mb)
-        how: dict[str, Any] = {"loss": F.cross_entropy, "checkpoint_dir": None, "progress": False, "seed": 3}
+        how: dict[str, Any] = {"loss": F.cross_entropy, "folder": None, "progress": False, "seed": 3}
         how |= {"global_batch": 10, "max_steps": NUM_STEPS, "clip_norm": 0.3, "schedule": ddp.optim.cosine()}
-        ddp.fit(replica, data(), optimizer, micro_size=2, **how)
+        ddp.fit(replica, data(), optimizer, **grouped(micro_size=2, **how))
         replica.verify_replicas()
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())  # each in memory of its own
         other = bits_of(*fitted(kind, micro_size=2)[:2])
@@ -150,8 +150,8 @@ def frozen(kind: str, *, sharded: bool) -> list[str]:
     module, optimizer = made(kind)
     for needs in (True, False, True):
         module[2].requires_grad_(needs)
-        how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 10, "max_steps": 4, "checkpoint_dir": None}
-        ddp.fit(module, data(), optimizer, progress=False, seed=5, sharded=sharded, **how)
+        how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 10, "max_steps": 4, "folder": None}
+        ddp.fit(module, data(), optimizer, **grouped(progress=False, seed=5, sharded=sharded, **how))
     return bits_of(module, optimizer)
 
 
@@ -161,9 +161,9 @@ def veto(kind: str) -> None:
     before = bits_of(module, optimizer)
     poisoned = X.clone().unsqueeze(1)
     poisoned[7, 0, 2] = float("nan")
-    how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 43, "max_steps": 1, "checkpoint_dir": None}
+    how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 43, "max_steps": 1, "folder": None}
     with pytest.raises(Diverged):
-        ddp.fit(module, (poisoned, CLASSES), optimizer, progress=False, sharded=True, **how)
+        ddp.fit(module, (poisoned, CLASSES), optimizer, **grouped(progress=False, sharded=True, **how))
     assert bits_of(module, optimizer) == before
 
 
@@ -200,7 +200,7 @@ def stopped_and_resumed(folder: str, num_steps: int, sharded: bool) -> tuple[lis
     """Parameters and their state; their bits."""
     small_blocks()
     ddp.init(abort_s=30)
-    how: dict[str, Any] = {"checkpoint_dir": folder, "resume": "auto", "num_shards": 4, "max_steps": num_steps}
+    how: dict[str, Any] = {"folder": folder, "resume": "auto", "num_shards": 4, "max_steps": num_steps}
     how["global_batch"] = ddp.BatchWarmup(4, 12, num_samples=60)
     module, optimizer, _ = fitted("lamb", sharded=sharded, schedule=None, **how)
     ddp.shutdown()
@@ -249,16 +249,16 @@ class Derived(torch.optim.SGD):
 def refusals() -> None:
     ddp.init(abort_s=30)
     module, _ = made("sgd")
-    with pytest.raises(ConfigError, match=r"sharded=True with RMSprop: takes SGD, Adam, AdamW, LARS"):
+    with pytest.raises(ConfigError, match=r"sharded updates with RMSprop: takes SGD, Adam, AdamW, LARS"):
         fitted_with(module, torch.optim.RMSprop(module.parameters()))
-    with pytest.raises(ConfigError, match=r"sharded=True with a model in a NaiveDataParallel: give ddp.fit the bare"):
+    with pytest.raises(ConfigError, match=r"'sharded' with a model in a NaiveDataParallel: give ddp.fit the bare"):
         fitted_with(ddp.NaiveDataParallel(module), torch.optim.SGD(module.parameters()))
     stepped = ddp.DistributedDataParallel(nn.Linear(3, 3))
     stepped.step_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    with pytest.raises(ConfigError, match=r"sharded=True with a model in a DistributedDataParallel: give ddp.fit the"):
+    with pytest.raises(ConfigError, match=r"'sharded' with a model in a DistributedDataParallel: give ddp.fit the"):
         fitted_with(stepped, torch.optim.SGD(stepped.parameters(), lr=0.1))
     sparse = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    with pytest.raises(ConfigError, match="sharded=True: a layer has sparse gradients"):
+    with pytest.raises(ConfigError, match="strategy='sharded': a layer has sparse gradients"):
         fitted_with(sparse, torch.optim.SGD(sparse.parameters()))
     odd = nn.Linear(3, 3, dtype=torch.complex64)
     with pytest.raises(ConfigError, match=r"weight is torch.complex64 on cpu: a sharded update takes real numbers"):
@@ -277,8 +277,8 @@ def refusals() -> None:
 
 
 def fitted_with(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    how: dict[str, Any] = {"global_batch": 10, "max_steps": 1, "checkpoint_dir": None, "progress": False}
-    ddp.fit(module, data(), optimizer, loss=F.cross_entropy, sharded=True, **how)
+    how: dict[str, Any] = {"global_batch": 10, "max_steps": 1, "folder": None, "progress": False}
+    ddp.fit(module, data(), optimizer, **grouped(loss=F.cross_entropy, sharded=True, **how))
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:

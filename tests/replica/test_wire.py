@@ -18,6 +18,7 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.verify import tensor_hash
 from ddp.setting import Narrow, WireName
+from tests.flat import grouped
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))
@@ -37,8 +38,8 @@ def trained(wire: WireName | None, **how: Any) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 10, "max_steps": 9, "noise_scale_every": 2}
     settings["seed"] = 1  # with seed 0 rounding to fp16 makes a ReLU change sides, and the update 0.6 % another
-    settings |= {"checkpoint_dir": None, "progress": False, **how}
-    state = ddp.fit(model, (X, CLASSES), optimizer, wire=wire, **settings)
+    settings |= {"folder": None, "progress": False, **how}
+    state = ddp.fit(model, (X, CLASSES), optimizer, **grouped(wire=wire, **settings))
     state.model.verify_replicas()
     return nn.utils.parameters_to_vector(model.parameters()).detach() - first
 
@@ -57,7 +58,7 @@ def everything() -> dict[str, Any]:
     found: dict[str, Any] = {"plain": tensor_hash(trained(None)), "wires": {}}
     plain = trained(None)
     for wire in WIRES:
-        changed, sharded = trained(wire), trained(wire, sharded=True)
+        changed, sharded = trained(wire), trained(wire, strategy="sharded")
         for each in (changed, sharded):
             assert (each - plain).norm() <= NEAR[wire] * plain.norm(), wire
         assert not torch.equal(changed, plain), wire  # it was rounded
@@ -161,7 +162,7 @@ def resumed(folder: str) -> None:
     how: dict[str, Any] = {"max_steps": 8, "sharded": False}
     whole, again = trained("int8_stochastic", **how), trained("int8_stochastic", **how)
     assert torch.equal(whole, again)
-    parts = {"checkpoint_dir": folder, "resume": "auto", "curves": False}
+    parts = {"folder": folder, "resume": "auto", "curves": False}
     trained("int8_stochastic", **{**how, "max_steps": 3}, **parts)
     assert torch.equal(trained("int8_stochastic", **how, **parts), whole)
     ddp.shutdown()

@@ -18,6 +18,7 @@ import ddp
 from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError
+from tests.flat import grouped
 
 NUM_STEPS, CHANGED_AFTER = 8, 4
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
@@ -116,9 +117,19 @@ def by_fit(
     if shrinks:
         module[0].__class__ = Shrinks
     ddp.fit(
-        module, (X, CLASSES), make(module), loss=F.cross_entropy, global_batch=10, max_steps=NUM_STEPS, progress=False,
-        checkpoint_dir=None, callbacks=[] if shrinks else [Changes(change)], **how,
-    ).model.verify_replicas()  # fmt: skip
+        module,
+        (X, CLASSES),
+        make(module),
+        **grouped(
+            loss=F.cross_entropy,
+            global_batch=10,
+            max_steps=NUM_STEPS,
+            progress=False,
+            folder=None,
+            callbacks=[] if shrinks else [Changes(change)],
+            **how,
+        ),
+    ).model.verify_replicas()
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
@@ -132,7 +143,7 @@ def all_changes_hold() -> None:
             way = (wanted - first).norm()
             assert (wanted - without).norm() > 0.1 * way, case  # so that a lost change would show
             torch.testing.assert_close(by_fit(change, make), wanted, rtol=1e-4, atol=1e-5, msg=case)
-            torch.testing.assert_close(by_fit(change, make, sharded=True), wanted, rtol=1e-4, atol=1e-5, msg=case)
+            torch.testing.assert_close(by_fit(change, make, strategy="sharded"), wanted, rtol=1e-4, atol=1e-5, msg=case)
             assert (by_fit(change, make, precision="bf16_pure") - wanted).norm() < 0.05 * way, case
     kept = [by_fit(None, sgd, precision=precision, shrinks=True) for precision in ("fp32", "bf16_pure")]
     assert (kept[1] - kept[0]).norm() < 0.05 * kept[0].norm() < 0.05 * first.norm()
@@ -173,10 +184,16 @@ class Sets(ddp.Callback):
 def seen(rates: dict[int, float], schedule: Any = None, *, steps: int = 8, folder: Path | None = None) -> list[float]:
     module, sets = nn.Linear(6, 3), Sets(rates)
     ddp.fit(
-        module, (X, CLASSES), SGD(module.parameters(), lr=0.1), loss=F.cross_entropy, global_batch=10, max_steps=steps,
-        schedule=schedule, checkpoint_dir=folder, resume=folder and "auto", progress=False, curves=False, comm=alone(),
+        ddp.BucketedDataParallel(module, comm=alone()),
+        (X, CLASSES),
+        SGD(module.parameters(), lr=0.1),
+        loss=F.cross_entropy,
+        global_batch=10,
+        max_steps=steps,
+        schedule=schedule,
+        folder=ddp.Folder(folder, resume=folder and "auto", progress=False, curves=False),
         callbacks=[sets],
-    )  # fmt: skip
+    )
     return sets.seen
 
 
@@ -235,9 +252,15 @@ def test_a_scheduler_that_a_callback_steps_is_as_in_a_loop_by_hand(name: str, tm
     for steps in (5, 8):  # the second one goes on from the first one's checkpoint
         module, optimizer, callback = made()
         ddp.fit(
-            module, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=10, max_steps=steps, resume="auto",
-            checkpoint_dir=tmp_path, progress=False, curves=False, comm=alone(), callbacks=[callback],
-        )  # fmt: skip
+            ddp.BucketedDataParallel(module, comm=alone()),
+            (X, CLASSES),
+            optimizer,
+            loss=F.cross_entropy,
+            global_batch=10,
+            max_steps=steps,
+            folder=ddp.Folder(tmp_path, resume="auto", progress=False, curves=False),
+            callbacks=[callback],
+        )
         found, losses = found + callback.seen, losses + callback.losses
         last.append(optimizer.param_groups[0]["lr"])
     _, optimizer, by_hand = made()
@@ -271,9 +294,15 @@ def test_a_scheduler_made_at_the_start_of_a_resumed_fit_leaves_the_checkpoint_s_
         module = nn.Linear(6, 3)
         optimizer = torch.optim.AdamW(module.parameters(), lr=copy.deepcopy(rate))
         ddp.fit(
-            module, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=10, max_steps=steps, progress=False,
-            resume=folder and "auto", checkpoint_dir=folder, curves=False, comm=alone(), callbacks=[Made(name)],
-        )  # fmt: skip
+            ddp.BucketedDataParallel(module, comm=alone()),
+            (X, CLASSES),
+            optimizer,
+            loss=F.cross_entropy,
+            global_batch=10,
+            max_steps=steps,
+            folder=ddp.Folder(folder, progress=False, resume=folder and "auto", curves=False),
+            callbacks=[Made(name)],
+        )
         return module.weight.detach()
 
     class Made(Makes):
@@ -301,10 +330,18 @@ def test_masters_are_compared_for_a_user_s_callback_and_not_for_ours_alone(monke
         module, averages = net(), ddp.EMA(0.5)
         compared.clear()
         state = ddp.fit(
-            module, (X, CLASSES), SGD(module.parameters(), lr=0.1), loss=F.cross_entropy, test_data=(X, CLASSES),
-            global_batch=10, max_steps=8, evaluate_every_steps=4, evaluate_every_epochs=None, precision="bf16_pure",
-            checkpoint_dir=None, progress=False, comm=alone(), callbacks=[averages, ddp.EarlyStopping(9), *others],
-        )  # fmt: skip
+            ddp.BucketedDataParallel(module, comm=alone()),
+            (X, CLASSES),
+            SGD(module.parameters(), lr=0.1),
+            loss=F.cross_entropy,
+            test_data=(X, CLASSES),
+            global_batch=10,
+            max_steps=8,
+            evaluation=ddp.Evaluation(every_steps=4, every_epochs=None),
+            precision="bf16_pure",
+            folder=ddp.Folder(None, progress=False),
+            callbacks=[averages, ddp.EarlyStopping(9), *others],
+        )
         found.append((state.evaluation, nn.utils.parameters_to_vector(module.parameters()), len(compared)))
     (evaluation, weights, few), (other_evaluation, other_weights, many) = found
     assert evaluation == other_evaluation and equal(weights, other_weights)
@@ -336,9 +373,21 @@ def unfrozen(folder: Path, steps: int, callback: Unfreezes, *, module: nn.Sequen
     module[0].requires_grad_(False)
     optimizer = Adam(module[2].parameters(), lr=0.02)
     state = ddp.fit(
-        module, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=10, max_steps=steps, checkpoint_dir=folder,
-        resume="auto", progress=False, curves=False, comm=alone(), callbacks=[callback], **how,
-    )  # fmt: skip
+        ddp.BucketedDataParallel(module, comm=alone()),
+        (X, CLASSES),
+        optimizer,
+        **grouped(
+            loss=F.cross_entropy,
+            global_batch=10,
+            max_steps=steps,
+            folder=folder,
+            resume="auto",
+            progress=False,
+            curves=False,
+            callbacks=[callback],
+            **how,
+        ),
+    )
     momenta = [value for p in module.parameters() for name, value in sorted(optimizer.state[p].items())]
     tensors = [*module.parameters(), *momenta]
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors]), optimizer, state
@@ -366,6 +415,11 @@ def test_what_does_not_fit_an_added_group_is_told(tmp_path: Path) -> None:
         CheckpointError, match=r"groups of \[2, 2\] parameters, this optimizer has groups of \[1, 1, 1, 1\]"
     ):
         ddp.fit(
-            module, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=10, max_steps=5,
-            checkpoint_dir=tmp_path, resume="auto", progress=False, comm=alone(),
-        )  # fmt: skip
+            ddp.BucketedDataParallel(module, comm=alone()),
+            (X, CLASSES),
+            optimizer,
+            loss=F.cross_entropy,
+            global_batch=10,
+            max_steps=5,
+            folder=ddp.Folder(tmp_path, resume="auto", progress=False),
+        )

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 import ddp
 from ddp.data.orders.order import Order
 from ddp.errors import ConfigError
+from tests.flat import grouped
 
 INPUTS, TARGETS = torch.randn(47, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(47, dtype=torch.int64)
 
@@ -54,7 +55,7 @@ class Own(Careless):
         ({"skip_steps": (1.5, 2.5)}, "takes the first and the last step"),
         ({"skip_steps": (3, 2)}, "takes the first and the last step"),
         ({"skip_steps": (1, 99)}, r"skip_steps=\[1, 99\]: leaves out all steps of the run"),
-        ({"debug_data": "no"}, "debug_data='no': must be True or False"),
+        ({"debug": "no"}, "debug='no': must be True or False"),
     ],
 )
 def test_wrong_orders_and_steps(changes: dict[str, Any], words: str) -> None:
@@ -67,7 +68,7 @@ def test_an_own_order_may_return_whole_numbers_of_any_kind(kind: Any, tmp_path: 
     returned = Own(
         lambda positions: kind(positions) if not isinstance(kind, type) or kind is list else positions.astype(kind)
     )
-    trained(order=returned, checkpoint_dir=tmp_path / "run", skip_steps=(2, 3))
+    trained(order=returned, folder=tmp_path / "run", skip_steps=(2, 3))
     assert summary(tmp_path / "run") == [3, 3]
 
 
@@ -85,17 +86,19 @@ def trained(model_: nn.Module | None = None, **changes: Any) -> Any:
     model = model_ or nn.Linear(3, 2)
     return ddp.fit(
         model,
-        **{
-            "data": (INPUTS, TARGETS),
-            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-            "loss": ddp.Classification(),
-            "global_batch": 10,
-            "epochs": 3,
-            "progress": False,
-            "curves": False,
-            "checkpoint_dir": None,
-            **changes,
-        },
+        **grouped(
+            **{
+                "data": (INPUTS, TARGETS),
+                "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+                "loss": ddp.Classification(),
+                "global_batch": 10,
+                "epochs": 3,
+                "progress": False,
+                "curves": False,
+                "folder": None,
+                **changes,
+            }
+        ),
     )
 
 
@@ -119,7 +122,7 @@ def in_three_parts(folder: str) -> list[Any]:
     for number, choices in enumerate(CHOICES):
         run = Path(folder) / str(number)
         for max_steps in (2, 8, None):
-            trained(checkpoint_dir=run, resume="auto", max_steps=max_steps, **choices)
+            trained(folder=run, resume="auto", max_steps=max_steps, **choices)
             if ddp.init().rank == 0:
                 found.append(summary(run))
     return found
@@ -135,7 +138,7 @@ def test_epochs_are_as_promised_also_when_they_are_resumed(tmp_path: Path) -> No
 
 def test_an_order_that_breaks_its_promise_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        trained(order=Careless(), checkpoint_dir=tmp_path / "run")
+        trained(order=Careless(), folder=tmp_path / "run")
     assert summary(tmp_path / "run") == [0, 3]
     assert "epoch 2 was not what its order (careless) promises" in caplog.text
 
@@ -143,16 +146,16 @@ def test_an_order_that_breaks_its_promise_is_told(tmp_path: Path, caplog: pytest
 def test_equal_first_batches_are_refused() -> None:
     assert run_ranks(refused_on_two_ranks, 2) == [True] * 2
     with pytest.raises(ConfigError, match="rank 0, loader process 0 and rank 0, loader process 1 have"):
-        trained(data=Deaf(), loader_workers=2, debug_data=True)
-    trained(data=Deaf(), loader_workers=1, debug_data=True)  # nobody to compare with
-    trained(data=(INPUTS, TARGETS), loader_workers=2, debug_data=True)
+        trained(data=Deaf(), num_workers=2, debug=True)
+    trained(data=Deaf(), num_workers=1, debug=True)  # nobody to compare with
+    trained(data=(INPUTS, TARGETS), num_workers=2, debug=True)
 
 
 def refused_on_two_ranks() -> bool:
     ddp.init(abort_s=20)
-    trained(debug_data=True)
+    trained(debug=True)
     with pytest.raises(ConfigError, match="rank 0 and rank 1 have begun with equal batches"):
-        trained(data=Deaf(), debug_data=True)
+        trained(data=Deaf(), debug=True)
     return True
 
 
@@ -245,7 +248,7 @@ def test_a_sample_counts_once_however_often_it_is_left_out(tmp_path: Path) -> No
     assert whole.unreadable == {index for index in range(47) if index % 5 == 3}
     for max_steps, left_out in ((3, 6), (6, 9), (15, 9)):
         choices = {
-            "checkpoint_dir": tmp_path / "run",
+            "folder": tmp_path / "run",
             "resume": "auto",
             "max_steps": max_steps,
             "max_unreadable": left_out,

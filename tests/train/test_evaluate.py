@@ -18,6 +18,7 @@ from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.classification import Classification
+from tests.flat import grouped
 
 SIZES = [1, 2, 3, 5, 12, 13]
 
@@ -145,8 +146,8 @@ class OneUnused(nn.Module):
 
 def fit(module: nn.Module, samples: TensorSet, **how: Any) -> None:
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    quiet: Any = {"checkpoint_dir": None, "progress": False}
-    ddp.fit(module, samples, optimizer, loss=Classification(), global_batch=6, **quiet, **how)
+    quiet: Any = {"folder": None, "progress": False}
+    ddp.fit(module, samples, optimizer, **grouped(loss=Classification(), global_batch=6, **quiet, **how))
 
 
 def fit_in_one_process() -> None:

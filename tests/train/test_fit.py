@@ -26,14 +26,17 @@ import ddp
 from ddp.commands.where import where
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError, ConfigError
+from ddp.train.arguments import Given
+from ddp.train.fit import train
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
+from tests.flat import grouped
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)
 CLASSES = torch.randint(0, 3, (40,), generator=RANDOM)
 VALUES = torch.randn(40, 1, dtype=torch.float64, generator=RANDOM)
-QUIET: dict[str, Any] = {"checkpoint_dir": None, "progress": False}
+QUIET: dict[str, Any] = {"folder": None, "progress": False}
 
 
 def net(outputs: int = 3) -> nn.Module:
@@ -44,7 +47,9 @@ def net(outputs: int = 3) -> nn.Module:
 def fit(loss: Any, data: Any = (X, CLASSES), *, module: nn.Module | None = None, **how: Any) -> TrainState:
     module = module or net()
     how = {"optimizer": SGD(module.parameters(), lr=0.1), "global_batch": 10, "epochs": 1, **QUIET, **how}
-    return ddp.fit(module, data, loss=loss, **how)
+    if "stop" in how:  # as the command line does
+        return train(Given(model=module, data=data, **grouped(loss=loss, **how)))
+    return ddp.fit(module, data, **grouped(loss=loss, **how))
 
 
 def weights(state: TrainState) -> Tensor:
@@ -141,9 +146,9 @@ def what_works(folder: str) -> None:
         outputs = ddp.predict(state.model, Rows(), task=Nested(), collate=nested)
         assert torch.equal(outputs, ddp.predict(state.model, X))
 
-    assert scheduled(one_cycle, schedule_every="step", epochs=3) == pytest.approx(torchs_rates(one_cycle, 12))
+    assert scheduled(one_cycle, every="step", epochs=3) == pytest.approx(torchs_rates(one_cycle, 12))
     by_epoch = [rate for rate in torchs_rates(halved, 3) for _ in range(4)]
-    assert scheduled(halved, schedule_every="epoch", epochs=3) == pytest.approx(by_epoch)
+    assert scheduled(halved, every="epoch", epochs=3) == pytest.approx(by_epoch)
     plateau = scheduled(
         lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, threshold=1e9, patience=0), epochs=3,
         test_data=(X, CLASSES),
@@ -151,10 +156,10 @@ def what_works(folder: str) -> None:
     assert plateau == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 4)  # no metric is good enough
 
     run = Path(folder) / "cycle"
-    first = scheduled(one_cycle, schedule_every="step", epochs=1, checkpoint_dir=run)
-    rest = recorded(one_cycle, schedule_every="step", epochs=3, checkpoint_dir=run, resume="auto")
+    first = scheduled(one_cycle, every="step", epochs=1, folder=run)
+    rest = recorded(one_cycle, every="step", epochs=3, folder=run, resume="auto")
     assert first + rest.seen == pytest.approx(torchs_rates(one_cycle, 12))
-    whole = recorded(one_cycle, schedule_every="step", epochs=3)
+    whole = recorded(one_cycle, every="step", epochs=3)
     assert torch.equal(rest.weights, whole.weights), "the momentum cycles, too"
     comm.barrier()
     written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
@@ -294,7 +299,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "capitals": (F.cross_entropy, {"precision": "BF16"}, r"precision='BF16': take one of .*. Did you mean bf16\?"),
     "a folder's name": (
         F.cross_entropy,
-        {"checkpoint_dir": os.fsdecode(b"r\xff")},
+        {"folder": os.fsdecode(b"r\xff")},
         "this name is not in UTF-8, and torch reads back no file from such a folder",
     ),
     "a schedule's name": (F.cross_entropy, {"schedule": "cosine"}, "schedule='cosine': give a function"),
@@ -345,7 +350,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no epochs": (F.cross_entropy, {"epochs": -1}, "epochs=-1: must be a whole number from 1 up"),
     "a number in quotes": (F.cross_entropy, {"max_steps": "9"}, "max_steps='9': must be a whole number from 1 up"),
     "fp8": (F.cross_entropy, {"precision": "fp8"}, "precision='fp8': take one of fp32, bf16, bf16_pure, fp16"),
-    "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be a number above 0"),
+    "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be greater than 0"),
     "two clips": (
         F.cross_entropy,
         {"module": CLIPPED, "optimizer": ddp.optim.LAMB(CLIPPED.parameters(), preset="timm"), "clip_norm": 0.5},
@@ -370,11 +375,6 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "resume without a folder": (F.cross_entropy, {"resume": "auto"}, "which run\\? Name its folder"),
     "resume from nowhere": (F.cross_entropy, {"resume": "/nowhere"}, "resume=/nowhere does not exist"),
-    "torch's class": (
-        F.cross_entropy,
-        {"schedule_every": "step"},
-        "schedule_every='step': is for torch's schedulers only",
-    ),
 }
 
 
@@ -395,7 +395,7 @@ def mistakes() -> list[str]:
     ):
         plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
         fit(ddp.Classification(), module=module, optimizer=optimizer, schedule=plateau, test_data=(X, CLASSES))
-    with pytest.raises(ConfigError, match=r'StepLR with schedule_every=None: .* say schedule_every="step" or "epoch"'):
+    with pytest.raises(ConfigError, match=r"StepLR with every=None: .* say ddp.optim.TorchSchedule\(scheduler, ev"):
         fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=scheduler_of(optimizer))
     ddp.shutdown()
     return said
@@ -434,9 +434,9 @@ def warnings_of(folder: str) -> list[list[str]]:
     run = Path(folder) / "run"
     for global_batch in (10, 8):
         found.append([])
-        fit(F.cross_entropy, checkpoint_dir=run, resume="auto", global_batch=global_batch)
+        fit(F.cross_entropy, folder=run, resume="auto", global_batch=global_batch)
     with pytest.raises(ConfigError, match=r'run holds a run: continue it with resume="auto", or take another folder'):
-        fit(F.cross_entropy, checkpoint_dir=run)
+        fit(F.cross_entropy, folder=run)
     ddp.shutdown()
     return found
 
@@ -508,7 +508,7 @@ def folds(folder: str) -> list[str]:
     def fold(number: int, name: str) -> None:
         run_dir = Path(folder) / f"{name}-{number}"
         begun.append(run_dir.name)
-        state = fit(F.cross_entropy, epochs=2, callbacks=[InterruptedAfterTwoSteps()], checkpoint_dir=run_dir)
+        state = fit(F.cross_entropy, epochs=2, callbacks=[InterruptedAfterTwoSteps()], folder=run_dir)
         assert (state.stopped_by, state.step) == ("SIGINT", 3)
 
     loop = "for number in range(3): fold(number, name)"
@@ -521,6 +521,7 @@ def folds(folder: str) -> list[str]:
                 in_a_cell(loop, fold=fold, name=name)
     assert begun == [f"{name}-{number}" for name in ("program", "cell", "again") for number in (0, 1)]
     assert not (Path(folder) / "program-1").exists()
+
     def too_late(run_dir: str) -> None:
         begun.append(run_dir)
         state = fit(F.cross_entropy, epochs=1, callbacks=[InterruptedAtItsEnd()], test_data=(X, CLASSES))
@@ -568,11 +569,11 @@ class Read(ddp.Callback):
 def starts_are_noted(run: Path) -> None:
     """`where` answers about a run from Python what it can: in each step as its own start has dealt it."""
     comm, read, data = ddp.init(), Read(), (X, torch.arange(40.0))
-    how: dict[str, Any] = {"checkpoint_dir": run, "resume": "auto", "callbacks": [read], "curves": False}
+    how: dict[str, Any] = {"folder": run, "resume": "auto", "callbacks": [read], "curves": False}
     fit(read.loss, data, max_steps=np.int64(3), epochs=None, micro_size=3, **how)
     fit(read.loss, data, epochs=2, num_shards=4, seed=3, skip_steps=(6, 6), **how)
     apart = Read()
-    how |= {"checkpoint_dir": run / "apart", "callbacks": [apart], "validation_data": 0.25}
+    how |= {"folder": run / "apart", "callbacks": [apart], "validation_data": 0.25}
     fit(apart.loss, list(zip(*data, strict=True)), cache=True, **how)
     asked = [(run, *each) for each in read.by_step.items()] + [(run / "apart", *each) for each in apart.by_step.items()]
     for folder, step, samples in asked if comm.rank == 0 else ():
@@ -582,8 +583,8 @@ def starts_are_noted(run: Path) -> None:
         assert told == samples, answer
     assert (sorted(read.by_step), sorted(apart.by_step)) == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3])
     weighted = ddp.data.Weighted(torch.ones(40))
-    fit(read.loss, data, order=weighted, checkpoint_dir=run / "weighted", curves=False)
-    fit(F.cross_entropy, Endless(), max_steps=1, epochs=None, checkpoint_dir=run / "stream", curves=False)
+    fit(read.loss, data, order=weighted, folder=run / "weighted", curves=False)
+    fit(F.cross_entropy, Endless(), max_steps=1, epochs=None, folder=run / "stream", curves=False)
     for name, says in (("weighted", "the order of the run, .* was made by its program"), ("stream", "holds no starts")):
         with pytest.raises(ConfigError, match=says):
             where(run / name, step=1, sample=None, epoch=None)
@@ -599,7 +600,7 @@ def stopped_and_resumed(folder: str) -> None:
     ddp.init(abort_s=20)
     run, stop = Path(folder) / "run", StopFlag()
     first, rest, again = Stopped(stop), Stopped(StopFlag()), Stopped(StopFlag())
-    how: dict[str, Any] = {"test_data": (X, CLASSES), "checkpoint_dir": run, "resume": "auto", "curves": False}
+    how: dict[str, Any] = {"test_data": (X, CLASSES), "folder": run, "resume": "auto", "curves": False}
     begun = fit(F.cross_entropy, epochs=2, callbacks=[first], stop=stop, num_shards=2, **how)
     assert begun.stopped_by == "SIGTERM"
     whole = fit(F.cross_entropy, epochs=2, test_data=(X, CLASSES), num_shards=2)
@@ -613,18 +614,18 @@ def stopped_and_resumed(folder: str) -> None:
     assert {ddp.load(run, "best").step, ddp.load(run, "latest").step} <= {4, 8}
     assert ddp.load(run, "latest").score == whole.evaluation["test_loss"]
     with pytest.raises(ConfigError, match="other holds a run"):
-        fit(F.cross_entropy, checkpoint_dir=run.with_name("other"))
-        fit(F.cross_entropy, **{**how, "checkpoint_dir": run.with_name("other"), "resume": run})
+        fit(F.cross_entropy, folder=run.with_name("other"))
+        fit(F.cross_entropy, **{**how, "folder": run.with_name("other"), "resume": run})
     module = net()
     optimizer = SGD(module.parameters(), lr=np.float64(0.1))  # type: ignore[arg-type]
-    numbers: dict[str, Any] = {"global_batch": np.int64(10), "checkpoint_dir": run.with_name("numpy"), "curves": False}
+    numbers: dict[str, Any] = {"global_batch": np.int64(10), "folder": run.with_name("numpy"), "curves": False}
     fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=lambda step, steps: np.float64(0.5), **numbers)
     assert optimizer.param_groups[0]["lr"] == 0.1 and "initial_lr" not in optimizer.param_groups[0]
 
     module, rates, half = net(), Rates(), ddp.optim.step(gamma=0.5, milestones=[0.0])
     for epochs in (1, 2):  # the rate is a tensor, which keeps its place
         optimizer = SGD(module.parameters(), lr=torch.tensor(0.1))
-        how = {"checkpoint_dir": run.with_name("tensor"), "resume": "auto", "curves": False}
+        how = {"folder": run.with_name("tensor"), "resume": "auto", "curves": False}
         fit(F.cross_entropy, module=module, optimizer=optimizer, schedule=half, epochs=epochs, callbacks=[rates], **how)
     assert rates.seen == pytest.approx([0.05] * 8)
 

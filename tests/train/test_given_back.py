@@ -26,6 +26,7 @@ from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.errors import ConfigError, Diverged
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
+from tests.flat import fit_over, grouped
 
 X, CLASSES = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 
@@ -98,10 +99,10 @@ def test_the_process_is_as_a_fit_has_found_it(case: str, tmp_path: Path) -> None
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     ddp.fit, ddp.evaluate  # noqa: B018  # imported here, because modules stay
     how: dict[str, Any] = {"data": (X, CLASSES), "loss": noisy, "progress": False, "curves": False, "global_batch": 10}
-    how |= {"epochs": 1, "checkpoint_dir": tmp_path, "comm": comm, **HOW[case]}
+    how |= {"epochs": 1, "folder": tmp_path, **HOW[case]}
     before, of_model, running = state_of_process(), state_of_model(model, optimizer), set(threading.enumerate())
     try:
-        ddp.fit(model, optimizer=optimizer, **how)
+        fit_over(comm, model, optimizer=optimizer, **how)
     except (OSError, Diverged, ConfigError):
         assert case in ("failing", "diverging", "refused")
     assert (differences(before), state_of_model(model, optimizer)) == ([], of_model)
@@ -118,8 +119,10 @@ def test_a_run_that_is_resumed_gives_back_what_it_takes_from_the_checkpoint(tmp_
         torch.manual_seed(epochs)
         before = state_of_process()
         ddp.fit(
-            model, (X, CLASSES), SGD(model.parameters(), lr=0.1), loss=noisy, global_batch=10, epochs=epochs,
-            checkpoint_dir=tmp_path, resume="auto", progress=False, curves=False, comm=comm,
+            ddp.BucketedDataParallel(model, comm=comm), (X, CLASSES), SGD(model.parameters(), lr=0.1), loss=noisy,
+            global_batch=10,
+            epochs=epochs,
+            folder=ddp.Folder(tmp_path, resume="auto", progress=False, curves=False),
         )  # fmt: skip
         assert differences(before) == []
 
@@ -135,8 +138,13 @@ def test_rates_of_a_scheduler_that_is_not_used_are_left_alone() -> None:
             seen.append(report.rate)
 
     comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
-    how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 20, "epochs": 1, "checkpoint_dir": None}
-    ddp.fit(model, (X, CLASSES), optimizer, progress=False, comm=comm, callbacks=[Rates()], **how)
+    how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 20, "epochs": 1, "folder": None}
+    ddp.fit(
+        ddp.BucketedDataParallel(model, comm=comm),
+        (X, CLASSES),
+        optimizer,
+        **grouped(progress=False, callbacks=[Rates()], **how),
+    )
     assert seen == [0.02, 0.02]
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["initial_lr"]) == (0.02, 0.1)
 

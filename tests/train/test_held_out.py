@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 import ddp
 from ddp.errors import ConfigError
 from ddp.train.stored_checkpoint import listed
+from tests.flat import grouped
 
 
 class Counted(torch.utils.data.Dataset[Any]):
@@ -60,7 +61,7 @@ def fit(folder: Path | None = None, data: Any = None, **how: Any) -> tuple[Any, 
         how["schedule"] = how["schedule"](optimizer)
     how = {"epochs": 4, "global_batch": 8, "curves": False, "noise_scale_every": 0, **how}
     with redirect_stdout(io.StringIO()) as printed:
-        state = ddp.fit(model, data or Counted(), optimizer, loss=mse_loss, checkpoint_dir=folder, **how)
+        state = ddp.fit(model, data or Counted(), optimizer, **grouped(loss=mse_loss, folder=folder, **how))
     return state, printed.getvalue()
 
 

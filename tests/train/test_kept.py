@@ -21,6 +21,7 @@ from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.early_stopping import EARLY
 from ddp.train.initial_weights import load_initial_weights
+from tests.flat import fit_over, grouped
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (44,), generator=torch.Generator().manual_seed(1))
@@ -70,10 +71,10 @@ def fit(folder: Any, callbacks: Any = (), *, module: nn.Module | None = None, **
     module = net() if module is None else module
     how = {"loss": F.cross_entropy, "test_data": (X, CLASSES), "epochs": None, "resume": "auto", **how}
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    return ddp.fit(
-        module, (X, CLASSES), optimizer, global_batch=10, checkpoint_dir=folder, callbacks=list(callbacks),
-        progress=False, curves=False, **how,
-    )  # fmt: skip
+    given = {"data": (X, CLASSES), "optimizer": optimizer, "global_batch": 10, "folder": folder, **how}
+    given |= {"callbacks": list(callbacks), "progress": False, "curves": False}
+    comm = given.pop("comm", None)
+    return ddp.fit(module, **grouped(**given)) if comm is None else fit_over(comm, module, **given)
 
 
 def vector(values: Any) -> Tensor:
@@ -145,7 +146,7 @@ class Judged(ddp.Task):
 
 def ends_early(folder: str) -> None:
     """After two evaluations that are not better by more than 0.05; a larger patience goes on, and counts on."""
-    how: dict[str, Any] = {"evaluate_every_steps": 3, "evaluate_every_epochs": None, "max_steps": 30}
+    how: dict[str, Any] = {"every_steps": 3, "every_epochs": None, "max_steps": 30}
     how |= {"max_unreadable": 1}  # then there is no look at the first batch, which would ask for metrics
     how |= {"checkpoint_every_steps": 3}
     for patience, right, steps in ((2, [0.5, 0.6, 0.6, 0.61], 12), (2, [], 12), (4, [0.62, 0.4], 18)):
@@ -300,20 +301,29 @@ def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file
     lock = tmp_path / "runs" / ".ddp-trial-running" / ".lock"
     running = lock.open("w")
     fcntl.flock(running, fcntl.LOCK_EX)  # as another process
-    state = ddp.fit(
-        module, (X, CLASSES), optimizer, loss=F.cross_entropy, test_data=(X, CLASSES), global_batch=10,
-        evaluate_every_steps=1, checkpoint_every_steps=1, checkpoint_dir=tmp_path / "runs" / "mine",
-        callbacks=[Notes(), ddp.EarlyStopping(1)], trial=True, **how,
-    )  # fmt: skip
+    state = fit_over(
+        module=module,
+        data=(X, CLASSES),
+        optimizer=optimizer,
+        loss=F.cross_entropy,
+        test_data=(X, CLASSES),
+        global_batch=10,
+        every_steps=1,
+        checkpoint_every_steps=1,
+        folder=tmp_path / "runs" / "mine",
+        callbacks=[Notes(), ddp.EarlyStopping(1)],
+        trial=True,
+        **how,
+    )
     assert (state.step, calls) == (3, ["step", "step", "step", "evaluation", "1 saved"])
     assert {*(tmp_path / "runs").iterdir()} == {lock.parent, own}, "what a killed trial has left is gone, no more"
     running.close()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "the trial went well: 3 steps, an evaluation, a save; no file of it is kept"
-    with pytest.raises(ConfigError, match="trial=True: with resume='auto'; a trial begins anew"):
+    with pytest.raises(ConfigError, match="trial with resume=auto: a trial begins anew"):
         fit(tmp_path, resume="auto", trial=True, **how)
     with pytest.raises(ConfigError, match="EarlyStopping: goes by evaluations, of which there is one, at"):
-        fit(tmp_path, callbacks=[ddp.EarlyStopping(1)], test_data=(X, CLASSES), evaluate_every_epochs=None, **how)
+        fit(tmp_path, callbacks=[ddp.EarlyStopping(1)], test_data=(X, CLASSES), every_epochs=None, **how)
     with pytest.raises(ConfigError, match="cannot hold"):
         fit(tmp_path / "runs" / "mine", module=nn.Sequential(Extra(6, 3)), trial=True, resume=None, **how)
     assert list((tmp_path / "runs").iterdir()) == [own]

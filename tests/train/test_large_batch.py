@@ -15,6 +15,7 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import Diverged
 from ddp.optim import LAMB, LARC, LARS, parameter_groups
 from ddp.replica.verify import tensor_hash
+from tests.flat import grouped
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(43, 6, dtype=torch.float64, generator=RANDOM)
@@ -48,9 +49,8 @@ def trained() -> list[tuple[Tensor, str]]:
             max_steps=NUM_STEPS,
             clip_norm=CLIP,
             schedule=ddp.optim.cosine(),
-            checkpoint_dir=None,
-            progress=False,
-            seed=3,
+            folder=ddp.Folder(None, progress=False),
+            batches=ddp.Batches(seed=3),
         )
         results.append((flat(module), tensor_hash(flat(module))))
         state = [tensor for each in optimizer.state.values() for tensor in each.values() if isinstance(tensor, Tensor)]
@@ -58,8 +58,8 @@ def trained() -> list[tuple[Tensor, str]]:
         poisoned = X.clone()
         poisoned[7, 2] = float("nan")
         with pytest.raises(Diverged):
-            how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 43, "epochs": 1, "checkpoint_dir": None}
-            ddp.fit(module, (poisoned, CLASSES), optimizer, progress=False, **how)
+            how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 43, "epochs": 1, "folder": None}
+            ddp.fit(module, (poisoned, CLASSES), optimizer, **grouped(progress=False, **how))
         assert all(map(torch.equal, [flat(module), *state], before))
     assert comm.world_size == 2
     ddp.shutdown()

@@ -17,6 +17,7 @@ from ddp.gradients import ErrorFeedback, Sign
 from ddp.optim import loss_scale
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.verify import tensor_hash
+from tests.flat import grouped
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
@@ -46,8 +47,8 @@ def fitted(precision: Any = "fp16", *, model: nn.Module | None = None, **how: An
     module = model.module if isinstance(model, NaiveDataParallel) else model
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 8, "max_steps": 7, "seed": 3, "micro_size": 3}
-    settings |= {"checkpoint_dir": None, "progress": False, "precision": precision, "noise_scale_every": 2, **how}
-    state = ddp.fit(model, (X, CLASSES), optimizer, **settings)
+    settings |= {"folder": None, "progress": False, "precision": precision, "noise_scale_every": 2, **how}
+    state = ddp.fit(model, (X, CLASSES), optimizer, **grouped(**settings))
     state.model.verify_replicas()
     vector = nn.utils.parameters_to_vector(module.parameters()).detach()
     return state, vector, [tensor_hash(each) for each in module.state_dict().values()]
@@ -100,7 +101,7 @@ def everything(folder: str) -> None:
     assert (state.step, state.model.num_steps) == (7, 7)
     loss_scale.FIRST = scale
     assert fitted()[2] == repeated  # as if the scale had been right from the start: batches, noise, buffers, count
-    assert fitted(sharded=True)[2] == repeated
+    assert fitted(strategy="sharded")[2] == repeated
     naive = fitted(model=NaiveDataParallel(made()))[1]
     assert near(naive, vector)
 
@@ -115,9 +116,9 @@ def everything(folder: str) -> None:
 
     loss_scale.GROW_AFTER = 3  # in two parts, the scale goes on where it was
     how: dict[str, Any] = {"resume": "auto", "curves": False, "num_shards": 2}
-    whole, _, bits = fitted(checkpoint_dir=f"{folder}/whole", **how)
-    fitted(checkpoint_dir=f"{folder}/parts", **how, max_steps=4)
-    parts, _, same = fitted(checkpoint_dir=f"{folder}/parts", **how)
+    whole, _, bits = fitted(folder=f"{folder}/whole", **how)
+    fitted(folder=f"{folder}/parts", **how, max_steps=4)
+    parts, _, same = fitted(folder=f"{folder}/parts", **how)
     assert bits == same
     for state in (whole, parts):
         assert state.strategy.loss_scale.state_dict() == {"value": scale >> 3, "num_good": 1}

@@ -19,6 +19,7 @@ from ddp.optim import LAMB
 from ddp.replica.verify import tensor_hash
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stored_checkpoint import load
+from tests.flat import grouped
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
@@ -55,9 +56,9 @@ def fitted(precision: Any = "bf16_pure", make: Make = sgd, **how: Any) -> tuple[
     model = made()
     optimizer = make(model.parameters())
     settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 8, "max_steps": 7, "seed": 3, "clip_norm": 1.0}
-    settings |= {"checkpoint_dir": None, "progress": False, "curves": False, "num_shards": 2, **how}
+    settings |= {"folder": None, "progress": False, "curves": False, "num_shards": 2, **how}
     callbacks = [Looks()] if precision == "bf16_pure" else []
-    state = ddp.fit(model, (X, CLASSES), optimizer, precision=precision, callbacks=callbacks, **settings)
+    state = ddp.fit(model, (X, CLASSES), optimizer, **grouped(precision=precision, callbacks=callbacks, **settings))
     state.model.verify_replicas()
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     return model, optimizer
@@ -109,8 +110,12 @@ def own_optimizers() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with pytest.raises(OSError, match="no space left"):
         ddp.fit(
-            model, (X, CLASSES), optimizer, loss=F.cross_entropy, global_batch=8, max_steps=7, precision="bf16_pure",
-            checkpoint_dir=None, progress=False, callbacks=[Fails()],
+            model, (X, CLASSES), optimizer, loss=F.cross_entropy,
+            global_batch=8,
+            max_steps=7,
+            precision="bf16_pure",
+            folder=ddp.Folder(None, progress=False),
+            callbacks=[Fails()],
         )  # fmt: skip
     assert all(p.dtype == torch.float32 and "exp_avg" in optimizer.state[p] for p in model.parameters())
 
@@ -134,13 +139,13 @@ def everything(folder: str) -> None:
     assert torch.isfinite(hooked).all()
 
     how: dict[str, Any] = {"resume": "auto", "max_steps": 7, "make": makers["adamw"]}
-    whole = fitted(checkpoint_dir=f"{folder}/whole", **how)
-    fitted(checkpoint_dir=f"{folder}/parts", **{**how, "max_steps": 4})
-    assert bits(*fitted(checkpoint_dir=f"{folder}/parts", **how)) == bits(*whole)
+    whole = fitted(folder=f"{folder}/whole", **how)
+    fitted(folder=f"{folder}/parts", **{**how, "max_steps": 4})
+    assert bits(*fitted(folder=f"{folder}/parts", **how)) == bits(*whole)
     stored = load(f"{folder}/parts/checkpoints").parts["model"]
     assert all(torch.equal(stored[name], value) for name, value in whole[0].state_dict().items())
-    fitted("fp32", checkpoint_dir=f"{folder}/parts", **{**how, "max_steps": 9})  # goes on in another precision
-    fitted(checkpoint_dir=f"{folder}/parts", **{**how, "max_steps": 11})
+    fitted("fp32", folder=f"{folder}/parts", **{**how, "max_steps": 9})  # goes on in another precision
+    fitted(folder=f"{folder}/parts", **{**how, "max_steps": 11})
     for wrong, match in ({"sharded": True}, "with sharded updates: take"), ({"wire": "int8"}, "gradients are bfloat16"):
         with pytest.raises(ConfigError, match=match):
             fitted(**wrong)

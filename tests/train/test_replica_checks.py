@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import ddp
 from ddp.errors import ConfigError, ReplicaMismatch
+from tests.flat import grouped
 
 
 class Squares(ddp.Task):
@@ -29,8 +30,8 @@ def net() -> nn.Module:
 def fit(replica: nn.Module, num_samples: int, **how: Any) -> None:
     data = TensorDataset(torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(0)))
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
-    quiet: Any = {"checkpoint_dir": None, "progress": False}
-    ddp.fit(replica, data, optimizer, loss=Squares(), global_batch=4, epochs=1, **quiet, **how)
+    quiet: Any = {"folder": None, "progress": False}
+    ddp.fit(replica, data, optimizer, **grouped(loss=Squares(), global_batch=4, epochs=1, **quiet, **how))
 
 
 def refusals() -> None:

@@ -289,10 +289,9 @@ def losses(num_shards: int) -> Tensor:
         data,
         torch.optim.SGD(module.parameters(), 0.1),
         loss=Classification(),
-        checkpoint_dir=None,
-        progress=False,
+        folder=ddp.Folder(None, progress=False),
         global_batch=10,
-        num_shards=num_shards,
+        batches=ddp.Batches(num_shards=num_shards),
         max_steps=NUM_STEPS,
         callbacks=[recorder],
     )

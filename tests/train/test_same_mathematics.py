@@ -24,6 +24,7 @@ from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.classification import Classification
 from ddp.train.tasks.language_model import LanguageModel
+from tests.flat import grouped
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 200, 10, 3, 1.0
 NUM_SPARSE_STEPS, SPARSE_CLIP = 12, 0.2  # two epochs' ends, where one of four ranks has no sample
@@ -60,7 +61,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt": (gpt, "text"),
 }
 
-QUIET = {"checkpoint_dir": None, "progress": False}
+QUIET = {"folder": None, "progress": False}
 
 
 def fresh(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -141,14 +142,16 @@ def train(cases: list[str], kind_of_replica: str) -> dict[str, tuple[Tensor, lis
             wrap(module),
             samples(kind),
             optimizer,
-            loss=LanguageModel() if kind == "text" else Classification(),
-            **QUIET,
-            global_batch=GLOBAL_BATCH,
-            micro_size=MICRO,
-            max_steps=NUM_STEPS,
-            clip_norm=CLIP,
-            seed=5,
-            callbacks=[recorder],
+            **grouped(
+                loss=LanguageModel() if kind == "text" else Classification(),
+                **QUIET,
+                global_batch=GLOBAL_BATCH,
+                micro_size=MICRO,
+                max_steps=NUM_STEPS,
+                clip_norm=CLIP,
+                seed=5,
+                callbacks=[recorder],
+            ),
         )
         results[case] = torch.stack(recorder.parameters) if comm.rank == 0 else torch.empty(0), recorder.hashes
     ddp.shutdown()
@@ -195,14 +198,16 @@ def train_sparse() -> tuple[Tensor, list[float]]:
         module,
         bags(),
         optimizer,
-        loss=Classification(),
-        **QUIET,
-        global_batch=GLOBAL_BATCH,
-        micro_size=2,
-        max_steps=NUM_SPARSE_STEPS,
-        clip_norm=SPARSE_CLIP,
-        seed=5,
-        callbacks=[Norms()],
+        **grouped(
+            loss=Classification(),
+            **QUIET,
+            global_batch=GLOBAL_BATCH,
+            micro_size=2,
+            max_steps=NUM_SPARSE_STEPS,
+            clip_norm=SPARSE_CLIP,
+            seed=5,
+            callbacks=[Norms()],
+        ),
     )
     ddp.shutdown()
     return flat(module), norms
@@ -263,13 +268,15 @@ def train_alternately() -> list[tuple[bool, Tensor, list[str]]]:
                 wrap(module),
                 samples("images"),
                 optimizer,
-                loss=Classification(),
-                **QUIET,
-                global_batch=GLOBAL_BATCH,
-                micro_size=2,
-                max_steps=NUM_SPARSE_STEPS,
-                seed=5,
-                callbacks=[alternate],
+                **grouped(
+                    loss=Classification(),
+                    **QUIET,
+                    global_batch=GLOBAL_BATCH,
+                    micro_size=2,
+                    max_steps=NUM_SPARSE_STEPS,
+                    seed=5,
+                    callbacks=[alternate],
+                ),
             )
             results.append((begins_frozen, flat(module), alternate.hash_by_step))
     ddp.shutdown()
@@ -351,16 +358,18 @@ def train_weighted() -> dict[str, tuple[Tensor, float | None]]:
             wrap(module),
             data,
             torch.optim.SGD(module.parameters(), lr=0.05),
-            loss=Weighted(),
-            **QUIET,
-            global_batch=GLOBAL_BATCH,
-            micro_size=2,
-            max_steps=NUM_SPARSE_STEPS,
-            seed=5,
-            test_data=data,
-            evaluate_every_epochs=None,
-            callbacks=[Keep()],
-            **how,
+            **grouped(
+                loss=Weighted(),
+                **QUIET,
+                global_batch=GLOBAL_BATCH,
+                micro_size=2,
+                max_steps=NUM_SPARSE_STEPS,
+                seed=5,
+                test_data=data,
+                every_epochs=None,
+                callbacks=[Keep()],
+                **how,
+            ),
         )
         found[way] = torch.stack(seen), state.evaluation["test_loss"]
     ddp.shutdown()

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import ddp
 from ddp.errors import ConfigError
 from ddp.process.log import log
+from tests.flat import grouped
 
 INPUTS = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
 SEEN: list[list[float]] = []  # samples that this process has trained on
@@ -99,8 +100,8 @@ def trained(data: Any, **changes: Any) -> Any:
     torch.manual_seed(0)
     model = Net()
     arguments = {"global_batch": 12, "max_steps": 9, "num_shards": 4, "loss": ddp.Classification(), **changes}
-    quiet = {"progress": False, "curves": False, "checkpoint_dir": None}
-    return ddp.fit(model, data, torch.optim.SGD(model.parameters(), lr=0.1), **{**quiet, **arguments})
+    quiet = {"progress": False, "curves": False, "folder": None}
+    return ddp.fit(model, data, torch.optim.SGD(model.parameters(), lr=0.1), **grouped(**{**quiet, **arguments}))
 
 
 def run(data: Any, **changes: Any) -> tuple[Any, ...]:
@@ -130,14 +131,14 @@ def with_choices(data: Any, folder: str | None, choices: dict[str, Any]) -> Any:
 
 
 def resumed(data: Any, folder: str, **choices: Any) -> tuple[Any, ...]:
-    return run(data, checkpoint_dir=folder, resume="auto", **choices)
+    return run(data, folder=folder, resume="auto", **choices)
 
 
 def test_steps_are_the_same_at_any_world_size_and_number_of_loader_processes() -> None:
     alone = run(Stream(70), max_steps=20)
     assert alone[1:4] == (20, 3, 3 * 70 + 2 * 12) and numbers([alone]) == sorted([*range(70)] * 3 + [*range(24)])
     for workers in (1, 2):
-        found = run(Stream(70), max_steps=20, loader_workers=workers)
+        found = run(Stream(70), max_steps=20, num_workers=workers)
         assert found[:4] == alone[:4] and torch.equal(found[4], alone[4])
     short = run(Stream(70))
     for size in (2, 3, 4):
@@ -176,9 +177,9 @@ def test_a_run_goes_on_at_another_world_size(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_with_a_state_are_not_read_again(workers: int, tmp_path: Path) -> None:
     whole = run(Stateful(400), max_steps=30)
-    first = resumed(Stateful(400), str(tmp_path / "run"), max_steps=20, loader_workers=workers)
+    first = resumed(Stateful(400), str(tmp_path / "run"), max_steps=20, num_workers=workers)
     Stateful.num_read = 0
-    rest = resumed(Stateful(400), str(tmp_path / "run"), max_steps=30, loader_workers=workers)
+    rest = resumed(Stateful(400), str(tmp_path / "run"), max_steps=30, num_workers=workers)
     assert together([first, rest]) == whole[0] and torch.equal(rest[4], whole[4])
     assert Stateful.num_read <= 10 * 12 + 12 + 3
 
@@ -212,14 +213,14 @@ def refused(data: Any) -> str:
 
 
 def test_data_that_share_themselves_out_among_loader_processes_go_on_exactly(tmp_path: Path) -> None:
-    choices = {"sharding": "off", "loader_workers": 2, "num_shards": 1}
+    choices = {"sharding": "off", "num_workers": 2, "num_shards": 1}
     whole = run(Shared([60]), max_steps=6, **choices)  # the last two have six samples
     assert numbers([whole]) == [*range(60)]
     parts = [resumed(Shared([60]), str(tmp_path / "run"), max_steps=max_steps, **choices) for max_steps in (1, 2, 5, 6)]
     assert together(parts) == whole[0] and torch.equal(parts[-1][4], whole[4])
     resumed(Shared([60]), str(tmp_path / "other"), max_steps=2, **choices)
     with pytest.raises(ConfigError, match="among 2 processes of each worker, and now there are 1"):
-        resumed(Shared([60]), str(tmp_path / "other"), max_steps=3, **{**choices, "loader_workers": 0})
+        resumed(Shared([60]), str(tmp_path / "other"), max_steps=3, **{**choices, "num_workers": 0})
 
 
 class Strange(Stream):
@@ -336,9 +337,11 @@ def with_sync_batchnorm() -> list[Any]:
     for uneven in ("join", "stop_all"):
         model = nn.Sequential(nn.Linear(5, 4), ddp.SyncBatchNorm(4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        quiet: dict[str, Any] = {"progress": False, "checkpoint_dir": None, "loss": ddp.Classification()}
+        quiet: dict[str, Any] = {"progress": False, "folder": None, "loss": ddp.Classification()}
         try:
-            state = ddp.fit(model, Stream(30), optimizer, global_batch=8, max_steps=9, epochs=1, uneven=uneven, **quiet)
+            state = ddp.fit(
+                model, Stream(30), optimizer, **grouped(global_batch=8, max_steps=9, epochs=1, uneven=uneven, **quiet)
+            )
             found.append(state.step)
         except ConfigError as error:
             found.append("take uneven='stop_all'" in str(error))

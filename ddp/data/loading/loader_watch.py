@@ -221,7 +221,7 @@ class LoaderWatch:
             time.sleep(0.005)
         for place, process in enumerate(self._iterator._workers):
             if process.exitcode:
-                how, remedy = f"ended with status {process.exitcode}", "loader_workers=0 shows where"
+                how, remedy = f"ended with status {process.exitcode}", "num_workers=0 shows where"
                 if process.exitcode < 0:
                     how = f"was killed by {signal.Signals(-process.exitcode).name}"
                     remedy = MEMORY if -process.exitcode in _MEMORY_SIGNALS else remedy
@@ -249,7 +249,7 @@ def _started(loader: DataLoader[Any]) -> Iterator[Any]:
     except OSError as error:
         raise ConfigError(
             f"loader processes cannot be started: {error.strerror or error}. They need room in /dev/shm, and leave to "
-            "write there; without them, take loader_workers=0 (loader.num_workers=0)"
+            "write there; without them, take num_workers=0"
         ) from error
 
 

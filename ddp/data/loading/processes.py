@@ -112,5 +112,5 @@ def _make_room_for_sockets() -> None:
         config["tempdir"] = before
         raise ConfigError(
             f"TMPDIR={tempfile.gettempdir()}: its path is too long for the sockets of loader processes: set a shorter "
-            "one (75 letters at most), or take loader_workers=0"
+            "one (75 letters at most), or take num_workers=0"
         )

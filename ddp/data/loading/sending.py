@@ -55,7 +55,7 @@ def packed(fetch: Callable[[], Any], samples: Iterable[tuple[int, Any]]) -> Pack
                 raise
             raise ConfigError(
                 f"{_culprit(samples)} cannot be sent from a loader process ({error}): let samples and collate return "
-                "tensors, arrays, numbers and texts, or take loader_workers=0"
+                "tensors, arrays, numbers and texts, or take num_workers=0"
             ) from error
     except ConfigError as error:
         if type(error) not in (ConfigError, UnreadableSample):  # a user's own class may fail to be pickled

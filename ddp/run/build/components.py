@@ -332,13 +332,13 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
     if config.replica.kind == "naive":
         replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
     else:
-        replica = (ShardedDataParallel if config.optim.sharded else BucketedDataParallel)(
+        replica = (ShardedDataParallel if config.strategy == "sharded" else BucketedDataParallel)(
             module,
             comm=comm,
             broadcast_buffers=False,
             bucket_cap_mb=config.replica.bucket_cap_mb,
             first_bucket_mb=config.replica.first_bucket_mb,
-            wire=None if config.replica.wire == "none" else config.replica.wire,
+            wire=config.replica.wire,
             hook=make_hook(config),
         )
     replica.verify_replicas(every=config.replica.verify_every)

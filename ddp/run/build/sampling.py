@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ddp.data.orders.batches import Batches
 from ddp.data.orders.order import Blocks, Fixed, Order, Permutation, Stratified, Weighted
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.sharding import OwnSharding
@@ -24,17 +25,21 @@ from ddp.run.settings.address import from_address, is_address, own_parts
 from ddp.run.settings.config import Config
 
 
-def dealing(config: Config, splits: Splits) -> dict[str, Any]:
-    """Returns what says which samples are in which step, shard and forward, as arguments of `fit` and `sampler_of`."""
-    return {
-        "order": _order(config, splits.train),
-        "sharding": _sharding(config, splits.train),
-        "global_batch": optimization.batch_of(config, splits.train),
-        "num_shards": config.batch.num_shards,
-        "micro_size": config.batch.micro_size,
-        "seed": config.seed,
-        "skip_steps": tuple(config.data.skip_steps) or None,
-    }
+def batches_of(config: Config, splits: Splits) -> Batches:
+    """Returns how samples become steps.
+
+    Raises:
+        ConfigError: the data do not have what the order goes by.
+    """
+    return Batches(
+        order=_order(config, splits.train),
+        sharding=_sharding(config, splits.train),
+        num_shards=config.batch.num_shards,
+        micro_size=config.batch.micro_size,
+        seed=config.seed,
+        skip_steps=cast(Any, tuple(config.data.skip_steps) or None),
+        collate=splits.collate,
+    )
 
 
 def check_dealing(config: Config, splits: Splits, state: Mapping[str, Any] | None = None) -> None:
@@ -65,9 +70,9 @@ def check_dealing(config: Config, splits: Splits, state: Mapping[str, Any] | Non
 
 def sampler_for(config: Config, splits: Splits, *, rank: int) -> TrainSampler:
     """Returns the sampler of a rank, at the beginning of the run."""
-    choices = dealing(config, splits)
+    shares = {**batches_of(config, splits).dealing, "global_batch": optimization.batch_of(config, splits.train)}
     try:
-        sampler, _ = sampler_of(splits.train, rank=rank, world_size=config.cluster.workers, **choices)
+        sampler, _ = sampler_of(splits.train, rank=rank, world_size=config.cluster.workers, **shares)
     except ConfigError as error:
         prefix = f"data={config.data.name}: "
         if str(error).startswith(("sharding=", "skip_steps=")):

@@ -12,7 +12,7 @@ import json
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,13 +33,14 @@ from ddp.process.memory import available_cores
 from ddp.run.build import components
 from ddp.run.build import optimizer as optimization
 from ddp.run.build.load import load as load_trained
-from ddp.run.build.sampling import check_dealing, dealing, noted, sampler_for
+from ddp.run.build.sampling import batches_of, check_dealing, noted, sampler_for
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import origins
-from ddp.run.settings.config import Config
+from ddp.run.settings.config import Config, folder_of
+from ddp.train.arguments import Given
 from ddp.train.checkpoint import check_optimizer
 from ddp.train.early_stopping import EARLY
-from ddp.train.fit import fit
+from ddp.train.fit import train
 from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.stopping import StopFlag
@@ -123,7 +124,8 @@ def finish(config: Config, run_dir: Path) -> None:
     if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
         summary |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
         write_summary(run_dir, summary)
-    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
+    if config.report.curves:
+        draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
     print_summary(summary, run_dir, next_commands=_next_commands(config, summary, run_dir))
 
 
@@ -144,40 +146,28 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
         print("\n".join(notes), flush=True)
     collect_from_now_on()  # the optimizer has imported the last of torch
-    fit(
-        model,
-        splits.train,
-        optimizer,
-        loss=task,
-        **dealing(config, splits),
-        debug_data=config.data.debug,
-        max_unreadable=config.data.max_unreadable,
-        epochs=config.epochs,
-        max_steps=config.max_steps,
-        validation_data=splits.validation,
-        test_data=splits.test,
-        evaluate_every_epochs=config.evaluate.every_epochs,
-        evaluate_every_steps=config.evaluate.every_steps,
-        evaluation_batch=config.loader.evaluation_batch,
-        loader_workers=config.loader.num_workers,
-        cache=config.loader.cache,
-        collate=splits.collate,
-        schedule=optimization.make_schedule(config, sizes),
-        clip_norm=config.clip_norm,
-        precision=config.precision,
-        checkpoint_dir=run_dir,
-        checkpoint_every_steps=config.checkpoint.every_steps,
-        keep_last=config.checkpoint.keep_last,
-        keep_best=config.checkpoint.keep_best,
-        callbacks=components.make_callbacks(config),
-        trial=config.trial,
-        resume=None if config.resume == "none" else config.resume,
-        log_every=config.log_every,
-        noise_scale_every=config.noise_scale_every,
-        curves=False,  # `finish` draws them, with the yardsticks
-        stop=stop,
-        settings=bits_depend_on(config, splits),
-        comm=comm,
+    train(
+        Given(
+            model=model,
+            data=splits.train,
+            optimizer=optimizer,
+            loss=task,
+            global_batch=optimization.batch_of(config, splits.train),
+            epochs=config.epochs,
+            max_steps=config.max_steps,
+            validation_data=splits.validation,
+            test_data=splits.test,
+            evaluation=config.evaluate,
+            batches=batches_of(config, splits),
+            reading=config.loader,
+            schedule=optimization.make_schedule(config, sizes),
+            clip_norm=config.clip_norm,
+            precision=config.precision,
+            folder=replace(folder_of(config, run_dir), curves=False),  # `finish` draws them, with the yardsticks
+            callbacks=components.make_callbacks(config),
+            stop=stop,
+            settings=bits_depend_on(config, splits),
+        )
     )
 
 
@@ -187,7 +177,9 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     keys = ("seed", "batch", "precision", "clip_norm", "deterministic", "data", "model", "loss", "optim", "schedule")
     facts = {"sample_shape": splits.sample_shape and list(splits.sample_shape), "num_classes": splits.num_classes}
     synchronised = {"sync_batchnorm": True} if config.replica.sync_batchnorm else {}
-    return {**{key: plain[key] for key in (*keys, "epochs", "max_steps")}, **facts, **synchronised}
+    reading = {"max_unreadable": config.loader.max_unreadable, "debug": config.loader.debug}
+    chosen = {key: plain[key] for key in (*keys, "epochs", "max_steps", "strategy")}
+    return {**chosen, "loader": reading, **facts, **synchronised}
 
 
 def _check_data(config: Config, splits: Splits, comm: Communicator) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
+from ddp.policies import ONE_EVALUATION
 from ddp.process.memory import available_cores
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import (
@@ -28,9 +29,9 @@ from ddp.run.settings.config import (
     StepDecay,
     Tokens,
     TopKChoice,
+    folder_of,
 )
 from ddp.setting import out_of_bounds
-from ddp.train.ending import ending_problems
 
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
 
@@ -87,14 +88,16 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _end_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with how a run ends."""
-    stopping, evaluate = config.early_stopping, config.evaluate
-    yield from ending_problems(
-        trial="trial=true" if config.trial else "",
-        resumes="" if config.resume == "none" else f"resume={config.resume}",
-        stops_early="" if stopping.patience is None else f"early_stopping.patience={stopping.patience}",
-        is_evaluated_meanwhile=(evaluate.every_epochs, evaluate.every_steps) != (None, None),
-        remedy="set evaluate.every_epochs or evaluate.every_steps",
-    )
+    stopping = config.early_stopping
+    try:
+        folder_of(config, "runs/mine")
+    except ConfigError as error:
+        yield str(error)
+    if stopping.patience is not None and not config.evaluate.is_meanwhile:
+        yield (
+            f"early_stopping.patience={stopping.patience}: {ONE_EVALUATION}; set evaluate.every_epochs or "
+            "evaluate.every_steps"
+        )
     if stopping.patience is None and stopping.min_delta:
         yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
 
@@ -162,14 +165,14 @@ def _choice_problems(config: Config) -> Iterator[str]:
     match config.optim:
         case Sgd(nesterov=True, momentum=0):
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
-    if config.optim.sharded and config.replica.kind == "naive":
-        yield "optim.sharded=true: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
+    if config.strategy == "sharded" and config.replica.kind == "naive":
+        yield "strategy=sharded: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
     wire = config.replica.wire
-    if wire != "none" and config.replica.kind == "naive":
+    if wire is not None and config.replica.kind == "naive":
         yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
-    if config.precision == "bf16_pure" and config.optim.sharded:
-        yield "precision=bf16_pure: has master weights, which are not sharded; take bf16, or leave optim.sharded out"
-    if config.precision == "bf16_pure" and wire.startswith("int8"):
+    if config.precision == "bf16_pure" and config.strategy == "sharded":
+        yield "precision=bf16_pure: has master weights, which are not sharded; take bf16, or leave strategy=sharded out"
+    if config.precision == "bf16_pure" and (wire or "").startswith("int8"):
         yield f"replica.wire={wire}: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
     if config.precision != "bf16_pure" and wire == "fp32":
         yield f"replica.wire=fp32: gradients of precision={config.precision} are fp32 already; leave it out"
@@ -188,8 +191,8 @@ def _order_problems(config: Config) -> Iterator[str]:
         yield f"data.sharding={data.sharding}: unknown.{hint} Choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
     if data.window is not None and data.order not in ("auto", "blocks"):
         yield f"data.window={data.window}: mixes samples of files, and data.order={data.order} does not; leave one out"
-    if data.debug and data.sharding == "off":
-        yield "data.debug=true: refuses equal batches, which data.sharding=off is for; leave one out"
+    if config.loader.debug and data.sharding == "off":
+        yield "loader.debug=true: refuses equal batches, which data.sharding=off is for; leave one out"
     if data.skip_steps and not (len(data.skip_steps) == 2 and 1 <= data.skip_steps[0] <= data.skip_steps[1]):
         yield f"data.skip_steps={data.skip_steps}: takes the first and the last step, counted from 1, as [4700,4710]"
     if batch.tokens is None:
@@ -207,7 +210,7 @@ def _hook_problems(config: Config) -> Iterator[str]:
     hook, key = config.hook, f"hook={config.hook.name}"
     if config.replica.kind == "naive":
         yield f"{key}: needs replica.kind=bucketed, whose buckets it gets; leave one out"
-    if config.replica.wire != "none":
+    if config.replica.wire is not None:
         yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
     if hook.name == "sign" and not hook.error_feedback:
         yield "hook.error_feedback=false: signs alone go astray; leave it out"
@@ -311,8 +314,6 @@ def _start_problems(config: Config) -> Iterator[str]:
             f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
             "weights; set one of them"
         )
-    if not config.resume:
-        yield "resume='': take none, auto, or the path of a checkpoint"
 
 
 def most_workers() -> int:

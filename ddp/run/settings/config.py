@@ -15,17 +15,19 @@ the table of all of them. Data and models of the user's own have an address as t
 Components never see these classes: `components.py` and `optimizer.py` take them apart into plain arguments.
 """
 
-# ruff: noqa: RUF009 (`setting` returns a dataclass field)
+
 
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ddp.collectives.simulate import SEGMENT_BYTES
+from ddp.policies import Buckets, Checkpoints, Evaluation, Folder, Reading, Reports, Training
 from ddp.process.clock import LONGEST_S
 from ddp.run.settings.address import is_address
-from ddp.setting import Additions, Precision, Scaling, WireName, setting
+from ddp.setting import Additions, Scaling, StrategyName, setting
 
 # ---------------------------------------------------------------------------------------------------- the words
 
@@ -33,7 +35,6 @@ from ddp.setting import Additions, Precision, Scaling, WireName, setting
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
 ReplicaKind = Literal["bucketed", "naive"]
-WireChoice = Literal["none", WireName]
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 
@@ -63,11 +64,6 @@ class Data:
         "number of shards) → samples: docs/data.md; auto: file where there are as many files as shards, else sample",
     )
     skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
-    max_unreadable: int = setting(
-        0,
-        "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run",
-        at_least=0,
-    )
     validation: float | None = setting(
         None,
         "share of the training samples that is set apart, between 0 and 1; the run chooses by it (the best checkpoint, "
@@ -75,7 +71,6 @@ class Data:
         above=0,
         below=1,
     )
-    debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 
 
 TRANSFORM = "your own augmentation of training images, as MODULE:NAME: docs/data.md; null: as shipped"
@@ -213,9 +208,6 @@ class Optim:
         "√k, and the warm-up takes k times more samples",
     )
     base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it", at_least=1)
-    sharded: bool = setting(
-        False, "each worker updates a slice of the parameters, and holds the optimizer's state of that alone (ZeRO 1)"
-    )
     exclude: list[str] = setting([], "names of further parameters to treat like biases and norms, such as [embed.*]")
 
 
@@ -494,39 +486,14 @@ class Comm:
     abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run", above=0, at_most=LONGEST_S)
 
 
-@dataclass(kw_only=True, slots=True)
-class ReplicaChoice:
+@dataclass(frozen=True, kw_only=True)
+class ReplicaChoice(Buckets):
     """The copies of the model, and how their gradients are averaged."""
 
     kind: ReplicaKind = setting(
         "bucketed", "bucketed: buckets are reduced while backward runs; naive: one all-reduce per parameter, afterwards"
     )
-    bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB", above=0)
-    first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early", above=0)
-    wire: WireChoice = setting(
-        "none",
-        "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
-        "precision=bf16_pure, whose gradients are added up as float32 then",
-    )
     sync_batchnorm: bool = setting(False, "BatchNorm normalises over all workers' samples, by ddp.SyncBatchNorm")
-    verify_every: int = setting(
-        0,
-        "steps between two bitwise comparisons of all workers' parameters; 0: never",
-        at_least=0,
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class Checkpoint:
-    """The checkpoints of the run."""
-
-    every_steps: int | None = setting(
-        None,
-        "steps between two checkpoints; null: one at the end of every epoch",
-        at_least=1,
-    )
-    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best ones", at_least=1)
-    keep_best: int = setting(1, "how many of those with the best main metric are kept", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -553,25 +520,8 @@ class Ema:
     )
 
 
-@dataclass(kw_only=True, slots=True)
-class Evaluate:
-    """The evaluations on the held-out samples; the last one follows the last step."""
-
-    every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs", at_least=1)
-    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Loader:
-    """Loading of samples."""
-
-    num_workers: int = setting(0, "loader processes of each worker; 0: the worker loads by itself", at_least=0)
-    cache: bool = setting(False, "keep samples in memory once they are read, one copy for all processes of a host")
-    evaluation_batch: int = setting(256, "samples per worker in one forward of an evaluation", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Config:
+@dataclass(kw_only=True)
+class Config(Training):
     """The settings of one run."""
 
     seed: int = setting(
@@ -579,34 +529,21 @@ class Config:
         "seed of all random numbers: first weights, order of samples, augmentation, dropout",
         at_least=0,
     )
-    epochs: int | None = setting(15, "passes over the training samples; null: until max_steps", at_least=1)
-    max_steps: int | None = setting(
-        None,
-        "most optimizer steps; epochs may end the run earlier; null: no limit",
-        at_least=1,
-    )
+    epochs: int | None = 15
     deterministic: bool = setting(False, "use deterministic kernels only, which can be slower")
     device: Device = setting("auto", "where tensors live; auto: on CUDA where there is any, else on the CPU")
     backend: Backend = setting(
         "auto", "torch's transport; nccl needs a GPU per worker; auto: nccl where each worker has its own, else gloo"
-    )
-    precision: Precision = setting(
-        "fp32",
-        "number format of forward and backward; bf16, fp16: autocast, while parameters and gradients stay fp32; fp16 "
-        "also scales the loss; bf16_pure: parameters and gradients, too, with fp32 master weights",
-    )
-    clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping", above=0)
-    log_every: int = setting(10, "steps between two lines of metrics.jsonl", at_least=1)
-    noise_scale_every: int = setting(
-        10,
-        "steps between two measurements of the gradient noise scale, the batch up to which more workers pay; 0: never",
-        at_least=0,
     )
     resume: str = setting(
         "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
     )
     trust: bool = setting(False, "run code that the files of a run to be resumed name, also if others may write them")
     trial: bool = setting(False, "three steps, one evaluation and one save only, of which no file but logs is kept")
+    strategy: StrategyName = setting(
+        "replicated",
+        "sharded: each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
+    )
     loss: str = setting(
         "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
     )
@@ -616,16 +553,27 @@ class Config:
     batch: Batch = field(default_factory=Batch)
     comm: Comm = field(default_factory=Comm)
     replica: ReplicaChoice = field(default_factory=ReplicaChoice)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    report: Reports = field(default_factory=Reports)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     ema: Ema = field(default_factory=Ema)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    loader: Loader = field(default_factory=Loader)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    loader: Reading = field(default_factory=Reading)
     data: Data = field(default_factory=lambda: choose("data", "digits"))
     model: Model = field(default_factory=Cnn)
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
     schedule: Schedule = field(default_factory=Cosine)
     hook: HookChoice = field(default_factory=lambda: choose("hook", "none"))
+
+
+def folder_of(config: Config, path: str | Path) -> Folder:
+    """Returns what the run keeps and shows.
+
+    Raises:
+        ConfigError: how it starts contradicts what it keeps.
+    """
+    resume = None if config.resume == "none" else config.resume
+    return Folder(path, resume, config.trial, **vars(config.checkpoint), **vars(config.report))
 
 
 def plain_defaults() -> dict[str, Any]:

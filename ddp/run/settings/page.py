@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ddp.run.settings.config import CHOICES, MEANINGS, OWN, Config
+from ddp.setting import metadata_of
 
 WIDTH = 100
 TYPE_AT, MEANING_AT = 34, 52
@@ -62,7 +63,7 @@ def markdown() -> str:
 def _lines(settings: Any, prefix: str) -> Iterator[str]:
     """Yields the lines of the settings that have a meaning; those without are not the user's to set."""
     for item in fields(settings):
-        if "meaning" in item.metadata:
+        if metadata_of(type(settings), item.name):
             yield _setting(prefix, item, type(settings), _plain(getattr(settings, item.name)))
 
 
@@ -100,7 +101,7 @@ def _recipe_lines() -> Iterator[str]:
 def _setting(prefix: str, item: Field[Any], kind: type, default: str, *, indent: int = 2) -> str:
     """Returns the lines of one setting of the class `kind`."""
     expected = _type(get_type_hints(kind)[item.name])
-    return _columns(f"{prefix}{item.name}={default}", expected, item.metadata["meaning"], indent=indent)
+    return _columns(f"{prefix}{item.name}={default}", expected, metadata_of(kind, item.name)["meaning"], indent=indent)
 
 
 def _columns(key: str, kind: str, meaning: str, *, indent: int) -> str:

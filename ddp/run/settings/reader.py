@@ -19,6 +19,7 @@ from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.train.foreign_words import meaning
+from ddp.train.moved import KEYS, translated
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:
@@ -27,7 +28,7 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a combination that cannot work.
     """
-    config: Config = _read(Config, plain, key="")
+    config: Config = _read(Config, translated(plain), key="")
     validate(config)
     return config
 
@@ -54,7 +55,7 @@ def unknown_key(
     level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
     if home := homes.get(key):
         return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
-    foreign = meaning(last).setting if homes else ""
+    foreign = KEYS.get(key, meaning(last).setting) if homes else ""
     guesses = [foreign] if foreign else _called(last, homes)
     if not guesses and (likely := nearest(last, names)):
         guesses = [above + likely]
@@ -155,7 +156,11 @@ def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
         if name not in hints:
             chosen = {key: str(plain.get("name"))} if key else chosen_in(plain)
             raise unknown_key(f"{prefix}{name}", hints, chosen=chosen)
-    return default(**{name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()})
+    values = {name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()}
+    try:
+        return default(**values)
+    except ConfigError as error:  # of a policy, which knows its fields alone
+        raise ConfigError(f"{prefix}{error}") from error
 
 
 def _describe(kind: Any) -> str:

@@ -60,29 +60,27 @@ class LossFunction(Task):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(
                 f"{name_of(self.function)} returned {_form(loss)}, not a tensor of one number: return the mean over "
-                'the samples, or their sum with reduction="sum"'
+                'the samples, or their sum with ddp.LossFunction(…, reduction="sum")'
             )
         count = length_of(batch)
         return (loss * count if self.reduction == "mean" else loss).squeeze(), count
 
 
-def as_task(loss: Task | Callable[[Any, Any], Tensor], reduction: Reduction | None = None) -> Task:
+def as_task(loss: Task | Callable[[Any, Any], Tensor]) -> Task:
     """Returns the task that a user's `loss` stands for.
 
     Raises:
-        ConfigError: it is neither a task nor a function, or a task with a reduction.
+        ConfigError: it is neither a task nor a function.
     """
     if isinstance(loss, type):
         raise ConfigError(f"loss={loss.__name__} is a class: give an object of it, {loss.__name__}()")
     if isinstance(loss, Task):
-        if reduction is not None:
-            raise ConfigError(f"reduction={reduction!r}: a task such as {name_of(loss)} returns sums; leave it out")
         return loss
     if hasattr(loss, "loss"):
         raise ConfigError(f"loss={name_of(loss)} has a method `loss` but is no task: derive its class from ddp.Task")
     if not callable(loss):
         raise ConfigError(f"loss={loss!r}: give a function loss(outputs, targets), or a ddp.Task")
-    return LossFunction(loss, reduction=reduction)
+    return LossFunction(loss)
 
 
 def length_of(batch: Batch) -> int:

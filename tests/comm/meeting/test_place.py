@@ -13,6 +13,7 @@ from ranks import run_ranks
 import ddp
 from ddp.comm.meeting.place import FIRST_PORT, NUM_PORTS, Place, _say_once, first_host, is_rank, place, refuse_workers
 from ddp.errors import ConfigError
+from tests.flat import grouped
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "2000"}
@@ -193,8 +194,10 @@ def train_as(rows: list[dict[str, str]]) -> tuple[int, int, list[list[float]]]:
     torch.manual_seed(comm.rank)
     model = torch.nn.Linear(2, 1)
     data = torch.arange(8.0).view(4, 2), torch.ones(4, 1)
-    options: dict[str, Any] = {"global_batch": 2, "epochs": 1, "checkpoint_dir": None, "progress": False}
-    ddp.fit(model, data, torch.optim.SGD(model.parameters(), 0.01), loss=torch.nn.functional.mse_loss, **options)
+    options: dict[str, Any] = {"global_batch": 2, "epochs": 1, "folder": None, "progress": False}
+    ddp.fit(
+        model, data, torch.optim.SGD(model.parameters(), 0.01), **grouped(loss=torch.nn.functional.mse_loss, **options)
+    )
     ddp.shutdown()
     return comm.rank, comm.world_size, [parameter.tolist() for parameter in model.parameters()]
 

@@ -380,9 +380,8 @@ def test_fit_refuses_a_cache_that_keeps_nothing(data, words):
             loss=ddp.Classification(),
             global_batch=2,
             max_steps=1,
-            cache=True,
-            checkpoint_dir=None,
-            progress=False,
+            reading=ddp.Reading(cache=True),
+            folder=ddp.Folder(None, progress=False),
         )
 
 
@@ -403,8 +402,8 @@ def test_fit_trains_alike_with_a_cache(tmp_path, capsys):
             loss=ddp.Classification(),
             global_batch=7,
             epochs=3,
-            cache=is_cached,
-            checkpoint_dir=None,
+            reading=ddp.Reading(cache=is_cached),
+            folder=None,
         )
         results.append((model.weight.detach().clone(), len(data.reads())))
     assert torch.equal(results[0][0], results[1][0])

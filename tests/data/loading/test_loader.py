@@ -273,7 +273,7 @@ def test_loader_processes_that_cannot_be_started_are_one_sentence(monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", refuse)
-    with pytest.raises(ConfigError, match=r"cannot be started: Read-only file system.*/dev/shm.* loader_workers=0"):
+    with pytest.raises(ConfigError, match=r"cannot be started: Read-only file system.*/dev/shm.* num_workers=0"):
         next(next(TrainLoader(InMemory(13), sampler_of(), num_workers=1).epoch())[1])
 
 

@@ -58,7 +58,7 @@ def lone(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("make", [threading.Lock, lambda: lambda: 6, lambda: torch.zeros(1, requires_grad=True) * 2])
 def test_a_sample_that_cannot_be_sent_is_named(make):
-    told = r"^sample 6 cannot be sent from a loader process \(.+\): let samples .* or take loader_workers=0$"
+    told = r"^sample 6 cannot be sent from a loader process \(.+\): let samples .* or take num_workers=0$"
     loader = train_loader(Odd(make), collate=list)
     with pytest.raises(ConfigError, match=told):
         list(batches_of(loader))

@@ -264,12 +264,11 @@ def fit_on_a_rank() -> tuple[dict[str, float], dict[str, Tensor]]:
         optimizer,
         loss=Sentences(),
         global_batch=22,
-        micro_size=BATCH,
+        batches=ddp.Batches(micro_size=BATCH),
         max_steps=5,
         clip_norm=CLIP_NORM,
         test_data=sentences(11),
-        checkpoint_dir=None,
-        progress=False,
+        folder=ddp.Folder(None, progress=False),
     )
     ddp.shutdown()
     return state.evaluation, {name: value.detach().clone() for name, value in model.state_dict().items()}

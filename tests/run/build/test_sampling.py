@@ -12,11 +12,12 @@ import pytest
 from ddp.__main__ import main
 from ddp.commands.where import Start, place_of_sample, samples_of_step, starts_of
 from ddp.data.orders.order import Checksum
-from ddp.data.orders.sampler import TrainSampler, sampler_of
+from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import Splits
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
-from ddp.run.build.sampling import Noted, check_dealing, dealing, noted, sampler_for
+from ddp.policies import Reading
+from ddp.run.build.sampling import Noted, check_dealing, noted, sampler_for
 from ddp.run.settings.config import Config, choose
 
 
@@ -35,7 +36,7 @@ SPLITS = Splits(train=Named((index, index) for index in range(40)), test=Named()
 
 def config_of(workers: int = 2, *, batch: dict | None = None, **data) -> Config:
     config = Config(epochs=3, data=choose("data", "digits", **data))
-    config.cluster.workers, config.loader.num_workers = workers, 2
+    config.cluster.workers, config.loader = workers, Reading(num_workers=2)
     config.batch.global_size = 12
     for key, value in {"num_shards": 4, **(batch or {})}.items():
         setattr(config.batch, key, value)
@@ -58,7 +59,7 @@ CASES = [
 def test_both_answers_are_what_the_samplers_plan(config):
     read: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (epoch, sample) → (step, rank, loader, shard)
     for rank in range(config.cluster.workers):
-        sampler, _ = sampler_of(SPLITS.train, rank=rank, world_size=config.cluster.workers, **dealing(config, SPLITS))
+        sampler = sampler_for(config, SPLITS, rank=rank)
         step = count(1)
         while sampler.state.epoch < 3:
             numbers = count()

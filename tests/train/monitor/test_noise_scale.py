@@ -15,6 +15,7 @@ import ddp
 from ddp.gradients.totals import Parts, Totals
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.train.monitor.noise_scale import FEWEST, Estimate, NoiseScale
+from tests.flat import grouped
 
 
 def measured(
@@ -119,8 +120,8 @@ def noise_scale(every: int, **how: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     data = (signal + noise, torch.zeros(len(noise)))
     ddp.fit(
-        module, data, optimizer, loss=Linear(), global_batch=BATCH, epochs=1, checkpoint_dir=None, progress=False,
-        noise_scale_every=every, callbacks=[seen], **how,
+        module, data, optimizer, **grouped(loss=Linear(), global_batch=BATCH, epochs=1, folder=None, progress=False,
+        noise_scale_every=every, callbacks=[seen], **how),
     )  # fmt: skip
     known = seen.scale.estimate()
     assert seen.num_measured == len(range(0, NUM_STEPS, every)) if known else seen.num_measured == 0

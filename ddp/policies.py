@@ -1,0 +1,166 @@
+"""Policies: frozen values that each say one thing about a run, and check themselves.
+
+    ddp.Evaluation     when a run is evaluated                              settings: evaluate.…
+    ddp.Reading        how samples are read                                 loader.…
+    ddp.Averaging      how gradients are averaged, and who updates what     strategy, replica.…, hook.…
+    ddp.Folder         what a run keeps and shows                           checkpoint.…, report.…
+    ddp.Batches        how samples become steps                             data.…, batch.… (`data/orders/batches.py`)
+
+They are groups of the settings of a run, and arguments of `ddp.fit`. So default, meaning and bounds of each are said
+once, here, and whatever is given a policy reads a new field without another argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp.errors import ConfigError
+from ddp.setting import Precision, StrategyName, WireName, check_values, setting
+
+ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
+
+
+@dataclass(kw_only=True)
+class Training:
+    """Says how long a run trains, and on which numbers: the arguments of `ddp.fit` that are settings by themselves."""
+
+    epochs: int | None = setting(None, "passes over the training samples; null: until max_steps", at_least=1)
+    max_steps: int | None = setting(
+        None, "most optimizer steps; epochs may end the run earlier; null: no limit", at_least=1
+    )
+    precision: Precision = setting(
+        "fp32",
+        "number format of forward and backward; bf16, fp16: autocast, while parameters and gradients stay fp32; fp16 "
+        "also scales the loss; bf16_pure: parameters and gradients, too, with fp32 master weights",
+    )
+    clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping", above=0)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A value that checks itself when it is made.
+
+    Raises:
+        ConfigError: a field is of another type, or out of its bounds; the message has the remedy.
+    """
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Policy):
+    """The evaluations on the held-out samples; the last one follows the last step."""
+
+    every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs", at_least=1)
+    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
+    batch: int = setting(256, "samples per worker in one forward of an evaluation", at_least=1)
+
+    @property
+    def is_meanwhile(self) -> bool:
+        """Returns True if there are evaluations before the last one."""
+        return (self.every_epochs, self.every_steps) != (None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(Policy):
+    """Reading of samples."""
+
+    num_workers: int | None = setting(
+        None, "loader processes of each worker; 0: the worker loads by itself; null: as the data say", at_least=0
+    )
+    cache: bool = setting(False, "keep samples in memory once they are read, one copy for all processes of a host")
+    max_unreadable: int = setting(
+        0,
+        "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run",
+        at_least=0,
+    )
+    debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets(Policy):
+    """The buckets in which gradients are averaged."""
+
+    bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB", above=0)
+    first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early", above=0)
+    wire: WireName | None = setting(
+        None,
+        "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
+        "precision=bf16_pure, whose gradients are added up as float32 then; null: their own",
+    )
+    verify_every: int = setting(
+        0, "steps between two bitwise comparisons of all workers' parameters; 0: never", at_least=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging(Buckets):
+    """Says how gradients are averaged, and which rank updates which parameters.
+
+    Attributes:
+        strategy: "sharded": each rank updates a slice of the parameters, and holds the optimizer's state of that alone.
+        hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
+    """
+
+    strategy: StrategyName = "replicated"
+    hook: Any = None  # ddp.gradients.Hook, which imports torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Policy):
+    """The checkpoints of the run."""
+
+    every_steps: int | None = setting(
+        None, "steps between two checkpoints; null: one at the end of every epoch", at_least=1
+    )
+    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best ones", at_least=1)
+    keep_best: int = setting(1, "how many of those with the best main metric are kept", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reports(Policy):
+    """The metrics of the run, and how they are shown."""
+
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl", at_least=1)
+    noise_scale_every: int = setting(
+        10,
+        "steps between two measurements of the gradient noise scale, the batch up to which more workers pay; 0: never",
+        at_least=0,
+    )
+    progress: bool = setting(True, "print what was derived, and a bar, or off a terminal a line per evaluation")
+    curves: bool = setting(True, "draw curves.png at the end")
+
+
+@dataclass(frozen=True)
+class Folder(Checkpoints, Reports):
+    """The folder of a run, and what is kept there and shown: checkpoints, metrics.jsonl, summary.json, curves.png.
+
+    Attributes:
+        path: unless given, a new one below runs/. None: nothing is written.
+        resume: "auto" continues the run in the folder, or begins it if there is none; a path continues from the run or
+            checkpoint there.
+        trial: three steps, one evaluation and one save only, of which no file is kept, to see whether all goes well.
+    """
+
+    path: str | Path | None = "runs/DATE_TIME"
+    resume: str | Path | None = None
+    trial: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume == "":
+            raise ConfigError("resume='': take auto, or the path of a run or checkpoint")
+        if self.resume == "auto" and (self.path is None or self.is_unnamed):
+            raise ConfigError(
+                'resume="auto": which run? Name its folder, such as ddp.Folder("runs/mine", resume="auto")'
+            )
+        if self.trial and self.resume is not None:
+            raise ConfigError(f"trial with resume={self.resume}: a trial begins anew, so leave one out")
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Returns True if date and time are to name the folder."""
+        return str(self.path) == "runs/DATE_TIME"

@@ -1,0 +1,52 @@
+"""Arguments of `ddp.fit` for tests that vary them one by one: fields of policies beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+import ddp
+from ddp.replica.sharded import ShardedDataParallel
+
+POLICIES = {"evaluation": ddp.Evaluation, "batches": ddp.Batches, "reading": ddp.Reading}
+
+
+def grouped(
+    *, every: str | None = None, reduction: Any = None, sharded: bool = False, **flat: Any
+) -> dict[str, Any]:
+    """Returns the arguments of `ddp.fit`, with each field of a policy in its policy.
+
+    Args:
+        every: moment of the scheduler of torch's that `schedule` is; reduction: of the function that `loss` is.
+        sharded: the strategy is that one.
+        flat: arguments of `ddp.fit`, and fields of its policies; "checkpoint_every_steps" is `ddp.Folder.every_steps`.
+    """
+    given = dict(flat)
+    if every is not None:
+        given["schedule"] = ddp.optim.TorchSchedule(given["schedule"], every=every)
+    if reduction is not None:
+        given["loss"] = ddp.LossFunction(given["loss"], reduction=reduction)
+    if sharded:
+        given["strategy"] = "sharded"
+    for argument, policy in POLICIES.items():
+        names = {item.name for item in fields(policy)} & given.keys()
+        if names:
+            given[argument] = policy(**{name: given.pop(name) for name in names})
+    averaging = {name: given.pop(name) for name in ("wire", "hook", "verify_every") if name in given}
+    if averaging:
+        given["strategy"] = ddp.Averaging(strategy=given.pop("strategy", "replicated"), **averaging)
+    kept = {item.name for item in fields(ddp.Folder)} & given.keys()
+    folder = {name: given.pop(name) for name in kept}
+    if "checkpoint_every_steps" in given:
+        folder["every_steps"] = given.pop("checkpoint_every_steps")
+    if folder:
+        given["folder"] = ddp.Folder(*([given["folder"]] if "folder" in given else []), **folder)
+    return given
+
+
+def fit_over(comm: ddp.Communicator, module: nn.Module, **flat: Any) -> ddp.TrainState:
+    """Returns the state after a fit of a module over a communicator of the test's own."""
+    kind = ShardedDataParallel if flat.pop("sharded", False) else ddp.BucketedDataParallel
+    return ddp.fit(kind(module, comm=comm), **grouped(**flat))
