@@ -13,7 +13,7 @@ repetition is one step: zero_grad, forward, backward, optimizer.
 | fit         | `ddp.fit` on samples in memory: from one step's beginning to the next one's                        |
 | fit_noise   | the same, and the gradient noise scale is measured in every step instead of every tenth            |
 | lamb        | ours as in `ddp.fit`, with LAMB instead of SGD, and the norm of the gradient                       |
-| sharded     | the same, and each rank updates a slice of the parameters (`ddp/replica/sharded.py`)               |
+| sharded     | the same, and each rank updates a slice of the parameters (`ddp/strategies/sharded.py`)            |
 | by_hand     | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler   |
 
 `fit`, `fit_noise` and `by_hand` fetch a new batch for each step; the others have it. All replicas have their default: a

@@ -90,7 +90,7 @@ class Layerwise(Optimizer, ABC):
 
     Attributes:
         STATES: names of the optimizer's states of a tensor, which have the tensor's shape.
-        exchange: the parameters are parts of tensors, and this finds the norms of whole ones (`replica/sharded.py`).
+        exchange: the parameters are parts of tensors, and this finds the norms of whole ones (`strategies/sharded.py`).
         is_large: says which tensors are units by themselves; a part of such a tensor is one, too, however small.
     """
 

@@ -32,8 +32,7 @@ from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norm
 from ddp.optim.update import clipped_step
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.replica.shards import Part, Shards, slice_of
-from ddp.setting import Precision
+from ddp.strategies.parameter_slices import ParameterSlices, Part, slice_of
 from ddp.strategies.replicated import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
@@ -47,7 +46,7 @@ class Sharded(Replicated):
         model: a module, which is wrapped in a `ShardedDataParallel`; or such a replica.
         optimizer: over its parameters. Its groups and its state hold in every step as they are then. From the first
             step on, until `finish`, it has the state of this rank's parts, by whole parameter.
-        precision, clip_norm, watched: as in `Replicated`, but not "bf16_pure".
+        how: as in `Replicated`, but not with precision="bf16_pure".
 
     Raises:
         ConfigError: the optimizer's update of an element may depend on other elements, or the optimizer has hooks; or
@@ -56,15 +55,7 @@ class Sharded(Replicated):
 
     model: ShardedDataParallel
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-        watched: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         if type(optimizer) not in ELEMENTWISE:
             raise ConfigError(
                 f"sharded updates with {type(optimizer).__name__}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which "
@@ -75,13 +66,13 @@ class Sharded(Replicated):
                 f"sharded updates with hooks of {type(optimizer).__name__}: they would see parts; remove them or leave "
                 "it out"
             )
-        if precision == "bf16_pure":
+        if how.get("precision") == "bf16_pure":
             raise ConfigError(
                 "precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out"
             )
-        super().__init__(model, optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
+        super().__init__(model, optimizer, **how)
         self._comm = self.model.comm
-        self._shards: Shards | None = None
+        self._slices: ParameterSlices | None = None
         self._of_parts: Optimizer = optimizer  # over the parts, once they are known
         self._places: dict[int, Part] = {}  # by address
         self._groups: list[list[int]] = []  # ids of parameters, by group
@@ -92,39 +83,39 @@ class Sharded(Replicated):
         return model if isinstance(model, Replica) else ShardedDataParallel(model)
 
     def finish(self, *, alone: bool = False) -> None:
-        if self._shards is not None and not alone:
+        if self._slices is not None and not alone:
             self.optimizer.state = self._gathered(keep=True)
-            self._shards.give_back()
-            self._shards = None
+            self._slices.give_back()
+            self._slices = None
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _gradient_norm(self) -> Tensor:
-        shards = self._prepared()
-        parts = [part for part in shards.parts if part.whole.grad is not None]
-        dtype = wide({parameter.dtype for parameter in shards.layout.parameters})  # also of what others measure
+        slices = self._prepared()
+        parts = [part for part in slices.parts if part.whole.grad is not None]
+        dtype = wide({parameter.dtype for parameter in slices.layout.parameters})  # also of what others measure
         norms = block_norms((part.gradient for part in parts), dtype)
-        everyone = torch.zeros(shards.num_blocks, dtype=torch.float64, device=self._comm.device)
+        everyone = torch.zeros(slices.num_blocks, dtype=torch.float64, device=self._comm.device)
         everyone[[block for part in parts for block in part.blocks]] = norms.to(everyone)
         self._comm.all_reduce(everyone, label=f"step {self.model.num_steps}, norms of gradients")
         return total_norm(everyone.to(dtype))
 
     @torch.no_grad()
     def _step(self, norm: Tensor) -> None:
-        shards = self._prepared()
+        slices = self._prepared()
         self._take_in()
-        for part in shards.parts:
+        for part in slices.parts:
             part.weights.grad = None if part.whole.grad is None else part.gradient
         for mine, given in zip(self._of_parts.param_groups, self.optimizer.param_groups, strict=True):
             mine.update({key: value for key, value in given.items() if key != "params"})
-        clipped_step(self._of_parts, [part.weights for part in shards.parts], norm, self._clip_norm)
+        clipped_step(self._of_parts, [part.weights for part in slices.parts], norm, self._clip_norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
-        shards.gather(step=self.model.num_steps)
+        slices.gather(step=self.model.num_steps)
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Returns the whole state on rank 0; elsewhere the settings alone."""
-        if self._shards is None:
+        if self._slices is None:
             return self.optimizer.state_dict()
         of_parts, self.optimizer.state = self.optimizer.state, self._gathered(keep=self._comm.rank == 0)
         try:
@@ -135,30 +126,30 @@ class Sharded(Replicated):
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Goes on from a whole state, which every rank has; each keeps its parts."""
         self.optimizer.load_state_dict(state)  # whole until the next step
-        self._shards = None
+        self._slices = None
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _prepared(self) -> Shards:
+    def _prepared(self) -> ParameterSlices:
         """Returns the parts for the layout of the last backward, with their optimizer."""
         layout, groups = self.model.layout, [list(map(id, each["params"])) for each in self.optimizer.param_groups]
-        if self._shards is not None and self._shards.layout is layout and self._groups == groups:
-            self._shards.take_in()
-            return self._shards
-        whole = self.optimizer.state if self._shards is None else self._gathered(keep=True)
-        self._shards, self._groups = Shards(self._comm, layout), groups
-        self._of_parts = self._optimizer_of(self._shards.parts)
-        mine = {part.whole for part in self._shards.parts}
+        if self._slices is not None and self._slices.layout is layout and self._groups == groups:
+            self._slices.take_in()
+            return self._slices
+        whole = self.optimizer.state if self._slices is None else self._gathered(keep=True)
+        self._slices, self._groups = ParameterSlices(self._comm, layout), groups
+        self._of_parts = self._optimizer_of(self._slices.parts)
+        mine = {part.whole for part in self._slices.parts}
         # Of parameters that need no gradient now, every rank keeps all.
         kept = {each: state for each, state in whole.items() if each in mine or id(each) not in layout.slot_of}
         self.optimizer.state = defaultdict(dict, kept)
         self._take_in()
-        return self._shards
+        return self._slices
 
     def _take_in(self) -> None:
         """Takes over the optimizer's state as it is now: what it has of a whole parameter is cut."""
-        assert self._shards is not None
-        for part in self._shards.parts:
+        assert self._slices is not None
+        for part in self._slices.parts:
             state = self.optimizer.state.setdefault(part.whole, {})
             for name, value in state.items():
                 if _is_large(value, part.whole, name) and value.shape != part.weights.shape:
@@ -185,8 +176,8 @@ class Sharded(Replicated):
 
     def _exchange(self, waiting: Sequence[Measured]) -> list[Tensor | None]:
         """Returns the norms of whole tensors, of which each rank has measured its parts."""
-        assert self._shards is not None
-        norms = torch.zeros(self._shards.num_blocks, 2, dtype=torch.float64, device=self._comm.device)
+        assert self._slices is not None
+        norms = torch.zeros(self._slices.num_blocks, 2, dtype=torch.float64, device=self._comm.device)
         units = [[self._places[weights.data_ptr()] for weights in measured.unit.weights] for measured in waiting]
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is not None:
@@ -207,39 +198,40 @@ class Sharded(Replicated):
 
     def _gathered(self, *, keep: bool) -> defaultdict[Tensor, dict[str, Any]]:
         """Returns the state of whole parameters, on the ranks that keep it. Collective."""
-        assert self._shards is not None
+        assert self._slices is not None
         self._take_in()
-        layout, state = self._shards.layout, self._of_parts.state
-        slots = {id(slot.parameter): slot for slot in layout.slots}
+        layout, state = self._slices.layout, self._of_parts.state
+        parts = {layout.slot_of[id(part.whole)].index: part for part in self._slices.parts}
         mine = {  # small values, and the types of large ones
-            slots[id(part.whole)].index: {
+            index: {
                 name: value.dtype if _is_large(value, part.weights, name) else value
                 for name, value in state.get(part.weights, {}).items()
             }
-            for part in self._shards.parts
+            for index, part in parts.items()
         }
-        about = {index: each for found in all_gather_object(self._comm, mine) for index, each in found.items()}
+        about: dict[int, dict[str, Any]] = {slot.index: {} for slot in layout.slots}
+        for found in all_gather_object(self._comm, mine):
+            about.update(found)
         whole: dict[Tensor, dict[str, Any]] = {
-            slot.parameter: dict(about[slot.index]) for slot in layout.slots if about.get(slot.index)
+            slot.parameter: dict(about[slot.index]) for slot in layout.slots if about[slot.index]
         }
-        weights_of = {id(part.whole): part.weights for part in self._shards.parts}
         for bucket, bounds in zip(layout.buckets, layout.bounds, strict=True):
             kinds = {
                 (name, value)
                 for slot in bucket.slots
-                for name, value in about.get(slot.index, {}).items()
+                for name, value in about[slot.index].items()
                 if isinstance(value, torch.dtype)
             }
             for name, dtype in sorted(kinds, key=str):
                 flat = torch.zeros(bounds[-1], dtype=dtype, device=self._comm.device)
                 for slot, _, begin, end in slice_of(bucket, bounds, self._comm.slices[self._comm.rank]):
-                    if about.get(slot.index, {}).get(name) == dtype:
-                        flat[begin:end] = state[weights_of[id(slot.parameter)]][name]
+                    if about[slot.index].get(name) == dtype:
+                        flat[begin:end] = state[parts[slot.index].weights][name]
                 self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
                 for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
-                    if keep and about.get(slot.index, {}).get(name) == dtype:
+                    if keep and about[slot.index].get(name) == dtype:
                         whole[slot.parameter][name] = view.clone()
-        frozen = {each: state for each, state in self.optimizer.state.items() if id(each) not in slots}
+        frozen = {each: state for each, state in self.optimizer.state.items() if id(each) not in layout.slot_of}
         return defaultdict(dict, {**frozen, **whole} if keep else {})
 
 

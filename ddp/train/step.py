@@ -35,7 +35,6 @@ from ddp.optim.torch_schedule import TorchSchedule
 from ddp.optim.update import gradient_norm
 from ddp.process.clock import Stopwatch, now_s
 from ddp.setting import Precision
-from ddp.strategies.strategy import Agreement
 from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
@@ -71,20 +70,23 @@ def train_step(
         ConfigError: the loss does not depend on the model.
     """
     start_s, fetching = now_s(), Stopwatch()
-    model = state.model
+    model, strategy = state.model, state.strategy
     model.waited.take_s()
-    before = Before(state, batches) if rules.precision == "fp16" else None
+    before = StepSnapshot(state, batches) if rules.precision == "fp16" else None
     while True:
         these = batches if before is None else before.batches()
-        totals, agreement = _gradient(state, rules, plan, these, fetching, wants_stop)
-        if agreement is None or before is None or not agreement.is_overflow:
+        mine = _backward(state, rules, plan, these, fetching, wants_stop)
+        agreement = strategy.agree(state.step + 1)
+        if before is None or agreement is None or not agreement.is_overflow:
             break
         before.restore(state)
+    # Ranks that have not agreed yet know their own totals alone, and cannot end together: a wish to stop waits.
+    totals = mine._replace(num_stopping=0, num_ending=0) if agreement is None else agreement.totals
     if not isinstance(rules.schedule, TorchSchedule):
         state.rates.set(rules.schedule(plan))
     rate = float(state.optimizer.param_groups[0]["lr"])
-    if totals.num_items:
-        state.strategy.update(agreement)
+    if agreement is None or totals.num_items:
+        strategy.update(agreement)
     else:  # no rank could read a sample: momentum and decay alone must not move parameters
         model.take_back()
     state.sampler.commit(plan)
@@ -109,7 +111,7 @@ def train_step(
     return report, totals.num_stopping > 0
 
 
-class Before:
+class StepSnapshot:
     """The state before a step, as far as forward and backward change it, for a step that may be repeated.
 
     Args:
@@ -142,48 +144,20 @@ class Before:
                 buffer.copy_(before)
 
 
-def _gradient(
-    state: TrainState,
-    rules: StepRules,
-    plan: StepPlan,
-    batches: Iterator[Any],
-    fetching: Stopwatch,
-    wants_stop: bool,
-) -> tuple[Totals, Agreement | None]:
-    """Computes the gradient. Returns totals, and what the ranks have agreed on; where they have not, this rank's own.
-
-    Raises:
-        UnusedParameters, Diverged, ConfigError: the step cannot be made; on every rank alike.
-    """
-    model = state.model
-    model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
-    num_averaged = model.num_steps
-    mine = _backward(state, rules, plan, batches, fetching, wants_stop)
-    if model.num_steps == num_averaged:
-        model.raise_pending()
-        raise ConfigError(
-            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
-            "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
-        )
-    agreement = state.strategy.agree(state.step + 1)
-    # Ranks that have not agreed cannot end together: a wish to stop waits.
-    return mine._replace(num_stopping=0, num_ending=0) if agreement is None else agreement.totals, agreement
-
-
 def _backward(
-    state: TrainState,
-    rules: StepRules,
-    plan: StepPlan,
-    batches: Iterator[Any],
-    fetching: Stopwatch,
-    wants_stop: bool,
+    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], fetching: Stopwatch, wants_stop: bool
 ) -> Totals:
     """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks.
 
     Returns:
         This rank's own totals.
+
+    Raises:
+        ConfigError: the loss does not depend on the model.
     """
     model, device = state.model, state.comm.device
+    model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
+    num_averaged = model.num_steps
     every, has_parts = rules.noise_scale_every, state.comm.world_size > 1 or len(plan.micros) > 1
     measures = every > 0 and state.step % every == 0 and has_parts and model.measures_parts
     totals = Totals(num_stopping=int(wants_stop), num_ending=int(plan.is_last), measure=measures)
@@ -210,6 +184,12 @@ def _backward(
         if totals.measure and not is_last:  # then the first micro-batch is this rank's part
             square = (gradient_norm(model.parameters()) / scale).square()
             totals = totals._replace(parts=Parts.of(square, num_items), measure=False)
+    if model.num_steps == num_averaged:
+        model.raise_pending()
+        raise ConfigError(
+            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
+            "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
+        )
     return totals
 
 

@@ -467,10 +467,12 @@ def test_a_schedule_of_one_s_own(
     shutil.copy(Path(__file__).parent.parent / "mine.py", "own_chain.py")
     status, text = run(capsys, "schedule", "own_chain:chain")
     assert status == 0
-    assert "✓ proven for 1 to 64 ranks" in text and Path("chain.svg").read_text().startswith("<svg ")
+    assert "✓ proven for 1 to 64 ranks" in text
     assert "2 workers: the replicas are equal bit by bit, and the loss fell from " in text
-    assert [line.split()[0] for line in text.splitlines()[-5:-2]] == ["own_chain:chain", "ring", "tree"]
     assert text.endswith("train with it: python -m ddp train comm.algorithm=own_chain:chain\n")
+    for next_one in ("draw own_chain:chain 4 --svg chain.svg", "simulate own_chain:chain 100"):
+        assert f": python -m ddp {next_one}\n" in text and main(next_one.split()) == 0
+    capsys.readouterr()
 
     half = Path("own_chain.py").read_text().partition("    for step in range(last, 0, -1)")[0]
     Path("own_half.py").write_text(half)
@@ -502,30 +504,25 @@ TREE = SCHEDULES["tree"]
         (SCHEDULES["tree_broadcast"], "is no all-reduce, but one where rank 0 starts with every chunk"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 // (n - 7)), above=6), "with 7 ranks: ZeroDivisionError"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 << 40), above=6), "with 7 ranks: num_chunks is 1099511627776"),
-        (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=64), "nobody sends this chunk"),
-        (whole_or(SCHEDULES["tree_broadcast"], above=64), "not each contribution once"),
+        (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=6), "nobody sends this chunk"),
+        (whole_or(SCHEDULES["tree_broadcast"], above=6), "not each contribution once"),
     ],
 )
 def test_a_wrong_schedule_is_refused_also_if_it_is_right_for_few_ranks(
-    schedule: Schedule, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    schedule: Schedule, says: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(own_schedule, "launch", lambda *_, **__: [[1.0, 0.5]])
     with pytest.raises(Mistake, match=says):
         list(open_exercise("x:y", schedule, sys.modules[__name__]))
 
 
-def test_the_first_all_reduce_that_a_reader_writes_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank sends everything to every other one, and adds in the order of the ranks; priced for many, too."""
+def test_the_first_all_reduce_that_a_reader_writes_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank sends everything to every other one, and adds in the order of the ranks."""
 
     def naive(rank: int, num_ranks: int) -> Iterator[Round]:
         others, everything = [peer for peer in range(num_ranks) if peer != rank], range(num_ranks)
         sends = [Send(peer, everything) for peer in others]
         yield (*sends, *(Recv(peer, everything, add=True, before=peer < rank) for peer in others))
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(own_schedule, "launch", lambda *_, **__: [[1.0, 0.5]])
     monkeypatch.setattr(own_schedule, "MOST_PROVEN", 16)
-    schedule = own_all_reduce(naive)
-    *_, prices = open_exercise("x:naive", schedule, sys.modules[__name__])
-    assert [line.split()[0] for line in prices.splitlines()[3:6]] == ["x:naive", "ring", "tree"]
+    assert len(list(open_exercise("x:naive", own_all_reduce(naive), sys.modules[__name__]))) == 2

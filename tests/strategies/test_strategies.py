@@ -1,0 +1,190 @@
+"""Strategies in a loop of one's own make bitwise what `ddp.fit` does; and fit's loop bears one that agrees seldom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ddp
+from ddp.data.loading.source import Source
+from ddp.data.samples import TensorSet
+from ddp.errors import ConfigError, Diverged
+from ddp.optim.autocast import forward_precision
+from ddp.replica.verify import tensor_hash
+from ddp.strategies import Agreement, Replicated, Sharded, Strategy, step
+from ddp.train.loop import train_loop
+from ddp.train.state import StepReport, TrainState
+from ddp.train.stopping import StopFlag
+from ddp.train.tasks.classification import Classification
+
+X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
+NUM_STEPS = 5  # an epoch
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(12, 50), nn.LayerNorm(50), nn.ReLU(), nn.Linear(50, 3))
+    return module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def sampler_of(comm: ddp.Communicator) -> ddp.TrainSampler:
+    return ddp.TrainSampler(40, global_batch=8, rank=comm.rank, world_size=comm.world_size, seed=3, micro_size=2)
+
+
+def bits(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    values = [value for p in module.parameters() for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+    return [tensor_hash(value.detach().reshape(-1)) for value in (*module.parameters(), *values)]
+
+
+def fitted(comm: ddp.Communicator, **how: Any) -> list[str]:
+    module, optimizer = made()
+    settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 8, "micro_size": 2, "seed": 3, "comm": comm}
+    settings |= {"epochs": 1, "checkpoint_dir": None, "progress": False, **how}
+    ddp.fit(module, (X, CLASSES), optimizer, **settings)
+    return bits(module, optimizer)
+
+
+def by_hand(comm: ddp.Communicator, kind: type[Replicated], precision: Any = "fp32", **how: Any) -> list[str]:
+    """Makes the same steps with totals, in a loop as docs/coming-from.md has it."""
+    module, optimizer = made()
+    strategy = kind(module, optimizer, precision=precision, **how)
+    num_repeated = 0
+    for plan in sampler_of(comm).plans():
+        is_done = False
+        while not is_done:
+            optimizer.zero_grad()
+            totals = ddp.Totals()
+            for micro in plan.micros:
+                mine = list(micro.indices)
+                with strategy.micro_batch(is_last=micro is plan.micros[-1]) as scale:
+                    with forward_precision(precision, comm.device):
+                        outputs = strategy.model(X[mine])
+                        loss = F.cross_entropy(outputs, CLASSES[mine]) * len(mine)
+                    totals = ddp.Totals(totals.loss_sum + loss.detach(), totals.num_items + len(mine))
+                    strategy.model.ride_along(totals._replace(loss_scale=scale))
+                    (loss * scale).backward()
+            agreement = step(strategy)
+            assert agreement is not None
+            assert agreement.totals.num_items == 8
+            is_done = not agreement.is_overflow
+            num_repeated += agreement.is_overflow
+    assert precision != "fp16" or num_repeated
+    strategy.finish()
+    return bits(module, optimizer)
+
+
+def plain_loop(comm: ddp.Communicator) -> list[str]:
+    """Needs neither totals nor blocks: gradients of means are averaged, by powers of two."""
+    module, optimizer = made()
+    strategy: Strategy = Replicated(module, optimizer)
+    for plan in sampler_of(comm).plans():
+        mine = torch.tensor([index for micro in plan.micros for index in micro.indices])
+        optimizer.zero_grad()
+        F.cross_entropy(strategy.model(X[mine]), CLASSES[mine]).backward()
+        step(strategy)
+    return bits(module, optimizer)
+
+
+class Overflows(nn.Module):
+    """Multiplies by a weight of infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(torch.inf))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.weight
+
+
+def loops() -> None:
+    comm = ddp.init(abort_s=60)
+    expected = fitted(comm)
+    for kind in (Replicated, Sharded):
+        assert by_hand(comm, kind) == expected
+        clipped = fitted(comm, clip_norm=0.3, sharded=kind is Sharded)
+        assert by_hand(comm, kind, clip_norm=0.3) == clipped != expected
+        assert by_hand(comm, kind, "fp16") == fitted(comm, precision="fp16", sharded=kind is Sharded)
+    assert by_hand(comm, Replicated, "bf16_pure") == fitted(comm, precision="bf16_pure")
+    assert plain_loop(comm) == fitted(comm, micro_size=None)
+
+    module = Overflows()
+    strategy = Replicated(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    strategy.model(torch.ones(2)).sum().backward()  # no totals: the loss is not known, the gradient is finite
+    step(strategy)
+    (strategy.model(torch.ones(2)).sum() * torch.inf).backward()
+    with pytest.raises(Diverged, match="the gradient norm of step 2 is inf on every rank; parameters are still those"):
+        step(strategy)
+    with pytest.raises(ConfigError, match="with a model in a BucketedDataParallel: give the bare module"):
+        Sharded(ddp.BucketedDataParallel(*made()[:1]), strategy.optimizer)
+    with pytest.raises(ConfigError, match="precision='bf16_pure' with sharded updates"):
+        Sharded(*made(), precision="bf16_pure")
+    ddp.shutdown()
+
+
+def test_a_loop_of_ones_own_makes_what_fit_makes() -> None:
+    run_ranks(loops, 2)
+
+
+class Seldom:
+    """Knows totals after every second step only; then the same as `Replicated`."""
+
+    def __init__(self, inner: Replicated) -> None:
+        self.model, self._inner = inner.model, inner
+        self._known: Agreement | None = None
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool = True) -> Iterator[int]:
+        with self._inner.micro_batch(is_last=is_last) as scale:
+            yield scale
+
+    def agree(self, step: int) -> Agreement | None:
+        self._known = self._inner.agree(step)
+        return None if step % 2 else self._known
+
+    def update(self, agreement: Agreement | None) -> None:
+        assert agreement in (None, self._known)
+        self._inner.update(self._known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Notes(ddp.Callback):
+    """Rank 0 wants to stop in step 3."""
+
+    def __init__(self, stop: StopFlag) -> None:
+        self.reports, self._stop = list[StepReport](), stop
+
+    def step_start(self, state: TrainState) -> None:
+        if state.step + 1 == 3 and state.comm.rank == 0:
+            self._stop.request("SIGTERM")
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        self.reports.append(report)
+
+
+def seldom(kind: Any) -> tuple[list[str], list[float], str, int]:
+    comm, stop = ddp.init(abort_s=60), StopFlag()
+    module, optimizer = made()
+    strategy: Strategy = kind(Replicated(module, optimizer)) if kind else Replicated(module, optimizer)
+    notes = Notes(stop)
+    state = TrainState(comm, strategy, optimizer, sampler_of(comm))
+    train_loop(state, Classification(), Source(TensorSet(X, CLASSES)), max_steps=4, callbacks=[notes], stop=stop)
+    ddp.shutdown()
+    return bits(module, optimizer), [report.num_items for report in notes.reports], state.stopped_by, state.step
+
+
+def test_the_loop_bears_a_strategy_that_agrees_now_and_then() -> None:
+    whole = run_ranks(seldom, 2, None)
+    assert [(counts, why, steps) for _, counts, why, steps in whole] == [([8, 8, 8], "SIGTERM", 3)] * 2
+    here = run_ranks(seldom, 2, Seldom)  # each rank's own count, and a stop that waits until all know of it
+    assert [(counts, why, steps) for _, counts, why, steps in here] == [([4, 8, 4, 8], "SIGTERM", 4)] * 2
+    assert here[0][0] == here[1][0] != whole[0][0]
