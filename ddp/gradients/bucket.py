@@ -51,20 +51,14 @@ class Slot:
         self.strides = _strides_in_bucket(parameter)
         self.view: Tensor | None = None
 
-    def copy_in(self) -> None:
-        """Copies the gradient to its place and leaves `parameter.grad` as it is; writes zeros if there is none."""
+    def move_in(self) -> None:
+        """Copies the gradient, which there must be, to its place, and makes that `parameter.grad`."""
         gradient, view = self.parameter.grad, self.view
-        assert view is not None
-        if gradient is None:
-            view.zero_()
-        elif gradient is not view:
+        assert gradient is not None and view is not None
+        if gradient is not view:
             check_fits(self, gradient)
             _copy(view, gradient.detach())
-
-    def move_in(self) -> None:
-        """Copies the gradient to its place, which becomes `parameter.grad`."""
-        self.copy_in()
-        self.parameter.grad = self.view
+            self.parameter.grad = view
 
 
 class Bucket:
@@ -73,6 +67,7 @@ class Bucket:
     Args:
         slots: in the order in which their gradients become ready.
         num_tail: elements behind the gradients, for totals and verdicts.
+        is_last: it is reduced last.
 
     Attributes:
         index: position in the order of reduction.
@@ -87,8 +82,8 @@ class Bucket:
     gradients: Tensor
     tail: Tensor
 
-    def __init__(self, index: int, slots: list[Slot], num_tail: int = 0) -> None:
-        self.index, self.slots, self.num_tail = index, slots, num_tail
+    def __init__(self, index: int, slots: list[Slot], num_tail: int = 0, *, is_last: bool = True) -> None:
+        self.index, self.slots, self.num_tail, self.is_last = index, slots, num_tail, is_last
         self._addresses: list[int] = []
         self.ids = frozenset(id(slot.parameter) for slot in slots)
         names = [slot.name for slot in slots]
@@ -153,8 +148,12 @@ class Bucket:
         """Returns the sum of squares of all gradients."""
         return total_norm(block_norms([self.gradients])).square()
 
-    def fill(self) -> list[Slot]:
-        """Moves in every gradient that is not in its place yet. Returns the slots without one, which hold zeros."""
+    def fill(self, *, moves: bool = True) -> list[Slot]:
+        """Copies every gradient that is not in its place yet to it; returns the slots without one, which hold zeros.
+
+        Args:
+            moves: `p.grad` is the place in the bucket from then on. Otherwise it stays as it is.
+        """
         empty: list[Slot] = []
         self.mend()
         here: list[Tensor] = []
@@ -170,8 +169,9 @@ class Bucket:
                     view.zero_()  # type: ignore[union-attr]
                 else:
                     here.append(view)  # type: ignore[arg-type]
-                    there.append(gradient)
-                parameter.grad = view
+                    there.append(gradient if moves else gradient.detach())
+                if moves:
+                    parameter.grad = view
             if here:
                 torch._foreach_copy_(here, there)
         except RuntimeError:

@@ -41,7 +41,6 @@ class Layout:
             round them.
 
     Attributes:
-        TAILS_MAY_RIDE: what `tails_ride` allows.
         slots: one for each parameter, in the order of registration.
         parameters: the same parameters, without their names.
         sparse: those slots that live in no bucket.
@@ -51,9 +50,9 @@ class Layout:
         is_for_hook: a communication hook reduces the buckets.
         totals, verdicts: the tails that carry them, or tensors of their own; they exist from `allocate` on.
         totals_ride, verdicts_ride: a bucket carries them.
+        has_memory: `allocate` has been called.
     """
 
-    TAILS_MAY_RIDE = True
     totals: Tensor
     verdicts: Tensor
 
@@ -80,7 +79,7 @@ class Layout:
         in_order = dict.fromkeys([*known, *by_name.values()])
         self._order = [slot.name for slot in in_order]
         groups = plan_buckets(in_order, limits=limits)
-        may_ride = self.TAILS_MAY_RIDE and tails_ride and not for_hook and bool(groups)
+        may_ride = tails_ride and not for_hook and bool(groups)
         self.totals_ride = may_ride and self._is_wide(groups[0])
         self.verdicts_ride = may_ride and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
@@ -88,10 +87,13 @@ class Layout:
             num_tail[0] += NUM_TOTALS
         if self.verdicts_ride:
             num_tail[-1] += NUM_VERDICTS
-        self.buckets = [Bucket(i, group, num) for i, (group, num) in enumerate(zip(groups, num_tail, strict=True))]
+        self.buckets = [
+            Bucket(index, group, num, is_last=index == len(groups) - 1)
+            for index, (group, num) in enumerate(zip(groups, num_tail, strict=True))
+        ]
         self.index_of = {each: bucket.index for bucket in self.buckets for each in bucket.ids}
-        self._successor: Layout | None = None
-        self._has_memory = False
+        self.successor: Layout | None = None
+        self.has_memory = False
         self._shared: list[Tensor] = []  # what belongs to the communicator
         self._release = weakref.finalize(self, _release, comm, self._shared)
         self._release.atexit = False
@@ -118,25 +120,25 @@ class Layout:
     def latest(self) -> Layout:
         """The last successor, or this layout if there is none."""
         layout = self
-        while layout._successor is not None:
-            layout = layout._successor
+        while layout.successor is not None:
+            layout = layout.successor
         return layout
 
     def _succeeded_by(self, **changed: Any) -> Layout:
         same: dict[str, Any] = {"limits": self._limits, "sparse": self._sparse, "for_hook": self.is_for_hook}
-        self._successor = type(self)(self._comm, self._named, tails_ride=self._tails_ride, **(same | changed))
-        return self._successor
+        self.successor = type(self)(self._comm, self._named, tails_ride=self._tails_ride, **(same | changed))
+        return self.successor
 
     def allocate(self) -> None:
         """Allocates the buckets' memory, unless it exists already. Collective if it does not."""
-        if self._has_memory:
+        if self.has_memory:
             return
         for bucket in self.buckets:
             bucket.allocate(self._memory_for)
         apart = torch.zeros(NUM_TOTALS + NUM_VERDICTS, dtype=torch.float64, device=self._comm.device)
         self.totals = self.buckets[0].tail[:NUM_TOTALS] if self.totals_ride else apart[:NUM_TOTALS]
         self.verdicts = self.buckets[-1].tail[-NUM_VERDICTS:] if self.verdicts_ride else apart[NUM_TOTALS:]
-        self._has_memory = True
+        self.has_memory = True
 
     def _memory_for(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device != self._comm.device or self.is_for_hook:

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
@@ -35,18 +34,18 @@ from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
-from ddp.gradients.totals import Totals
-from ddp.replica.backward import Backward, State
+from ddp.gradients.reducer import AllReduce, Reducer
+from ddp.replica.autograd import accumulates, call_at_end, uncompiled, watch_backward
+from ddp.replica.backward import Backward, State, listen
 from ddp.replica.broadcast import broadcast_state, sending
 from ddp.replica.buffers import BufferSync
-from ddp.replica.gradient_hooks import listen
+from ddp.replica.higher_order import hand_out_differentiable
 from ddp.replica.layouts import Layouts
 from ddp.replica.parameters import Change, ParameterWatch, check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
-from ddp.replica.sink import accumulates, call_at_end, watch_backward
+from ddp.replica.settlement import Stepper, Usage
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.replica.timeline import describe
-from ddp.replica.uncompiled import uncompiled
 from ddp.setting import WireName
 
 
@@ -71,6 +70,8 @@ class BucketedDataParallel(Replica):
     """
 
     _LAYOUT = Layout
+    _waiting: Layout | None  # of a forward that waits for its backward (note "begin")
+    _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
 
     def __init__(
         self,
@@ -95,17 +96,23 @@ class BucketedDataParallel(Replica):
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
         self._start()
 
-    def _start(self) -> None:
+    def _start(
+        self, usage: Usage | None = None, stepper: Stepper | None = None, *, allows_borrowing: bool = False
+    ) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
-        self._watch = self._new_watch()
+        self._reducer: Reducer = self.compression or self._plain_reducer()
+        self._usage, self._stepper = usage or Usage(self.comm), stepper
+        self._watch = ParameterWatch(self.module, allows_borrowing=allows_borrowing)
         self._has_layout = True
         self._layouts = Layouts(self.comm, self._watch, self._make_layout())
-        self._backward = self._new_backward()
-        self._last = self._backward  # the last one that has ended, once there is one
-        self._waiting: Layout | None = None  # of a forward that waits for its backward (note "begin")
+        self.backward = self._new_backward()
+        self._last = self.backward  # the last one that has ended, once there is one
         listen(self, (parameter for _, parameter in self._replicated_parameters()))
+
+    def _plain_reducer(self) -> Reducer:
+        return AllReduce(self.comm, self.wire)
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
@@ -119,8 +126,8 @@ class BucketedDataParallel(Replica):
             ReplicaMismatch: parameters were frozen or converted on some ranks only.
         """
         self.raise_pending()
-        while (change := self._watch.look()) is Change.MODULES:  # then it looks again, for what else has changed
-            self._buffer_sync.look_again()
+        while (change := self._watch.check()) is Change.MODULES:  # then it checks again, for what else has changed
+            self._buffer_sync.refresh()
         if change is Change.KINDS:
             self._layouts.forget()
         if change is not Change.NONE or not self._has_layout:
@@ -128,29 +135,19 @@ class BucketedDataParallel(Replica):
             self._choose_layout()
             self._has_layout = True
 
-    def take_back(self) -> None:
-        if self.compression is not None:
-            self.compression.take_back()
-
     def raise_pending(self) -> None:
         """Raises the error that the last backward has recorded, or RuntimeError if a backward broke off."""
         if self._last.error is not None:
             raise self._last.error
-        if self._backward.state is State.RUNNING:
+        if self.backward.state is State.RUNNING:
             raise RuntimeError(
-                f"the last backward through this replica broke off (step {self._backward.step}); "
+                f"the last backward through this replica broke off (step {self.backward.step}); "
                 "the ranks are out of step: start anew, from the last checkpoint"
             )
 
-    @uncompiled
-    def _before_forward(self) -> bool:
-        if torch.is_grad_enabled():
-            self._waiting = None
-        return super()._before_forward()
-
     @property
     def _awaits_backward(self) -> bool:
-        return self._waiting is not None or self._backward.state is State.RUNNING
+        return self._waiting is not None or self.backward.state is State.RUNNING
 
     def _watch_outputs(self, outputs: Any) -> None:
         layout = self._layouts.current
@@ -164,38 +161,29 @@ class BucketedDataParallel(Replica):
         Args:
             layout: for the parameters that needed a gradient in the forward that backward goes through.
         """
-        layout = layout.latest  # an earlier backward may have learned the order of gradients since
-        if self._backward.state is State.RUNNING or not accumulates(layout.parameters):
+        if self.backward.state is State.RUNNING or not accumulates(layout.parameters):
             return False
-        self._backward.begin(layout, self.num_steps + 1, totals=self._take_totals(), divide_by=self._divisor)
+        self._begin_step(layout)
         return True
 
-    def _begin_without_backward(self) -> None:
-        layout, step = self._layouts.current, self.num_steps + 1
-        self._backward.begin(layout, step, totals=self._take_totals(), divide_by=self._divisor, has_samples=False)
+    def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
+        totals, self._mine = self._mine, None
+        step, divisor = self.num_steps + 1, self.inputs.divisor
+        if layout.successor is not None:  # an earlier backward has learned the order of gradients since
+            layout = layout.latest
+        if self.compression is not None:
+            self.compression.begin()
+        self.backward.begin(layout, step, totals=totals, divide_by=divisor, has_samples=has_samples)
 
-    @property
-    def _divisor(self) -> int:
-        """Divisor of the sums over ranks in a step without totals."""
-        return self.comm.world_size
+    def _begin_without_samples(self) -> None:
+        self._begin_step(self._layouts.current, has_samples=False)
 
-    @uncompiled
-    def on_gradient(self, parameter: Tensor) -> None:
-        """Notes that autograd has added to the parameter's gradient."""
-        if not self._backward.note(parameter):
-            self._on_other_gradient(parameter)
-
-    def on_large_gradient(self, parameter: Tensor) -> None:
-        """Moves a large gradient into its bucket first, so that its own memory is free at once."""
-        self._backward.move_in(parameter)
-        self.on_gradient(parameter)
-
-    def _on_other_gradient(self, parameter: Tensor) -> None:
+    def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        if self._waiting is not None and self._backward.state is State.EXPECTED and self._begin(self._waiting):
+        if self._waiting is not None and self.backward.state is State.EXPECTED and self._begin(self._waiting):
             call_at_end(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
-        is_known = self._backward.note(parameter) or self._backward.note_other(parameter)
+        is_known = self.backward.note(parameter) or self.backward.note_other(parameter)
         if not is_known and parameter.requires_grad:  # else autograd has reached it without a gradient
             name = self._watch.names_of({id(parameter)})[0]
             raise RuntimeError(
@@ -204,38 +192,49 @@ class BucketedDataParallel(Replica):
                 "ddp.DistributedDataParallel"
             )
 
-    def _average(self) -> Totals:
-        self._waiting = None
-        totals = self._backward.finish()
-        self._last, self._backward = self._backward, self._new_backward(self._backward)
-        self._layouts.drop_succeeded()
-        return totals
-
-    # --- what a step is made of; `drop_in/` has others ---------------------------------------------------------------
+    @uncompiled
+    def _finish(self) -> None:
+        ended, totals = self.backward, self.backward.finish()
+        self._last, self.backward = ended, self._new_backward(ended)
+        if ended.layout is not self._layouts.current:
+            self._layouts.drop_succeeded()
+        self._waiting = self._layouts.current if self._is_in_forward else None
+        if ended.creates_graph:
+            hand_out_differentiable(ended.layout.slots, partial(self._begin, ended.layout), self._finish)
+        self._end_step(totals)
 
     def _new_backward(self, former: Backward | None = None) -> Backward:
-        return Backward(self.comm, former=former, **self._how())
+        return Backward(
+            self.comm,
+            overlap=self.overlaps,
+            waited=self.waited,
+            reducer=self._reducer,
+            usage=self._usage,
+            stepper=self._stepper,
+            former=former,
+        )
 
-    def _how(self) -> dict[str, Any]:
-        """Returns how a backward reduces its buckets."""
-        how = {"overlap": self.overlaps, "waited": self.waited}
-        return {**how, "wire": self.wire, "compression": self.compression}
+    # --- which gradients live where ----------------------------------------------------------------------------------
 
-    @property
-    def _tails_ride(self) -> bool:
-        return self.wire is None and self.compression is None
-
-    def _new_watch(self) -> ParameterWatch:
-        return ParameterWatch(self.module)
+    def _choose_layout(self) -> None:
+        self._layouts.choose(self._make_layout, early=self.backward.early)
 
     def _make_layout(self) -> Layout:
         """Returns a layout of the parameters that need a gradient now."""
         needed = self._watch.needed_ids
         named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return self._LAYOUT(self.comm, named, limits=self._limits, tails_ride=self._tails_ride)
+        return self._LAYOUT(
+            self.comm,
+            named,
+            limits=self._limits,
+            sparse=self._sparse_among(named),
+            for_hook=self._reducer.may_resize,
+            tails_ride=self._reducer.tails_ride,
+        )
 
-    def _choose_layout(self) -> None:
-        self._layouts.choose(self._make_layout, early=self._backward.early)
+    def _sparse_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+        """Returns the names of the parameters whose gradients are sparse tensors."""
+        return []
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return managed(self.module, inner=Replica)
@@ -258,7 +257,8 @@ class BucketedDataParallel(Replica):
 
     @property
     def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
-        return [[slot.parameter for slot in bucket.slots] for bucket in self.buckets]
+        reduced = [] if self._reducer.may_resize else self.buckets
+        return [[slot.parameter for slot in bucket.slots] for bucket in reduced]
 
     @property
     def bucket_layout(self) -> list[list[str]]:
@@ -271,7 +271,6 @@ class BucketedDataParallel(Replica):
         return self._layouts.current.order
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
-        """Expects gradients in this order from now on. Every rank must call it with the same names."""
         self._layouts.adopt_order(list(names))
 
     def logging_data(self) -> dict[str, Any]:

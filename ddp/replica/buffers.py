@@ -32,15 +32,20 @@ class BufferSync:
 
     Args:
         ignored: names of buffers that are left alone.
+
+    Attributes:
+        is_hooked: a function of the user's keeps them equal (`replica/drop_in/comm_hook.py`).
     """
+
+    is_hooked = False
 
     def __init__(self, comm: Communicator, module: nn.Module, mode: Mode, ignored: Collection[str] = ()) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"buffers={mode!r}: choose one of {', '.join(get_args(Mode))}")
         self.comm, self.module, self.mode, self.ignored = comm, module, mode, ignored
-        self.look_again()
+        self.refresh()
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Finds the buffers anew, because modules were added or removed."""
         modules = self.module.named_modules()
         self._tables = [(f"{name}." if name else "", each._buffers) for name, each in modules if each._buffers]
@@ -75,10 +80,10 @@ class BufferSync:
             raise CollectiveMismatch(f"{BEFORE_FORWARD}: {mismatch}") from mismatch
 
     def after_forward(self) -> None:
-        """Does nothing here; a user's hook may run at this moment (`replica/drop_in/buffer_hook.py`)."""
+        """Is called where `is_hooked`."""
 
     def after_backward(self) -> None:
-        """Does nothing here; a user's hook may be awaited at this moment (`replica/drop_in/buffer_hook.py`)."""
+        """Is called where `is_hooked`."""
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""

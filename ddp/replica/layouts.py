@@ -23,21 +23,19 @@ class Layouts:
     Args:
         watch: knows which parameters need a gradient.
         first: the layout of those that do now.
+
+    Attributes:
+        current: the layout for the parameters that needed a gradient when `choose` was called last.
     """
 
     def __init__(self, comm: Communicator, watch: ParameterWatch, first: Layout) -> None:
-        self._comm, self._watch, self._current = comm, watch, first
+        self._comm, self._watch, self.current = comm, watch, first
         self._by_needed = {watch.needed: first}
-
-    @property
-    def current(self) -> Layout:
-        """The layout for the parameters that needed a gradient when `choose` was called last."""
-        return self._current.latest
 
     @property
     def is_current(self) -> bool:
         """Returns True if the parameters that need a gradient now are those of the last call of `choose`."""
-        return self._by_needed.get(self._watch.needed) is self._current
+        return self._by_needed.get(self._watch.needed) is self.current
 
     def choose(self, make: Callable[[], Layout], *, early: Collection[int]) -> None:
         """Switches to the layout for the parameters that need a gradient now. Collective if that layout is new.
@@ -57,7 +55,7 @@ class Layouts:
             self._check_same_on_every_rank(layout)
             while len(self._by_needed) >= NUM_KEPT:
                 self._by_needed.pop(next(iter(self._by_needed)))
-        self._by_needed[needed] = self._current = layout  # put last, because the first ones are dropped first
+        self._by_needed[needed] = self.current = layout  # put last, because the first ones are dropped first
         if frozen := set(early).difference(layout.slot_of):
             raise ConfigError(
                 f"{', '.join(self._watch.names_of(frozen))}: frozen with a gradient from no_sync that has not been "
@@ -82,14 +80,14 @@ class Layouts:
 
     def drop_succeeded(self) -> None:
         """Drops the layouts that have a successor, and their memory with them."""
-        self._current = self._current.latest
+        self.current = self.current.latest
         self._by_needed = {needed: layout.latest for needed, layout in self._by_needed.items()}
 
     def _check_same_on_every_rank(self, layout: Layout) -> None:
         try:
             check_same_layout(self._comm, [(slot.name, slot.parameter) for slot in layout.slots])
         except CollectiveMismatch as mismatch:
-            changed = {slot.name for slot in self._current.slots} ^ {slot.name for slot in layout.slots}
+            changed = {slot.name for slot in self.current.slots} ^ {slot.name for slot in layout.slots}
             what = f"{', '.join(sorted(changed))}: frozen or unfrozen" if changed else "parameters were converted"
             raise ReplicaMismatch(
                 f"{what} on rank {self._comm.rank}, and not on another one. Change requires_grad, types, devices "

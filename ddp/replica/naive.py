@@ -20,11 +20,11 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.devices import device_of
 from ddp.comm.session import current
 from ddp.gradients.totals import Totals, count_of
+from ddp.replica.autograd import accumulates, uncompiled, watch_backward
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
 from ddp.replica.parameters import check_trainable
 from ddp.replica.replica import Replica
-from ddp.replica.sink import accumulates, watch_backward
 
 
 class NaiveDataParallel(Replica):
@@ -67,10 +67,14 @@ class NaiveDataParallel(Replica):
         self._is_in_backward = True
         return True
 
+    @uncompiled
+    def _finish(self) -> None:
+        self._end_step(self._average())
+
     @torch.no_grad()
     def _average(self) -> Totals:
         """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
-        mine = self._take_totals()
+        mine, self._mine = self._mine, None
         named = list(self.module.named_parameters())
         sums = torch.tensor((mine or Totals())[:4], dtype=torch.float64, device=self.comm.device)
         has_gradient = torch.tensor([p.requires_grad and p.grad is not None for _, p in named], device=self.comm.device)

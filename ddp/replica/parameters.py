@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from enum import Enum, auto
 from itertools import chain, compress
-from operator import attrgetter, is_not
+from operator import attrgetter, is_not, or_
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def check_wire(named: Iterable[tuple[str, Tensor]], wire: WireName | None, hook:
 
 
 class Change(Enum):
-    """The result of `ParameterWatch.look`."""
+    """The result of `ParameterWatch.check`."""
 
     NONE = auto()
     MODULES = auto()  # modules without parameters were added or removed
@@ -65,10 +65,17 @@ class Change(Enum):
 
 
 class ParameterWatch:
-    """Remembers a module's parameters."""
+    """Remembers a module's parameters.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    Args:
+        allows_borrowing: other tensors may stand in the parameters' places for one forward.
+
+    Attributes:
+        is_borrowed: at the last check, torch.func.functional_call had put other tensors there.
+    """
+
+    def __init__(self, module: nn.Module, *, allows_borrowing: bool = False) -> None:
+        self._module, self._allows_borrowing, self.is_borrowed = module, allows_borrowing, False
         self._remember()
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()
 
@@ -88,15 +95,16 @@ class ParameterWatch:
 
     @property
     def needed(self) -> tuple[bool, ...]:
-        """For each parameter, True if it needed a gradient at the last look."""
+        """For each parameter, True if it needed a gradient at the last check."""
         return tuple(self._needed)
 
-    def look(self) -> Change:
+    def check(self) -> Change:
         """Compares the parameters with those remembered, and remembers what has changed.
 
         Raises:
             ConfigError: parameters were added, removed or replaced; the message names them.
         """
+        self.is_borrowed = False
         if any(map(is_not, chain(chain.from_iterable(self._tables), [_END]), self._values)):
             return self._compare()
         before = self._needed, self._kinds
@@ -105,9 +113,20 @@ class ParameterWatch:
             return Change.KINDS
         return Change.REQUIRES_GRAD if self._needed != before[0] else Change.NONE
 
+    def check_inside(self) -> bool:
+        """Checks again, during a forward or after it. Returns True if parameters were unfrozen since `check`.
+
+        Those count as needed from now on, and so do parameters that were frozen meanwhile, because the forward may have
+        used both.
+        """
+        before = self._needed
+        if False in before:
+            self._needed = list(map(or_, before, self._presently_needed()))
+        return self._needed != before
+
     @property
     def needed_ids(self) -> frozenset[int]:
-        """Ids of the parameters that needed a gradient at the last look."""
+        """Ids of the parameters that needed a gradient at the last check."""
         return frozenset(map(id, compress(self._parameters, self._needed)))
 
     def names_of(self, ids: Collection[int]) -> list[str]:
@@ -118,6 +137,10 @@ class ParameterWatch:
         now = dict(self._module.named_parameters(remove_duplicate=False))
         added, removed = now.keys() - self._named.keys(), self._named.keys() - now.keys()
         replaced = [name for name in now if name in self._named and now[name] is not self._named[name]]
+        is_borrowed = replaced and not any(isinstance(now[name], nn.Parameter) for name in replaced)
+        if self._allows_borrowing and is_borrowed and not (added or removed):
+            self.is_borrowed = True
+            return Change.NONE
         for names, what in ((added, "added"), (removed, "removed"), (replaced, "replaced")):
             if names:
                 raise ConfigError(

@@ -2,9 +2,9 @@
 
 A replica is one worker's copy of a model, kept equal to the copies of the other workers.
 
-    forward      raises the error of the last step, if there was one; makes buffers equal; runs the module's forward;
-                 watches its outputs
-    backward     once it has ended, `_finish` averages the gradients
+    forward      `prepare` raises the error of the last step, if there was one; buffers are made equal; the module's
+                 forward runs; its outputs are watched
+    backward     averages the gradients, by its end at the latest, and then `_end_step`
 
 `NaiveDataParallel` averages them after backward, one parameter at a time; `BucketedDataParallel` averages them in
 buckets, while backward runs.
@@ -28,14 +28,32 @@ from ddp.comm.communicator import Communicator
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
+from ddp.replica.autograd import uncompiled
 from ddp.replica.broadcast import broadcast_state
 from ddp.replica.buffers import BufferSync
-from ddp.replica.sink import is_in_backward
-from ddp.replica.uncompiled import uncompiled
 from ddp.replica.verify import verify_replicas
 from ddp.setting import WireName
 
 PREFIX = "module."
+
+
+class Inputs:
+    """Says which ranks have inputs: all of them. In `join` some may have none any more (`drop_in/join.py`).
+
+    Attributes:
+        divisor: divisor of the sums over ranks in a step without totals.
+        root: a rank whose buffers are right.
+        may_end: ranks may run out of inputs.
+        all_step: every rank has made the same number of optimizer steps.
+    """
+
+    may_end, all_step = False, True
+
+    def __init__(self, comm: Communicator) -> None:
+        self.divisor, self.root = comm.world_size, 0
+
+    def announce(self) -> None:
+        """Tells the others, before a forward that synchronises, that this rank has inputs."""
 
 
 class Replica(nn.Module, ABC):
@@ -44,6 +62,7 @@ class Replica(nn.Module, ABC):
     Attributes:
         module: the model.
         comm: the ranks that have a copy.
+        inputs: says which ranks have inputs.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
         totals: the last step's totals, summed over all ranks.
@@ -57,14 +76,16 @@ class Replica(nn.Module, ABC):
 
     wire: WireName | None = None
     compression: Compression | None = None
+    inputs: Inputs
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
-        self.module, self.comm = module, comm
+        self.module, self.comm, self.inputs = module, comm, Inputs(comm)
         self.totals, self.waited, self.num_steps, self.num_verified = Totals(), Stopwatch(), 0, 0
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffer_sync = buffers
         self._mine: Totals | None = None
+        self._waiting: object = None  # of a forward that waits for its backward, where that must be known
         self._verification: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
 
@@ -72,43 +93,49 @@ class Replica(nn.Module, ABC):
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
         if self._is_recomputed():
             return self.module(*args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        synchronises = self._before_forward()
-        return self._after_forward(self.module(*args, **kwargs), synchronises=synchronises)
+        moment = self._before_forward()
+        return self._after_forward(self.module(*args, **kwargs), *moment)
 
     @uncompiled
-    def _before_forward(self) -> bool:
-        """Does what every rank does before a forward. Returns True if a backward through it synchronises gradients."""
+    def _before_forward(self) -> tuple[bool, bool]:
+        """Does what every rank does before a forward.
+
+        Returns:
+            True if a backward through it synchronises gradients; True if buffers are synchronised around it.
+        """
+        if torch.is_grad_enabled():
+            self._waiting = None
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if synchronises or self._syncs_buffers(synchronises=synchronises):
+        # a rank without inputs takes part only in forwards that synchronise gradients
+        is_heard = self.require_forward_param_sync and (synchronises or not self.inputs.may_end)
+        if synchronises or (is_heard and self._buffer_sync.is_active):
             self.prepare()
-        if synchronises:
-            self._before_synchronised_forward()
-        if self._syncs_buffers(synchronises=synchronises):
-            self._buffer_sync.before_forward(self._root)
-        return synchronises
+        if synchronises and self.inputs.may_end:
+            self.inputs.announce()
+        syncs_buffers = is_heard and self._buffer_sync.is_active
+        if syncs_buffers:
+            self._buffer_sync.before_forward(self.inputs.root)
+        return synchronises, syncs_buffers
 
     @uncompiled
-    def _after_forward(self, outputs: Any, *, synchronises: bool) -> Any:
-        if self._syncs_buffers(synchronises=synchronises):
+    def _after_forward(self, outputs: Any, synchronises: bool, syncs_buffers: bool) -> Any:
+        if syncs_buffers and self._buffer_sync.is_hooked:
             self._buffer_sync.after_forward()
-        if synchronises or not self._is_joined:
+        if synchronises or not self.inputs.may_end:
             # looked up again, because Lightning's manual optimization switches it off inside the forward
             self.require_forward_param_sync = synchronises and self.require_backward_grad_sync
         if synchronises:
             self._watch_outputs(outputs)
         return outputs
 
-    @uncompiled
-    def _finish(self) -> None:
-        """Averages the gradients, because backward has ended."""
-        self.totals = self._average()
-        self._buffer_sync.after_backward()
+    def _end_step(self, totals: Totals) -> None:
+        """Ends a step, because every gradient is the mean. Collective."""
+        self.totals = totals
+        if self._buffer_sync.is_hooked:
+            self._buffer_sync.after_backward()
         self.num_steps += 1
         due = self._verification
-        if due is not None and self.num_steps % due.every == 0 and self._all_make_steps:
+        if due is not None and self.num_steps % due.every == 0 and self.inputs.all_step:
             self.verify_replicas(also=due.also)
             self.num_verified += 1
 
@@ -118,35 +145,13 @@ class Replica(nn.Module, ABC):
 
         A repetition changes nothing: it is no step, sends no buffers, and nothing runs backward through its outputs.
         """
-        return is_in_backward() and self._awaits_backward
-
-    def _syncs_buffers(self, *, synchronises: bool) -> bool:
-        """Returns True if buffers are synchronised around this forward (`buffers.py`)."""
-        is_heard = synchronises or not self._is_joined  # a rank without inputs shadows only forwards that synchronise
-        return self.require_forward_param_sync and is_heard and self._buffer_sync.is_active
+        return torch._C._current_graph_task_id() != -1 and self._awaits_backward
 
     # --- how gradients are averaged: each kind of replica has its own ------------------------------------------------
 
+    @abstractmethod
     def prepare(self) -> None:
         """Prepares a step: raises the error of the last one, if there was one, and looks for changes of the model."""
-
-    def raise_pending(self) -> None:
-        """Raises the error that the last backward has recorded, on every rank alike."""
-
-    def take_back(self) -> None:
-        """Forgets what sending the last step's gradients has left behind, because the step will not be made."""
-
-    def ride_along(self, totals: Totals) -> None:
-        """Sends this rank's part of the step's totals with the gradients, which are then divided by the global count.
-
-        Call it between the step's last forward and its backward.
-        """
-        self._mine = totals
-
-    def _take_totals(self) -> Totals | None:
-        """Returns this rank's part of the totals for the backward that begins now, and forgets it."""
-        mine, self._mine = self._mine, None
-        return mine
 
     @property
     @abstractmethod
@@ -155,11 +160,29 @@ class Replica(nn.Module, ABC):
 
     @abstractmethod
     def _watch_outputs(self, outputs: Any) -> None:
-        """Sees to it that `_finish` is called when a backward through these outputs has ended (`sink.py`)."""
+        """Sees to it that `_finish` is called when a backward through these outputs has ended (`autograd.py`)."""
+
+    def _begin_without_samples(self) -> None:
+        """Begins a step for which this rank has no samples."""
 
     @abstractmethod
-    def _average(self) -> Totals:
-        """Makes every gradient the mean over the ranks, after backward. Returns the step's totals. Collective."""
+    def _finish(self) -> None:
+        """Makes every gradient the mean over the ranks, after backward, and ends the step. Collective."""
+
+    def raise_pending(self) -> None:
+        """Raises the error that the last backward has recorded, on every rank alike."""
+
+    def take_back(self) -> None:
+        """Forgets what sending the last step's gradients has left behind, because the step will not be made."""
+        if self.compression is not None:
+            self.compression.take_back()
+
+    def ride_along(self, totals: Totals) -> None:
+        """Sends this rank's part of the step's totals with the gradients, which are then divided by the global count.
+
+        Call it between the step's last forward and its backward.
+        """
+        self._mine = totals
 
     @property
     def measures_parts(self) -> bool:
@@ -183,26 +206,6 @@ class Replica(nn.Module, ABC):
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
         """Expects gradients in this order from now on. Every rank must call it with the same names."""
-
-    # --- uneven inputs: changed by `replica/drop_in/data_parallel.py` -----------------------------------------------
-
-    def _before_synchronised_forward(self) -> None:
-        """Lets the ranks tell each other who has inputs, where that may differ."""
-
-    @property
-    def _is_joined(self) -> bool:
-        """Returns True inside a context in which ranks may run out of inputs."""
-        return False
-
-    @property
-    def _all_make_steps(self) -> bool:
-        """Returns True if every rank has made the same number of optimizer steps."""
-        return True
-
-    @property
-    def _root(self) -> int:
-        """The rank whose buffers are right."""
-        return 0
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -230,15 +233,12 @@ class Replica(nn.Module, ABC):
         It runs the same collectives as a forward and a backward on the other ranks.
         """
         self.prepare()
-        if self._syncs_buffers(synchronises=True):
-            self._buffer_sync.before_forward(self._root)
+        if self.require_forward_param_sync and self._buffer_sync.is_active:
+            self._buffer_sync.before_forward(self.inputs.root)
             self._buffer_sync.after_forward()
         self.require_forward_param_sync = True
-        self._begin_without_backward()
+        self._begin_without_samples()
         self._finish()
-
-    def _begin_without_backward(self) -> None:
-        """Begins a step for which this rank has no samples."""
 
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (BatchNorm statistics and the like). Collective."""

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 from typing import Any, SupportsInt
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ddp.comm.communicator import Communicator
 from ddp.comm.work import Work
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
-from ddp.replica.backward import Backward
+from ddp.gradients.reducer import InFlight, Reducer
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.shards import ShardedLayout
+from ddp.replica.shards import ShardedLayout, slice_bounds
+from ddp.setting import WireName
 
 
 class ShardedDataParallel(BucketedDataParallel):
@@ -49,20 +52,28 @@ class ShardedDataParallel(BucketedDataParallel):
         assert isinstance(layout, ShardedLayout)
         return layout
 
-    def _new_backward(self, former: Backward | None = None) -> Backward:
-        return _ShardedBackward(self.comm, former=former, **self._how())
+    def _plain_reducer(self) -> Reducer:
+        return ReduceScatter(self.comm, self.wire)
 
 
-class _ShardedBackward(Backward):
-    """A backward whose buckets are reduce-scattered."""
+class ReduceScatter(Reducer):
+    """Gives every rank the mean of its slice. Since no rank gets a whole bucket, none carries a tail.
 
-    def _combine(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> Work | None:
-        if self._compression is not None:  # then every rank gets all of it
-            return super()._combine(bucket, divide_by=divide_by, async_op=async_op, label=label)
-        assert isinstance(self.layout, ShardedLayout)
-        bounds = self.layout.bounds[bucket.index]
-        with self._waited.running():
-            found = self.comm.reduce_scatter_(
-                bucket.flat, bounds, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label
-            )
-        return found if isinstance(found, Work) else None
+    Args:
+        wire: the format in which buckets travel between hosts.
+    """
+
+    def __init__(self, comm: Communicator, wire: WireName | None) -> None:
+        self._comm, self._wire = comm, wire
+        self._bounds: WeakKeyDictionary[Bucket, list[int]] = WeakKeyDictionary()
+
+    def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
+        if self._wire is not None:
+            bucket.clear_padding()
+        if bucket not in self._bounds:
+            self._bounds[bucket] = slice_bounds(bucket, self._comm.world_size)
+        bounds, wire = self._bounds[bucket], self._wire
+        work = self._comm.reduce_scatter_(
+            bucket.flat, bounds, divide_by=divide_by, wire=wire, async_op=async_op, label=label
+        )
+        return work if isinstance(work, Work) else None

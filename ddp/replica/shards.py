@@ -16,9 +16,7 @@ from ddp.optim.norms import BLOCK_NUMEL
 
 
 class ShardedLayout(Layout):
-    """A layout whose buckets are reduce-scattered. Since no rank gets a whole bucket, none carries a tail."""
-
-    TAILS_MAY_RIDE = False
+    """A layout whose buckets are reduce-scattered."""
 
     @cached_property
     def bounds(self) -> list[list[int]]:

@@ -55,7 +55,7 @@ def average_in_buckets(comm: ddp.Communicator, model: nn.Module) -> None:
 #
 # `ddp.BucketedDataParallel` (`ddp/replica/backward.py`) learns the order in the first backward, because layers may be
 # used in another order than they were made in. A gradient lives in its bucket, so nothing is copied back. Observers of
-# the *outputs* of forward find the end of backward, also for a bucket without any gradient (`ddp/replica/sink.py`).
+# the *outputs* of forward find the end of backward, also for a bucket without any gradient (`ddp/replica/autograd.py`).
 
 
 def on_each_rank(comm: ddp.Communicator) -> list[torch.Tensor]:

@@ -16,11 +16,12 @@ from ddp.gradients import ErrorFeedback, Sign
 from ddp.replica.bucketed import BucketedDataParallel
 
 HOOKED, WIRED = "hooked", "wired"
-BACKWARD, COMPRESSION = "replica.backward.Backward", "gradients.compression.Compression"
+BACKWARD, SETTLEMENT = "replica.backward.Backward", "replica.settlement.Settlement"
+COMPRESSION = "gradients.hooks.compression.Compression"
 MUTANTS = {
     "the count travels in the wire format": Mutant(
         "replica.bucketed.BucketedDataParallel._make_layout",
-        "tails_ride=self._tails_ride",
+        "tails_ride=self._reducer.tails_ride",
         "tails_ride=True",
         WIRED,
         "counts",
@@ -36,23 +37,23 @@ MUTANTS = {
         "last_batch",
     ),
     "the verdict says nothing of what a hook has hidden": Mutant(
-        f"{BACKWARD}.finish", "has_non_finite=not self._compression.is_finite", "has_non_finite=False", HOOKED, "finite"
+        f"{SETTLEMENT}.judge_hidden", "has_non_finite=True", "has_non_finite=False", HOOKED, "finite"
     ),
     "a refused gradient stays in the hook": Mutant(
-        f"{BACKWARD}._refuse", "self._compression.take_back()", "pass", HOOKED, "finite"
+        f"{SETTLEMENT}._refuse", "self._reducer.take_back()", "pass", HOOKED, "finite"
     ),
     "a step that fit refuses is committed": Mutant(
-        "replica.bucketed.BucketedDataParallel.take_back", "self.compression.take_back()", "pass", HOOKED, "veto"
+        "replica.replica.Replica.take_back", "self.compression.take_back()", "pass", HOOKED, "veto"
     ),
     "a hook writes over what it had": Mutant(
-        "gradients.memory.Memory.room",
+        "gradients.hooks.memory.Memory.room",
         "spare = self._spare.pop(name, None)",
         "spare = self.kept.get(name)",
         HOOKED,
         "finite",
     ),
     "what nobody gets is lost": Mutant(
-        f"{BACKWARD}._give_back", "self._compression.take_back(slot.name)", "pass", HOOKED, "unused"
+        f"{SETTLEMENT}._give_back", "self._reducer.take_back(slot.name)", "pass", HOOKED, "unused"
     ),
     "a collective in a chain waits for the chain": Mutant(
         "comm.call_queue.CallQueue.run",

@@ -318,7 +318,7 @@ def in_parts(folder: str, num_steps: int, shares_memory: bool, shift: int = 0) -
     Args:
         shift: take the hook that comes so much later in the list.
     """
-    comm = ddp.init(abort_s=30, shared_memory=shares_memory, algorithm="auto" if shares_memory else "ring")
+    ddp.init(abort_s=30, shared_memory=shares_memory, algorithm="auto" if shares_memory else "ring")
     found = []
     for number, name in enumerate(HOOKS):
         how: dict[str, Any] = {"folder": f"{folder}/{name}", "resume": "auto", "max_steps": num_steps}
@@ -335,7 +335,7 @@ def in_parts(folder: str, num_steps: int, shares_memory: bool, shift: int = 0) -
                 kept[f"{what} {key}"] = tensor
                 if memory.kind == "summed":
                     kept[f"{what} {key}"] = torch.zeros(compression.numels[key])
-                    kept[f"{what} {key}"][compression.part_of(key, comm)] = tensor
+                    kept[f"{what} {key}"][compression.part_of(key)] = tensor
         found.append((compression.num_steps, nn.utils.parameters_to_vector(model.parameters()).detach(), kept))
     ddp.shutdown()
     return found

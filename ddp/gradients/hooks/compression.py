@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import SupportsInt
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,17 @@ from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, span
 from ddp.gradients.hooks.error_feedback import corrected
 from ddp.gradients.hooks.hook import Hook, Parcel, wide
+from ddp.gradients.reducer import InFlight, Reducer
 
 
-class Compression:
+class Compression(Reducer):
     """A hook at work in one replica.
 
     Args:
         named: all parameters of the replica, with their names.
 
     Attributes:
+        comm: the ranks that take part, or a stand-in.
         num_steps: committed steps with this hook.
         numels: by name, the number of elements of each parameter.
         is_owed: a rank remembers gradients of a run on other hosts, which must be sent even if nothing else is.
@@ -48,6 +50,7 @@ class Compression:
                 f"hook={hook!r:.60}: give an object of ddp.gradients, such as ddp.gradients.PowerSGD(4); a function of "
                 "your own goes to register_comm_hook of ddp.DistributedDataParallel"
             )
+        self.comm = comm
         self.numels: dict[str, int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for name, parameter in named:
@@ -68,9 +71,11 @@ class Compression:
         self._is_pending = True
         self._is_finite.fill_(True)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "comm": None}  # a copy gets another one
+
     @property
-    def is_finite(self) -> bool:
-        """Returns True if all gradients that this rank has sent in this step were finite."""
+    def is_finite(self) -> bool:  # type: ignore[override]
         return bool(self._is_finite)
 
     def commit(self) -> None:
@@ -88,34 +93,33 @@ class Compression:
         for memory in self.hook.memories().values():
             memory.take_back(name)
 
-    def part_of(self, name: str, comm: Communicator, rank: int | None = None) -> slice:
+    def part_of(self, name: str, rank: int | None = None) -> slice:
         """Returns what a rank carries of a parameter; by default, this one."""
-        rank = comm.rank if rank is None else rank
+        rank, partition = self.comm.rank if rank is None else rank, self.comm.host_partition
         if self.hook.carries_whole:
-            return slice(0, self.numels[name] if comm.host_partition.places[rank] == self._owners[name] else 0)
-        return comm.host_partition.part_of(self.numels[name], rank)
+            return slice(0, self.numels[name] if partition.places[rank] == self._owners[name] else 0)
+        return partition.part_of(self.numels[name], rank)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the type in which a parameter's gradient is kept."""
         return wide(self._dtypes[name])
 
-    def reduce(
-        self, bucket: Bucket, comm: Communicator, *, divide_by: SupportsInt, async_op: bool, label: str
-    ) -> Work | None:
+    def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         """Makes of a bucket's gradients nearly their sum over all ranks, divided. Returns the work if it is in flight.
 
         Args:
             divide_by: divides every rank's gradients, before anything is sent.
         """
-        work = comm.chain(partial(self._reduce, bucket, comm, divide_by), async_op=async_op, label=label)
-        return work if async_op else None
+        work = self.comm.chain(partial(self._reduce, bucket, divide_by), async_op=async_op, label=label)
+        return work if isinstance(work, Work) else None
 
-    def _reduce(self, bucket: Bucket, comm: Communicator, divide_by: SupportsInt) -> None:
+    def _reduce(self, bucket: Bucket, divide_by: SupportsInt) -> None:
+        comm = self.comm
         if comm.host_partition.num_hosts == 1 and not self.hook.momentum and not self.is_owed:
             comm.all_reduce(bucket.flat, divide_by=divide_by)
             return
         comm.sum_in_host(bucket.flat, divide_by=divide_by)
-        parcels = list(self._parcels(bucket, comm))
+        parcels = list(self._parcels(bucket))
         for parcel in parcels:
             self._is_finite &= torch.isfinite(parcel.outgoing.sum())
             self.hook.enter(parcel)
@@ -126,12 +130,12 @@ class Compression:
         for parcel in parcels:
             self.hook.leave(parcel)
 
-    def _parcels(self, bucket: Bucket, comm: Communicator) -> Iterable[Parcel]:
-        start, must_travel = 0, comm.host_partition.num_hosts > 1
+    def _parcels(self, bucket: Bucket) -> Iterable[Parcel]:
+        start, must_travel = 0, self.comm.host_partition.num_hosts > 1
         for slot in bucket.slots:
             numel, shape = slot.parameter.numel(), as_matrix(slot.parameter)
             gradient = bucket.flat[start : start + numel]
-            mine = self.part_of(slot.name, comm)
+            mine = self.part_of(slot.name)
             is_dense = not (must_travel and self.hook.takes(gradient, shape, self.num_steps))
             outgoing = gradient[mine].to(wide(gradient.dtype))
             yield Parcel(slot.name, gradient, shape, mine, outgoing, is_dense)

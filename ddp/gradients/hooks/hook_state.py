@@ -44,7 +44,7 @@ def _on_rank_zero(memory: Memory, name: str, compression: Compression, comm: Com
     mine = memory.kept.get(name)
     if memory.kind == "same":
         return mine if comm.rank == 0 else None
-    part = compression.part_of(name, comm)
+    part = compression.part_of(name)
     if mine is None:
         mine = torch.zeros(part.stop - part.start, dtype=compression.dtype_of(name), device=comm.device)
     pieces = comm.gather(mine, 0)
@@ -52,7 +52,7 @@ def _on_rank_zero(memory: Memory, name: str, compression: Compression, comm: Com
         return None
     whole = torch.zeros(comm.host_partition.num_hosts, compression.numels[name], dtype=mine.dtype, device=comm.device)
     for rank, piece in enumerate(pieces):
-        whole[comm.host_partition.hosts[rank], compression.part_of(name, comm, rank)] = piece
+        whole[comm.host_partition.hosts[rank], compression.part_of(name, rank)] = piece
     return whole
 
 
@@ -87,6 +87,6 @@ def _pieces(stored: Tensor, name: str, compression: Compression, comm: Communica
     if len(stored) != host_partition.num_hosts:
         stored = (stored.sum(0, keepdim=True) / host_partition.num_hosts).expand(host_partition.num_hosts, -1)
     return [
-        stored[host_partition.hosts[rank], compression.part_of(name, comm, rank)].to(comm.device)
+        stored[host_partition.hosts[rank], compression.part_of(name, rank)].to(comm.device)
         for rank in range(comm.world_size)
     ]

@@ -118,7 +118,7 @@ def _cost(comm: Communicator, parameters: Sequence[nn.Parameter], hook: Hook | N
         rehearsal.all_reduce(bucket.flat, wire=wire)
     else:
         compression = Compression(hook, comm, [(slot.name, slot.parameter) for slot in slots])
-        compression.num_steps = LATE
+        compression.comm = rehearsal  # type: ignore[assignment]
         for _ in range(3):  # the first ones make room for what the hook keeps, and for that of the step before
             encoding_s = rehearsal.encoding_s(compression, bucket)
     num_hosts, link_bytes, network_s = comm.host_partition.num_hosts, 0.0, 0.0
@@ -158,7 +158,7 @@ class Rehearsal:
         compression.begin()
         compression.num_steps = LATE
         self._aside_s, start_s = 0.0, self._now_s()
-        compression.reduce(bucket, self, divide_by=1, async_op=False, label="")  # type: ignore[arg-type]
+        compression.reduce(bucket, divide_by=1, async_op=False, label="")
         return self._now_s() - start_s - self._aside_s
 
     def chain(self, function: Any, **how: Any) -> None:

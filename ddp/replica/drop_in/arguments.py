@@ -34,7 +34,7 @@ from ddp.comm.devices import device_of
 from ddp.comm.session import communicator_of, current
 from ddp.errors import ConfigError
 from ddp.process.log import log
-from ddp.replica.uncompiled import uncompiled
+from ddp.replica.autograd import uncompiled
 
 ACCEPTED = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction", "lazy_bucket_allocation"})
 USE_INSTEAD = {

@@ -1,4 +1,4 @@
-"""Communication hooks: a user's functions that average a bucket in place of the all-reduce.
+"""Functions of the user in the place of collectives: on buckets, `register_comm_hook`, and on buffers.
 
     def hook(state, bucket) -> Future[Tensor]        the protocol of torch's `register_comm_hook`
         bucket.buffer()                              [numel], the gradients of this rank; not divided by anything
@@ -6,6 +6,10 @@
         bucket.index(), bucket.is_last()             in the order of reduction
         bucket.set_buffer(tensor)                    another tensor as the buffer
                                                      the future's value, shaped like the buffer, is the result
+
+    def hook(state, {name: buffer})                  of `register_buffer_hook`; may return futures, which are awaited
+                                                     before forward, or, if the hook runs after forward, when backward
+                                                     has ended
 
 torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. They communicate over process groups of
 torch.distributed; this project's collectives have a process group of their own, so neither can take the other's
@@ -20,9 +24,9 @@ be registered with `overlap=True`; then its futures are awaited only when backwa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +34,19 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.errors import HookFailed, PeerLost
 from ddp.gradients.bucket import Bucket
+from ddp.gradients.reducer import Reducer
+from ddp.process.clock import now_s
+from ddp.replica.buffers import BufferSync
 
 HookFunction = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+BufferHook = Callable[[Any, dict[str, Tensor]], Any]
 
 
 class GradBucket:
     """A bucket as hooks see it: the verbs of `torch.distributed.GradBucket`."""
 
-    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
-        self._bucket, self._is_last, self._buffer = bucket, is_last, bucket.gradients
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._buffer = bucket, bucket.gradients
 
     def index(self) -> int:
         """Returns the bucket's number in the order of reduction."""
@@ -62,12 +70,11 @@ class GradBucket:
 
     def is_last(self) -> bool:
         """Returns True for the last bucket of a step."""
-        return self._is_last
+        return self._bucket.is_last
 
 
-@dataclass
-class CommHook:
-    """A hook, and those of its futures that nobody has waited for yet.
+class CommHook(Reducer):
+    """A hook, which takes means over the ranks.
 
     Args:
         overlap: the hook may be called before the last future is done.
@@ -76,55 +83,108 @@ class CommHook:
     Raises (all methods):
         HookFailed: the hook raised, or returned something other than promised; the message names the bucket.
         PeerLost: the others did not do their part within the deadline.
+        TypeError: it cannot be called.
     """
 
-    hook: HookFunction
-    state: Any
-    comm: Communicator
-    overlap: bool = False
-    _pending: list[tuple[Bucket, torch.futures.Future[Tensor], str]] = field(default_factory=list)
+    may_resize = averages = True
 
-    @property
-    def name(self) -> str:
-        """The hook's name in messages."""
-        return getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
+    def __init__(self, hook: HookFunction, state: Any, comm: Communicator, *, overlap: bool = False) -> None:
+        check_hook(hook)
+        self.comm, self.name = comm, getattr(hook, "__qualname__", type(hook).__qualname__)
+        self._hook, self._state, self._overlap = hook, state, overlap
+        self._last: PendingBucket | None = None
 
-    def launch(self, bucket: Bucket, buckets: Sequence[Bucket], step: int) -> None:
+    def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> PendingBucket:
         """Calls the hook for a bucket, once the future before it is done unless the hook overlaps."""
-        if not self.overlap:
-            self.finish()
-        where = f"step {step}, {bucket.label}"
-        seen = GradBucket(bucket, is_last=bucket is buckets[-1])
+        if self._last is not None and not self._overlap:
+            self._last.wait()
         try:
-            future = self.hook(self.state, seen)
+            future = self._hook(self._state, GradBucket(bucket))
         except Exception as error:
             hook = f"communication hook {self.name}"
-            raise _failure(self.comm, f"the {hook} raised {error!r} ({where})", f"{hook}, {where}") from error
+            raise _failure(self.comm, f"the {hook} raised {error!r} ({label})", f"{hook}, {label}") from error
         if not isinstance(future, torch._C.Future):  # a Work's future is one, but no torch.futures.Future
             raise HookFailed(
-                f"the communication hook {self.name} returned a {type(future).__name__} ({where}); "
+                f"the communication hook {self.name} returned a {type(future).__name__} ({label}); "
                 "it must return a torch.futures.Future with the reduced buffer, also where it communicates nothing"
             )
-        self._pending.append((bucket, future, where))
+        self._last = PendingBucket(self, bucket, future, label)
+        return self._last
 
-    def finish(self) -> None:
-        """Waits for the futures, and puts what they hold into their buckets."""
-        while self._pending:
-            bucket, future, where = self._pending.pop(0)
-            self._put(bucket, result_of(self.comm, future, hook=f"communication hook {self.name}", where=where), where)
 
-    def _put(self, bucket: Bucket, result: Any, where: str) -> None:
+class PendingBucket:
+    """A bucket whose future nobody has waited for yet."""
+
+    done_s = 0.0
+
+    def __init__(self, hook: CommHook, bucket: Bucket, future: torch.futures.Future[Tensor], label: str) -> None:
+        self._hook, self._bucket, self._label = hook, bucket, label
+        self._future: torch.futures.Future[Tensor] | None = future
+
+    def is_completed(self) -> bool:
+        """Returns False: all ranks must wait for the same future at the same time, so nobody looks before."""
+        return False
+
+    def wait(self) -> None:
+        """Waits for the future, and puts what it holds into the bucket."""
+        future, self._future = self._future, None
+        if future is None:
+            return
+        name, gradients = f"communication hook {self._hook.name}", self._bucket.gradients
+        result = result_of(self._hook.comm, future, hook=name, where=self._label)
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]  # what a Work's own future holds
-        gradients = bucket.gradients
         if not isinstance(result, Tensor) or result.numel() != gradients.numel():
             found = f"{list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise HookFailed(
-                f"the future of the communication hook {self.name} holds {found} ({where}); "
+                f"the future of the {name} holds {found} ({self._label}); "
                 f"it must hold one tensor like the bucket's buffer, [{gradients.numel()}]"
             )
         if result.data_ptr() != gradients.data_ptr() or result.dtype != gradients.dtype:
             gradients.copy_(result.detach().view(-1))
+        self.done_s = now_s()
+
+
+class When(Enum):
+    """Says on which side of forward a hook on buffers runs; the names are torch's."""
+
+    PRE_FORWARD = "before"
+    POST_FORWARD = "after"
+
+
+class HookedBuffers(BufferSync):
+    """Buffers that a hook keeps equal.
+
+    Args:
+        of: the same buffers, without the hook.
+    """
+
+    is_hooked = True
+
+    def __init__(self, of: BufferSync, hook: BufferHook, state: Any, when: When) -> None:
+        super().__init__(of.comm, of.module, of.mode, of.ignored)
+        check_hook(hook)
+        self._hook, self._state, self._when = hook, state, when
+        self._futures: list[Any] = []
+
+    def before_forward(self, root: int) -> None:
+        if self._when is When.PRE_FORWARD:
+            self._call()
+            self.after_backward()
+
+    def after_forward(self) -> None:
+        if self._when is When.POST_FORWARD:
+            self._call()
+
+    def after_backward(self) -> None:
+        """Waits for the hook's futures, whose results are of no interest: the hook has changed the buffers itself."""
+        while self._futures:
+            result_of(self.comm, self._futures.pop(0), hook="hook on buffers", where=f"{self._when.value} a forward")
+
+    def _call(self) -> None:
+        futures = self._hook(self._state, self.named())
+        if futures is not None:
+            self._futures += futures if isinstance(futures, (list, tuple)) else [futures]
 
 
 def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: str, where: str) -> Any:

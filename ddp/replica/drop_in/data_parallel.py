@@ -5,20 +5,28 @@
     loss.backward()                                 # gradients are averaged over all ranks meanwhile
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
-It has the same keywords (`arguments.py` has the table), the same `state_dict` and the same errors. It changes
-`BucketedDataParallel` at a handful of named moments (those of `join` are in `join.py`):
+It has the same keywords (`arguments.py` has the table), the same `state_dict` and the same errors. It is a
+`BucketedDataParallel` that gives other objects to the same backward:
 
-    prepare, _begin          programs freeze and unfreeze parameters, also inside a forward; functional calls
-    _new_watch               parameters that are borrowed for a forward (`parameter_watch.py`)
-    _make_layout             parameters that are ignored by name; sparse gradients
-    _new_backward            unused parameters, static graphs, hooks, … (`backward.py` has the moments inside one)
-    _on_other_gradient, …    parameters unfrozen inside a forward; `create_graph`
+    usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`usage.py`)
+    reducer      a communication hook (`comm_hook.py`)
+    stepper      optimizers inside backward (`in_backward.py`)
+    inputs       `join`: which ranks still have inputs (`join.py`)
+
+What it adds to a step are programs that freeze and unfreeze parameters inside a forward, run backward in there, or
+borrow parameters for it (`torch.func.functional_call`).
+
+Other people's programs ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the
+model, to remove "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: this class is a
+virtual subclass of torch's (as `abc` calls it), which inherits nothing. Undocumented names that they use are in
+`torch_names.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
@@ -38,8 +46,10 @@ from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
-from ddp.replica.backward import Backward, State
+from ddp.replica.autograd import accumulates, uncompiled, watch_backward, will_accumulate
+from ddp.replica.backward import State
 from ddp.replica.broadcast import broadcast_state, sending
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.buffers import BufferSync, Mode
 from ddp.replica.drop_in.arguments import (
     check_devices,
@@ -50,18 +60,15 @@ from ddp.replica.drop_in.arguments import (
     moved,
     warn_of_deprecated,
 )
-from ddp.replica.drop_in.backward import TorchBackward, Wishes
-from ddp.replica.drop_in.buffer_hook import BufferHook, HookedBuffers, When
-from ddp.replica.drop_in.comm_hook import CommHook, HookFunction, check_hook
-from ddp.replica.drop_in.higher_order import hand_out_differentiable
-from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, check_own_optimizers, refusal
-from ddp.replica.drop_in.join import UnevenInputs
-from ddp.replica.drop_in.parameter_watch import TorchParameterWatch
-from ddp.replica.drop_in.sparse import produces_sparse_gradient
+from ddp.replica.drop_in.comm_hook import BufferHook, CommHook, HookedBuffers, HookFunction, When, check_hook
+from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, StepsOfOthers, check_own_optimizers, refusal
+from ddp.replica.drop_in.join import Joining, TorchJoinHook
+from ddp.replica.drop_in.torch_names import NAMES, TorchNames
+from ddp.replica.drop_in.usage import FoundInGraph, StaticGraph
 from ddp.replica.parameters import check_trainable, check_wire, managed
-from ddp.replica.replica import Replica
-from ddp.replica.sink import accumulates, watch_backward, will_accumulate
-from ddp.replica.uncompiled import uncompiled
+from ddp.replica.replica import Inputs, Replica
+from ddp.replica.settlement import Usage
+from ddp.replica.sparse import produces_sparse_gradient
 from ddp.setting import WireName
 
 BUILTIN_HOOKS = {
@@ -70,12 +77,15 @@ BUILTIN_HOOKS = {
 }
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
-    {"comm", "device_mesh", "joining", "_backward", "_buffer_sync", "_waiting", "_joining_of_torch", "_last"}
-    | {"_layouts", "_process_group", "_verification", "_watch", "_wishes"}
+    {"backward", "comm", "device_mesh", "inputs", "_buffer_sync", "_join_hook", "_join_state", "_last", "_layouts"}
+    | {"_mine", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "_waiting", "_watch"}
 )
+TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
 
-class DistributedDataParallel(UnevenInputs):
+@TORCH_CLASS.register
+@Joinable.register
+class DistributedDataParallel(BucketedDataParallel):
     """Averages gradients over all ranks in buckets, while backward runs. Drop-in for torch's class of this name.
 
     Args:
@@ -104,9 +114,11 @@ class DistributedDataParallel(UnevenInputs):
         TypeError: a keyword that means nothing here; the message says what to use instead.
     """
 
-    _watch: TorchParameterWatch
-    _backward: TorchBackward
-    _last: TorchBackward
+    # these use nothing but what they are given, `self.dim` and `register_comm_hook`
+    scatter, gather = TORCH_CLASS.scatter, TORCH_CLASS.gather
+    _register_fused_optim = TORCH_CLASS._register_fused_optim
+    _get_data_parallel_params = staticmethod(TORCH_CLASS._get_data_parallel_params)
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(TORCH_CLASS._set_params_and_buffers_to_ignore_for_model)
 
     def __init__(
         self,
@@ -136,8 +148,8 @@ class DistributedDataParallel(UnevenInputs):
         warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
         comm = choose_communicator(comm, process_group, device_mesh, module)
-        ignored = frozenset(getattr(module, IGNORED, ()))
-        named = _not_ignored(module, ignored)
+        self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
+        named = _not_ignored(module, self.parameters_to_ignore)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
         check_wire(named, wire, hook)
         check_devices(named, device_ids, output_device)
@@ -145,29 +157,25 @@ class DistributedDataParallel(UnevenInputs):
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
         if buffers is not None and keeps_buffers and buffers != "none":
             raise ValueError(f"buffers={buffers!r} excludes broadcast_buffers=False and forward_sync_buffers=False")
-        sync = BufferSync(comm, module, buffers or ("none" if keeps_buffers else "broadcast"), ignored)
+        mode = buffers or ("none" if keeps_buffers else "broadcast")
+        sync = BufferSync(comm, module, mode, frozenset(self.parameters_to_ignore))
         if init_sync:
             with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
             tensors = [*named, *(sync.named().items() if with_buffers else ())]
             broadcast_state(comm, tensors, sending=sending(wire, hook))
         Replica.__init__(self, module, comm, sync)
-        Joinable.__init__(self)
-        self._limits, self._overlap, self.wire, self.parameters_to_ignore = limits, overlap, wire, set(ignored)
+        self._limits, self._overlap, self.wire = limits, overlap, wire
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
-        self.gradient_as_bucket_view, self.device_mesh, self._device = True, device_mesh, input_device(device_ids)
+        self.gradient_as_bucket_view, self.device_mesh, self.input_device = True, device_mesh, input_device(device_ids)
         self.compression = None if hook is None else Compression(hook, comm, named)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._begin_in_this_process()
 
     def _begin_in_this_process(self) -> None:
         """Makes everything that pickles and copies leave out."""
-        self._leave_join()
-        self._is_in_forward = False  # a forward is running that synchronises; it may run backward itself
-        self._wishes = Wishes(
-            finds_unused=self.find_unused_parameters and not self.static_graph,
-            static_graphs={} if self.static_graph else None,
-        )
-        self._start()
+        self._join_hook: TorchJoinHook | None = None
+        usage = StaticGraph if self.static_graph else FoundInGraph if self.find_unused_parameters else Usage
+        self._start(usage(self.comm), StepsOfOthers(), allows_borrowing=True)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -179,40 +187,40 @@ class DistributedDataParallel(UnevenInputs):
             ConfigError: parameters were added, removed or replaced.
         """
         check_engine()
-        if self._device is not None:
-            args, kwargs = moved((args, kwargs), self._device)
-        return super().forward(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.input_device is not None:
+            args, kwargs = moved((args, kwargs), self.input_device)
+        if self._is_recomputed():
+            return self.module(*args, **kwargs)
         try:
-            return super()._run(*args, **kwargs)
+            moment = self._before_forward()
+            return self._after_forward(self.module(*args, **kwargs), *moment)
         except BaseException:
             self._is_in_forward, self._waiting = False, None
             raise
 
     @uncompiled
-    def _before_forward(self) -> bool:
-        synchronises = super()._before_forward()
+    def _before_forward(self) -> tuple[bool, bool]:
+        synchronises, syncs_buffers = super()._before_forward()
         if torch.is_grad_enabled():
             self._is_in_forward = synchronises and not self._watch.is_borrowed
             self._waiting = self._layouts.current if self._is_in_forward else None
-        return synchronises
+        return synchronises, syncs_buffers
 
     def _watch_outputs(self, outputs: Any) -> None:
-        self._look_inside_forward()
+        self._check_inside_forward()
         self._is_in_forward, is_borrowed = False, self._watch.is_borrowed
         layout = self._layouts.current
         has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
         self._waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
 
-    def _look_inside_forward(self) -> None:
+    def _check_inside_forward(self) -> None:
         """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
-        if self._is_in_forward and self._watch.look_inside():
+        if self._is_in_forward and self._watch.check_inside():
             self._choose_layout()
 
     def announce_backward(self, outputs: Iterable[Tensor]) -> None:
         """Lets the next backward synchronise, even if its forward was in `no_sync`."""
-        self._look_inside_forward()
+        self._check_inside_forward()
         self._waiting = self._layouts.current
         watch_backward(list(outputs), partial(self._begin, self._waiting), self._finish)
 
@@ -225,8 +233,8 @@ class DistributedDataParallel(UnevenInputs):
             if_reached: begin only if backward will reach one of the parameters.
         """
         layout = layout.latest
-        is_running = self._backward.state is State.RUNNING
-        if is_running and layout is self._backward.layout:
+        is_running = self.backward.state is State.RUNNING
+        if is_running and layout is self.backward.layout:
             return False
         if not (will_accumulate if if_reached else accumulates)(layout.parameters):
             check_engine(in_backward=True)
@@ -234,55 +242,35 @@ class DistributedDataParallel(UnevenInputs):
         if self._is_in_forward and not self.require_backward_grad_sync:
             return False  # no_sync inside a forward that runs backward itself
         if is_running:
-            self._backward.widen(layout)
+            self.backward.widen(layout)
             return False
-        return super()._begin(layout)
+        self._begin_step(layout)
+        return True
 
-    def _on_other_gradient(self, parameter: Tensor) -> None:
-        is_running = self._backward.state is State.RUNNING
-        layout = self._backward.layout if is_running else self._layouts.current
+    def on_other_gradient(self, parameter: Tensor) -> None:
+        """Handles a gradient that no bucket is waiting for."""
+        is_running = self.backward.state is State.RUNNING
+        layout = self.backward.layout if is_running else self._layouts.current
         is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
         if is_in_step and parameter.requires_grad and id(parameter) not in layout.slot_of:
-            self._watch.look_inside()  # it was frozen when the forward began
+            self._watch.check_inside()  # it was frozen when the forward began
             self._choose_layout()
             self._waiting = self._layouts.current
             if is_running:
-                self._backward.widen(self._waiting)
-        super()._on_other_gradient(parameter)
+                self.backward.widen(self._waiting)
+        super().on_other_gradient(parameter)
 
-    def _average(self) -> Totals:
-        totals = super()._average()
-        self._waiting = self._layouts.current if self._is_in_forward else None  # it may run another backward
-        if self._last.is_differentiable:
-            layout = self._last.layout
-            hand_out_differentiable(layout.slots, partial(self._begin, layout), self._finish)
-        return totals
-
-    def _new_backward(self, former: Backward | None = None) -> TorchBackward:
-        return TorchBackward(self.comm, former=former, wishes=self._wishes, **self._how())
-
-    def _new_watch(self) -> TorchParameterWatch:
-        return TorchParameterWatch(self.module)
+    def _choose_layout(self) -> None:
+        if self.steps_in_backward and not self._layouts.is_current:
+            raise refusal("freezing, unfreezing or converting parameters")
+        super()._choose_layout()
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return _not_ignored(self.module, self.parameters_to_ignore)
 
-    def _make_layout(self) -> Layout:
+    def _sparse_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
         sparse = {id(child.weight) for child in self.module.modules() if produces_sparse_gradient(child)}
-        needed = self._watch.needed_ids
-        named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return Layout(
-            self.comm,
-            named,
-            limits=self._limits,
-            sparse=[name for name, parameter in named if id(parameter) in sparse],
-            for_hook=self._wishes.hook is not None,
-            tails_ride=self._tails_ride,
-        )
-
-    @property
-    def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
-        return super().all_reduced_buckets if self._wishes.hook is None else []
+        return [name for name, parameter in named if id(parameter) in sparse]
 
     @property
     def measures_parts(self) -> bool:
@@ -290,18 +278,60 @@ class DistributedDataParallel(UnevenInputs):
         sparse = (child.weight for child in self.module.modules() if produces_sparse_gradient(child))
         return self.compression is None and not any(weight.requires_grad for weight in sparse)
 
-    def _choose_layout(self) -> None:
-        if self._wishes.stepper is not None and not self._layouts.is_current:
-            raise refusal("freezing, unfreezing or converting parameters")
-        super()._choose_layout()
-
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients (see `Replica`)."""
-        if self._wishes.stepper is not None:
+        if self.steps_in_backward:
             raise refusal(
                 "a step that may be refused (ddp.fit clips, vetoes values that are not finite, and takes back)"
             )
         super().ride_along(totals)
+
+    # --- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Opens a context in which ranks may have different numbers of inputs (`join.py`).
+
+        Args:
+            divide_by_initial_world_size: divide by the number of all ranks; else of those that still have inputs.
+            enable: False: the context does nothing.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one has run out.
+        """
+        if not enable:
+            return nullcontext()
+        throws = throw_on_early_termination
+        return Joining(self.comm, divides_by_all=divide_by_initial_world_size, throws=throws).around(self)
+
+    def join_hook(self, **keywords: Any) -> TorchJoinHook:
+        """Returns the hook for torch's `Join` context."""
+        self._join_hook = TorchJoinHook(self, keywords)
+        return self._join_hook
+
+    @property
+    def _join_config(self) -> _JoinConfig:
+        """What torch's `Join` context says of itself."""
+        config: _JoinConfig | None = self.__dict__.get("_join_state")
+        return config or _JoinConfig.construct_disabled_join_config()
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        self.__dict__["_join_state"] = config
+        hook = self._join_hook
+        self.inputs = hook.joining if config.enable and hook is not None else Inputs(self.comm)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of torch's `Join`."""
+        return self.comm.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of torch's `Join`."""
+        return self.process_group
 
     # --- hooks, and the optimizer in backward ------------------------------------------------------------------------
 
@@ -317,29 +347,22 @@ class DistributedDataParallel(UnevenInputs):
             RuntimeError: there is one already.
         """
         check_hook(hook)
-        if self._wishes.stepper is not None:
+        if self.steps_in_backward:
             raise refusal("a communication hook that is registered after it")
         for keyword, given in (("wire", self.wire), ("hook", self.compression and self.compression.hook)):
             if given is not None:
                 raise ConfigError(
                     f"{keyword}={given!r} beside a registered communication hook, which does the sending: leave one out"
                 )
-        if self._wishes.hook is not None:
-            raise RuntimeError(
-                f"the communication hook {self._wishes.hook.name} is registered already; there can be one"
-            )
-        self._wishes.hook = CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
+        if isinstance(self._reducer, CommHook):
+            raise RuntimeError(f"the communication hook {self._reducer.name} is registered already; there can be one")
+        self._reducer = CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
+        self.backward.reducer = self._reducer
         self._layouts.prepare_for_hook()
 
     def register_buffer_hook(self, state: Any, hook: BufferHook, *, when: When = When.POST_FORWARD) -> None:
-        """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`buffer_hook.py`)."""
+        """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`comm_hook.py`)."""
         self._buffer_sync = HookedBuffers(self._buffer_sync, hook, state, When[when.name])
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: BufferHook, comm_hook_location: Any = When.POST_FORWARD
-    ) -> None:
-        """Does what `register_buffer_hook` does, by torch's name."""
-        self.register_buffer_hook(state, hook, when=comm_hook_location)
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         """Registers the hook of torch that does the same as one of its hooks in C++, and is written in Python."""
@@ -355,7 +378,7 @@ class DistributedDataParallel(UnevenInputs):
             ConfigError: gradients may be missing or sparse, or there is such an optimizer already.
             TypeError: `make_optimizer` cannot be called.
         """
-        if self._wishes.stepper is not None:
+        if self.steps_in_backward:
             raise refusal("another optimizer")
         if self.find_unused_parameters or self.static_graph:
             raise refusal("find_unused_parameters or static_graph")
@@ -363,22 +386,17 @@ class DistributedDataParallel(UnevenInputs):
             raise refusal("a sparse gradient")
         if self.compression is not None:
             raise refusal(f"hook={self.compression.hook!r}")
-        self._wishes.stepper = StepInBackward(make_optimizer)
+        self._stepper = self.backward.stepper = StepInBackward(make_optimizer)
 
     @property
     def steps_in_backward(self) -> bool:
         """Returns True once `step_in_backward` was called."""
-        return self._wishes.stepper is not None
+        return isinstance(self._stepper, StepInBackward)
 
     @property
     def optimizers_in_backward(self) -> list[Optimizer]:
         """The optimizers that `step_in_backward` has made so far, one for each bucket."""
-        return [] if self._wishes.stepper is None else list(self._wishes.stepper.optimizers.values())
-
-    def logging_data(self) -> dict[str, Any]:
-        """Returns how long the last step's reductions took, bucket by bucket (`timeline.py`)."""
-        hook = self._wishes.hook
-        return super().logging_data() | {"comm_hook": hook.name if hook is not None else None}
+        return list(self._stepper.optimizers.values()) if isinstance(self._stepper, StepInBackward) else []
 
     def _set_static_graph(self) -> None:
         """Does what `static_graph=True` does; before the first step, on every rank.
@@ -391,7 +409,50 @@ class DistributedDataParallel(UnevenInputs):
         if self.num_steps or self.steps_in_backward:
             what = "after the first step" if self.num_steps else "beside step_in_backward"
             raise ConfigError(f"_set_static_graph {what}: pass static_graph=True when you make the replica")
-        self.static_graph, self._wishes.static_graphs, self._wishes.finds_unused = True, {}, False
+        self.static_graph, self._usage = True, StaticGraph(self.comm)
+        self.backward.usage = self._usage
+
+    # --- looking at it -----------------------------------------------------------------------------------------------
+
+    def logging_data(self) -> dict[str, Any]:
+        """Returns how long the last step's reductions took, bucket by bucket (`timeline.py`)."""
+        reducer = self._reducer
+        return super().logging_data() | {"comm_hook": reducer.name if isinstance(reducer, CommHook) else None}
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what programs expect by this name of torch's class (`torch_names.py`), or a submodule."""
+        return getattr(TorchNames(self), name) if name in NAMES else super().__getattr__(name)
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Returns None: torch.compile need not split its graphs at the edges of our buckets."""
+
+    @property
+    def process_group(self) -> Any:
+        """torch's process group of the ranks that take part."""
+        return self._process_group if self._process_group is not None else dist.group.WORLD
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Returns the number of bytes at which a bucket is closed."""
+        return self._limits[-1]
+
+    @property
+    def has_error(self) -> bool:
+        """Returns True if the last backward has recorded an error."""
+        return self._last.error is not None
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Returns True if buffers are kept equal. Programs also change it after the replica was made."""
+        return self._buffer_sync.mode != "none"
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, keeps_equal: bool) -> None:
+        if keeps_equal != self.broadcast_buffers:
+            self._buffer_sync.mode = "broadcast" if keeps_equal else "none"
+
+    forward_sync_buffers = broadcast_buffers
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -423,9 +484,12 @@ class DistributedDataParallel(UnevenInputs):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.comm, self._process_group, self.device_mesh, self._verification = comm, group, None, None
         self._buffer_sync = BufferSync(comm, self.module, mode, self.parameters_to_ignore)
+        if self.compression is not None:
+            self.compression.comm = comm
+        self.inputs, self._mine = Inputs(comm), None
         self._begin_in_this_process()
 
 
-def _not_ignored(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, nn.Parameter]]:
+def _not_ignored(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
     """Returns names and parameters that a replica keeps equal, without those ignored by name."""
     return [(name, parameter) for name, parameter in managed(module, inner=Replica) if name not in ignored]

@@ -13,7 +13,7 @@ same, its parameter is stepped with zeros before the error is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.layout import Layout
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -46,13 +47,21 @@ class StepInBackward:
         self._make = make_optimizer
         self.optimizers: dict[Bucket, Optimizer] = {}
 
+    def begin(self, layout: Layout, *, creates_graph: bool) -> None:
+        """Raises ConfigError for a backward that creates a graph, in which parameters must not change meanwhile."""
+        if creates_graph:
+            raise refusal("create_graph=True")
+
     @torch.no_grad()
-    def step(self, bucket: Bucket) -> None:
+    def complete(self, bucket: Bucket) -> None:
         """Steps the bucket's parameters, and drops their gradients."""
         if bucket not in self.optimizers:
             self.optimizers[bucket] = self._make([slot.parameter for slot in bucket.slots])
         self.optimizers[bucket].step()
         self.optimizers[bucket].zero_grad(set_to_none=True)
+
+    def check(self, gone: Sequence[Slot]) -> None:
+        """Does nothing: gradients are gone because they have been used."""
 
 
 def check_own_optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -77,11 +86,14 @@ class StepsOfOthers:
         self._is_suspicious = True
         self._versions: dict[str, int] = {}
 
-    def begin(self, slots: Iterable[Slot]) -> None:
+    def begin(self, layout: Layout, *, creates_graph: bool) -> None:
         """Notes how often each parameter was written to, if this step is to be checked."""
-        self._versions = {slot.name: slot.parameter._version for slot in slots} if self._is_suspicious else {}
+        self._versions = {slot.name: slot.parameter._version for slot in layout.slots} if self._is_suspicious else {}
 
-    def check(self, gone: Collection[Slot]) -> None:
+    def complete(self, bucket: Bucket) -> None:
+        """Does nothing: the optimizer steps after backward."""
+
+    def check(self, gone: Sequence[Slot]) -> None:
         """Raises ConfigError if one of the parameters whose gradient is gone was written to since `begin`."""
         self._is_suspicious = bool(gone)
         versions = ((slot, self._versions.get(slot.name)) for slot in sorted(gone, key=lambda slot: slot.index))

@@ -28,24 +28,58 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from ddp.comm.communicator import Communicator
-from ddp.replica.drop_in.torch_names import TorchNames
+from ddp.replica.replica import Inputs, Replica
 
 
-class Joining:
-    """Knows which ranks still have inputs, inside `DistributedDataParallel.join`.
+class Joining(Inputs):
+    """Knows which ranks still have inputs, inside a context.
 
-    Attributes:
-        active: ranks that had inputs in the last step.
-        divisor: divisor of the sums over ranks.
+    Args:
+        divides_by_all: divide by the number of all ranks; else of those that still have inputs.
+        throws: raise RuntimeError on every rank as soon as one has run out.
+        notify: called first before each forward that synchronises.
     """
 
-    def __init__(self, comm: Communicator, *, divides_by_all: bool, throws: bool = False) -> None:
-        self._comm, self._divides_by_all, self._throws = comm, divides_by_all, throws
-        self.active, self.divisor = list(range(comm.world_size)), comm.world_size
+    may_end = True
+
+    def __init__(
+        self, comm: Communicator, *, divides_by_all: bool, throws: bool = False, notify: Callable[[], object] = tuple
+    ) -> None:
+        super().__init__(comm)
+        self._comm, self._divides_by_all, self._throws, self._notify = comm, divides_by_all, throws, notify
+        self.root = comm.world_size - 1
         self._own_gradients: list[tuple[nn.Parameter, Tensor | None]] = []  # on a rank that has run out
+
+    @contextmanager
+    def around(self, replica: Replica) -> Iterator[None]:
+        """Opens the context for a replica."""
+        replica.inputs = self
+        try:
+            yield
+            while self.shadow_step(replica):
+                pass
+            replica.broadcast_from(self.root)
+        finally:
+            self.give_back_own_gradients()
+            replica.inputs = Inputs(replica.comm)
+
+    def shadow_step(self, replica: Replica) -> bool:
+        """Takes part in a step of the ranks that have inputs, with zeros. Returns False if no rank has."""
+        replica.inputs = self
+        replica.prepare()  # as the others do before they look who has inputs
+        if not self.find_active(has_inputs=False):
+            return False
+        self.keep_own_gradients(replica.parameters())
+        replica.zero_grad(set_to_none=True)  # its own last gradients must not be sent again
+        replica.reduce_without_backward()
+        return True
+
+    def announce(self) -> None:
+        self._notify()
+        self.find_active(has_inputs=True)
 
     def find_active(self, *, has_inputs: bool) -> bool:
         """Finds out who still has inputs. Returns False if no rank has. Collective.
@@ -63,7 +97,7 @@ class Joining:
                 what = f"Rank {self._comm.rank} exhausted all inputs"
             raise RuntimeError(f"{what}; all ranks stop here")
         if active:
-            self.active = active
+            self.root, self.all_step = active[-1], len(active) == self._comm.world_size
             self.divisor = self._comm.world_size if self._divides_by_all else len(active)
         return bool(active)
 
@@ -83,115 +117,21 @@ class TorchJoinHook(JoinHook):
     """The hook that torch's `Join` context calls on a rank that has run out of inputs.
 
     Args:
-        shadow: shadows a step of the other ranks.
-        end: ends the context.
+        keywords: those of torch's context.
     """
 
-    def __init__(self, shadow: Callable[[], object], end: Callable[[], None]) -> None:
-        self._shadow, self._end = shadow, end
+    def __init__(self, replica: Replica, keywords: dict[str, Any]) -> None:
+        divides_by_all = keywords.get("divide_by_initial_world_size", True)
+        notify = partial(Join.notify_join_context, replica)  # type: ignore[arg-type]
+        self.joining = Joining(replica.comm, divides_by_all=divides_by_all, notify=notify)
+        self._replica = replica
 
     def main_hook(self) -> None:
         """Shadows a step, because other ranks have inputs."""
-        self._shadow()
+        self.joining.shadow_step(self._replica)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends the context, because no rank has inputs any more."""
-        self._end()
-
-
-class UnevenInputs(TorchNames, Joinable):
-    """A replica whose ranks may have different numbers of inputs.
-
-    Attributes:
-        joining: who still has inputs, inside `join`; None outside.
-    """
-
-    joining: Joining | None
-    _joining_of_torch: Joining | None
-
-    def _before_synchronised_forward(self) -> None:
-        if self._join_config.enable:  # torch's Join
-            Join.notify_join_context(self)
-            self.joining = self._joining_of_torch
-        if self.joining is not None:
-            self.joining.find_active(has_inputs=True)
-
-    @contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Opens a context in which ranks may have different numbers of inputs (`join.py`).
-
-        Args:
-            divide_by_initial_world_size: divide by the number of all ranks; else of those that still have inputs.
-            enable: False: the context does nothing.
-            throw_on_early_termination: raise RuntimeError on every rank as soon as one has run out.
-        """
-        if not enable:
-            yield
-            return
-        joining = Joining(self.comm, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination)
-        self.joining = joining
-        try:
-            yield
-            while self._shadow_step(joining):
-                pass
-            self.broadcast_from(joining.active[-1])
-        finally:
-            joining.give_back_own_gradients()
-            self._leave_join()
-
-    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
-        """Returns the hook for torch's `Join` context, which calls this with divide_by_initial_world_size."""
-        joining = Joining(self.comm, divides_by_all=kwargs.get("divide_by_initial_world_size", True))
-        self._joining_of_torch = joining
-        return TorchJoinHook(partial(self._shadow_step, joining), partial(self._leave_join_of_torch, joining))
-
-    def _shadow_step(self, joining: Joining) -> bool:
-        """Takes part in a step of the ranks that have inputs, with zeros. Returns False if no rank has."""
-        self.joining = joining
-        self.prepare()  # as the others do before they look who has inputs
-        if not joining.find_active(has_inputs=False):
-            return False
-        joining.keep_own_gradients(self.parameters())
-        self.zero_grad(set_to_none=True)  # its own last gradients must not be sent again
-        self.reduce_without_backward()
-        return True
-
-    def _leave_join_of_torch(self, joining: Joining) -> None:
-        self.broadcast_from(joining.active[-1])
-        joining.give_back_own_gradients()
-        self._leave_join()
-        self._join_config = _JoinConfig.construct_disabled_join_config()
-
-    def _leave_join(self) -> None:
-        self.joining = self._joining_of_torch = None
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of torch's `Join`."""
-        return self.comm.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of torch's `Join`."""
-        return self.process_group
-
-    @property
-    def _divisor(self) -> int:
-        return super()._divisor if self.joining is None else self.joining.divisor
-
-    @property
-    def _all_make_steps(self) -> bool:
-        return self.joining is None or len(self.joining.active) == self.comm.world_size
-
-    @property
-    def _is_joined(self) -> bool:
-        return self.joining is not None or self._join_config.enable
-
-    @property
-    def _root(self) -> int:
-        return self.joining.active[-1] if self.joining is not None else 0
+        self._replica.broadcast_from(self.joining.root)
+        self.joining.give_back_own_gradients()
+        self._replica._join_config = _JoinConfig.construct_disabled_join_config()

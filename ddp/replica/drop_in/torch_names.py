@@ -1,18 +1,14 @@
 """Undocumented names of torch's DistributedDataParallel that other people's programs use.
 
 Lightning, Accelerate, mmcv and torch.distributed.pipelining reach into torch's class and into its reducer. Each name
-here does what its callers expect; any other name is an AttributeError.
-
-They also ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the model, to remove
-"module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: our class is a virtual subclass of
-torch's (as `abc` calls it), which inherits nothing.
+here does what its callers expect; any other name is an AttributeError. A replica looks here for names that it does not
+have itself.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +16,16 @@ from torch import Tensor, nn
 
 from ddp.gradients.bucket import Bucket
 from ddp.replica.broadcast import broadcast_tensors
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.arguments import moved
-from ddp.replica.drop_in.backward import Wishes
 
-TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
+if TYPE_CHECKING:
+    from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 
 
 class ReducerNames:
     """The names that programs use of torch's reducer."""
 
-    def __init__(self, replica: TorchNames) -> None:
+    def __init__(self, replica: DistributedDataParallel) -> None:
         self._replica = replica
 
     @property
@@ -60,45 +55,21 @@ class ReducerNames:
         """Does nothing: autograd reports the end of the first backward over a static graph, too."""
 
 
-@TORCH_CLASS.register
-class TorchNames(BucketedDataParallel):
-    """A replica with the names that programs use of torch's class.
+class TorchNames:
+    """The names that programs use of torch's class, for one replica."""
 
-    Attributes:
-        dim, find_unused_parameters, static_graph: the keywords of these names.
-    """
-
-    dim: int
-    find_unused_parameters: bool
-    static_graph: bool
-    _device: torch.device | None
-    _wishes: Wishes
-    _process_group: dist.ProcessGroup | None
-
-    @abstractmethod
-    def announce_backward(self, outputs: Iterable[Tensor]) -> None:
-        """Lets the next backward synchronise, also if its forward was in `no_sync`."""
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self._replica = replica
 
     @property
     def reducer(self) -> ReducerNames:
         """The names of torch's reducer."""
-        return ReducerNames(self)
-
-    # these use nothing but what they are given, `self.dim` and `register_comm_hook`
-    scatter, gather = TORCH_CLASS.scatter, TORCH_CLASS.gather
-    _register_fused_optim = TORCH_CLASS._register_fused_optim
-    _get_data_parallel_params = staticmethod(TORCH_CLASS._get_data_parallel_params)
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(TORCH_CLASS._set_params_and_buffers_to_ignore_for_model)
-
-    @property
-    def process_group(self) -> Any:
-        """torch's process group of the ranks that take part."""
-        return self._process_group if self._process_group is not None else dist.group.WORLD
+        return ReducerNames(self._replica)
 
     @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
-        return next(self.module.parameters()).device
+        return next(self._replica.module.parameters()).device
 
     @property
     def device_type(self) -> str:
@@ -108,7 +79,8 @@ class TorchNames(BucketedDataParallel):
     @property
     def device_ids(self) -> list[int] | None:
         """The CUDA device that inputs are moved to, as a list; None if inputs stay where they are."""
-        return None if self._device is None or self._device.index is None else [self._device.index]
+        device = self._replica.input_device
+        return None if device is None or device.index is None else [device.index]
 
     @property
     def output_device(self) -> int | None:
@@ -116,55 +88,38 @@ class TorchNames(BucketedDataParallel):
         return None if self.device_ids is None else self.device_ids[0]
 
     @property
-    def bucket_bytes_cap(self) -> int:
-        """Returns the number of bytes at which a bucket is closed."""
-        return self._limits[-1]
-
-    @property
     def _module_parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._replicated_parameters()]
-
-    @classmethod
-    def _get_active_ddp_module(cls) -> None:
-        """Returns None: torch.compile need not split its graphs at the edges of our buckets."""
+        return [parameter for _, parameter in self._replica._replicated_parameters()]
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Describes the replica in the words of torch's class; `logging_data` has times."""
-        sizes = [sum(slot.parameter.nbytes for slot in bucket.slots) for bucket in self.buckets]
+        replica = self._replica
+        parameters = [slot.parameter for bucket in replica.buckets for slot in bucket.slots]
+        parameters += [slot.parameter for slot in replica._layouts.current.sparse]
         return {
-            "module_name": type(self.module).__name__,
-            "backend_name": dist.get_backend(self.process_group),
-            "world_size": self.comm.world_size,
-            "rank": self.comm.rank,
-            "iteration": self.num_steps,
-            "num_parameter_tensors": len(self._layouts.current.parameters),
-            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in self._layouts.current.parameters),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "bucket_sizes": ", ".join(map(str, sizes)),
-            "has_rebuilt_buckets": int(self.gradient_order is not None),
-            "comm_hook": self._wishes.hook.name if self._wishes.hook is not None else "",
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "static_graph": int(self.static_graph),
+            "module_name": type(replica.module).__name__,
+            "backend_name": dist.get_backend(replica.process_group),
+            "world_size": replica.comm.world_size,
+            "rank": replica.comm.rank,
+            "iteration": replica.num_steps,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+            "bucket_cap_bytes": replica.bucket_bytes_cap,
+            "bucket_sizes": ", ".join(
+                str(sum(slot.parameter.nbytes for slot in bucket.slots)) for bucket in replica.buckets
+            ),
+            "has_rebuilt_buckets": int(replica.gradient_order is not None),
+            "comm_hook": replica.logging_data()["comm_hook"] or "",
+            "broadcast_buffers": int(replica.broadcast_buffers),
+            "find_unused_parameters": int(replica.find_unused_parameters),
+            "static_graph": int(replica.static_graph),
             "gradient_as_bucket_view": 1,
-            "has_error": int(self._last.error is not None),
+            "has_error": int(replica.has_error),
         }
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Returns True if buffers are kept equal. Programs also change it after the replica was made."""
-        return self._buffer_sync.mode != "none"
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, keeps_equal: bool) -> None:
-        if keeps_equal != self.broadcast_buffers:
-            self._buffer_sync.mode = "broadcast" if keeps_equal else "none"
-
-    forward_sync_buffers = broadcast_buffers
 
     def will_sync_module_buffers(self) -> bool:
         """Returns True if the next forward makes buffers equal first."""
-        return self.require_forward_param_sync and self._buffer_sync.is_active
+        return self._replica.require_forward_param_sync and self._replica._buffer_sync.is_active
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Returns the inputs on a device, in the form in which `scatter` gives them for several."""
@@ -173,14 +128,22 @@ class TorchNames(BucketedDataParallel):
 
     def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward alone; mmcv calls it between steps that it takes itself."""
-        return self.module(*args, **kwargs)
+        return self._replica.module(*args, **kwargs)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         """Overwrites tensors with those of one rank. Collective."""
-        broadcast_tensors(self.comm, [tensor.detach() for tensor in tensors], root=authoritative_rank)
+        broadcast_tensors(self._replica.comm, [tensor.detach() for tensor in tensors], root=authoritative_rank)
 
     def _check_reducer_finalized(self) -> None:
         """Raises what the last backward found wrong."""
-        self.raise_pending()
+        self._replica.raise_pending()
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
+        """Does what `register_buffer_hook` does, by torch's name."""
+        where = {} if comm_hook_location is None else {"when": comm_hook_location}
+        self._replica.register_buffer_hook(state, hook, **where)
+
+
+NAMES = frozenset(vars(TorchNames)) - frozenset(dir(object))

@@ -54,7 +54,7 @@ class OneBucket:
         for slot, gradient in zip(self.bucket.slots, gradients, strict=True):
             assert slot.view is not None
             slot.view.copy_(gradient)
-        self.compression.reduce(self.bucket, self.comm, divide_by=divide_by, async_op=False, label="a step")
+        self.compression.reduce(self.bucket, divide_by=divide_by, async_op=False, label="a step")
         return [slot.view.clone() for slot in self.bucket.slots if slot.view is not None]
 
     def remembered(self, what: str) -> list[Tensor]:

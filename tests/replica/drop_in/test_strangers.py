@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 import ddp
 import ddp.replica.naive
 from ddp.errors import ConfigError
+from ddp.replica.drop_in.usage import StaticGraph
 from ddp.replica.verify import verify_replicas
 
 Class = Callable[..., Any]
@@ -293,7 +294,7 @@ def hooks_and_optimizers_by_private_names(comm: ddp.Communicator) -> None:
                 replica.zero_grad()
                 replica(batch(comm, number)).square().sum().backward()
         assert_same(comm, *pair)
-    assert pair[0].static_graph and pair[0]._wishes.static_graphs is not None
+    assert pair[0].static_graph and isinstance(pair[0]._usage, StaticGraph)
     with pytest.raises(RuntimeError, match="after the first step"):
         late = ddp.DistributedDataParallel(Net())
         late(batch(comm)).sum().backward()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp.gradients.bucket import Slot
-from ddp.replica.sink import watch_backward
+from ddp.replica.autograd import watch_backward
 
 
 class _WithValue(torch.autograd.Function):

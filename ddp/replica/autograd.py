@@ -1,4 +1,4 @@
-"""Finds the end of backward, from the outputs of forward.
+"""What autograd can tell: when a backward ends, and which parameters it reaches. What torch.compile must leave alone.
 
 An observer on a parameter says that one gradient is there. It cannot say that backward is over: a callback that it
 queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation
@@ -8,6 +8,11 @@ outermost backward; a callback queued there runs when the whole of it has ended.
 An observer of an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
 gradient penalty); `accumulates` tells the two apart. `will_accumulate` finds out in advance which parameters the
 running backward will reach.
+
+Note "compile". Observers and collectives act on this process, not on tensors alone, so no graph can hold them. A
+function that is marked `uncompiled` is called as it is, and so is all that it calls; the graph of the code around it
+ends there. The marks are those that `torch.compiler.disable` sets. Calling that function would import the compiler,
+which takes seconds, even where nobody compiles.
 """
 
 from __future__ import annotations
@@ -15,13 +20,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
 
-from ddp.replica.uncompiled import uncompiled
+Function = TypeVar("Function", bound=Callable[..., Any])
+NEVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def uncompiled(function: Function) -> Function:
+    """Marks a function, as a decorator (note "compile")."""
+    eval_frame.set_code_exec_strategy(function.__code__, NEVER)  # where it is called from Python or from autograd
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where its caller is compiled
+    return function
 
 
 def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], None]) -> bool:
@@ -39,7 +53,7 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
     @uncompiled
     def observe(_gradient: Tensor) -> None:
         if begin():
-            call_at_end(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     is_any = False
     for tensor in tensors_in(outputs):

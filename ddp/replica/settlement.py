@@ -1,0 +1,275 @@
+"""The settlement of a step: what is left to do with gradients once all of them have been reduced.
+
+    keep       the gradient that a parameter had is kept, before zeros or the mean are written over it
+    filled     of a full bucket: which gradients are undefined, and on request its squared norm
+    judge      what this rank has found about its own gradients (`Verdicts`), written where it travels
+    settle     all ranks' totals and verdicts are read. The division is completed. If a hook has sent what was not
+               finite, the step is refused. Parameters that no rank has used get back the gradient that they had
+
+Note "parameters without a gradient". They contribute zeros (or what they had accumulated), so that no rank ever waits
+for them. Each rank's *verdicts* say whether it had such parameters. The verdicts travel last, in the tail of the last
+bucket or by themselves. The ranks compare parameter by parameter only if a verdict is true on any rank.
+
+    used on another rank     gets the mean, to which this rank has contributed zeros (or what it had accumulated)
+    used on no rank          keeps the gradient that it had: None stays None
+    undefined                autograd reaches the parameter with an undefined gradient (a function's backward has
+                             returned None): like unused, and always allowed
+    not allowed              every rank raises UnusedParameters before the next forward, with names by rank
+
+`Usage` expects every gradient; `drop_in/usage.py` has others.
+
+Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
+samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
+part of its all-reduce, because by then the count is known. If bucket 0 carried the count, it is divided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from enum import IntEnum
+from typing import Protocol, SupportsInt
+
+import torch
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.errors import UnusedParameters
+from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.layout import Layout
+from ddp.gradients.reducer import Reducer
+from ddp.gradients.totals import Parts, Totals, Verdicts
+from ddp.replica.sparse import reduce_sparse
+
+
+class Use(IntEnum):
+    """The use that a backward has made of a parameter."""
+
+    NONE = 0  # it has not reached it
+    UNDEFINED = 1  # it has reached it with an undefined gradient
+    GRADIENT = 2
+
+
+class Usage:
+    """Expects one gradient of every parameter. Its methods stand in the order of a backward.
+
+    Attributes:
+        never: names of the parameters that are known to be used on no rank.
+    """
+
+    never: Set[str] = frozenset()
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def begin(self, layout: Layout) -> None:
+        """Begins the settlement of a backward."""
+
+    def expected(self, layout: Layout) -> Mapping[int, int] | None:
+        """Returns how many gradients the running backward will compute, by the parameter's id; None: one of each."""
+        return None
+
+    def must_compare(self, layout: Layout, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> bool:
+        """Returns True if the ranks must compare which parameters they have used.
+
+        Args:
+            missing: slots that this rank's backward has not reached.
+            computed: returns the parameters of which it has computed gradients, once for each gradient.
+        """
+        return bool(missing)
+
+    def used_by_none(
+        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: Verdicts
+    ) -> list[Slot]:
+        """Returns the slots that no rank has a gradient of, because some rank lacks some. Collective.
+
+        Args:
+            missing: slots that this rank's backward has not reached.
+            undefined: slots that it has reached with an undefined gradient.
+            verdicts: of all ranks.
+        """
+        uses = self._greatest_uses(layout.slots, missing, undefined)
+        return [slot for slot, use in zip(layout.slots, uses, strict=True) if use is not Use.GRADIENT]
+
+    def complaint(self, missing: Sequence[Slot] | None) -> UnusedParameters | None:
+        """Returns the error that names the missing parameters of every rank; None if they are none. Collective.
+
+        Args:
+            missing: this rank's, in the order of registration; None: it had no backward, so that they are no error.
+        """
+        mine = None if missing is None else [f"{slot.name} ({slot.index})" for slot in missing]
+        everyone = all_gather_object(self._comm, mine)
+        if not any(everyone):
+            return None
+        lines = [f"  rank {rank}: {', '.join(n) or 'none'}" for rank, n in enumerate(everyone) if n is not None]
+        return UnusedParameters(
+            "Expected to have finished reduction in the prior iteration: these parameters (and their numbers in the "
+            "order of registration) did not receive grad in it:\n"
+            + "\n".join(lines)
+            + "\nLet every parameter take part in the loss, set requires_grad=False on those that do not, or pass "
+            "find_unused_parameters=True to ddp.DistributedDataParallel (static_graph=True, if they are the same in "
+            "every step)"
+        )
+
+    def _greatest_uses(
+        self, slots: Sequence[Slot], missing: Collection[Slot], undefined: Collection[Slot]
+    ) -> list[Use]:
+        """Returns the greatest use that any rank has made of each slot. Collective."""
+        uses = torch.full((len(slots),), Use.GRADIENT, dtype=torch.uint8, device=self._comm.device)
+        uses[[slot.index for slot in undefined]] = Use.UNDEFINED
+        uses[[slot.index for slot in missing]] = Use.NONE
+        return list(map(Use, self._comm.all_reduce(uses, "max", label="parameters used by any rank").tolist()))
+
+
+class Stepper(Protocol):
+    """Knows of optimizers that step while backward runs."""
+
+    def begin(self, layout: Layout, *, creates_graph: bool) -> None:
+        """Begins a backward."""
+
+    def complete(self, bucket: Bucket) -> None:
+        """Takes note that a bucket holds the mean."""
+
+    def check(self, gone: Sequence[Slot]) -> None:
+        """Raises ConfigError if somebody has stepped these parameters, whose gradients are gone when backward ends."""
+
+
+class Settlement:
+    """Settles one backward.
+
+    Args:
+        totals: this rank's part of the step's totals, if they ride along.
+        divide_by: the divisor of sums over ranks.
+        has_samples: False on a rank that has nothing to compute; then missing gradients are no error.
+
+    Attributes:
+        error: found by `settle`; every rank raises it before its next forward.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: Layout,
+        *,
+        reducer: Reducer,
+        usage: Usage,
+        stepper: Stepper | None,
+        totals: Totals | None,
+        divide_by: SupportsInt,
+        has_samples: bool,
+    ) -> None:
+        self._comm, self._layout, self._reducer, self._usage, self._stepper = comm, layout, reducer, usage, stepper
+        self._totals, self._divide_by, self._has_samples = totals, divide_by, has_samples
+        self._measures = totals is not None and totals.measure and has_samples
+        self._square = torch.zeros((), device=comm.device)  # of this rank's own gradient, where that is asked for
+        self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
+        self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
+        self._missing: Sequence[Slot] = ()
+        usage.begin(layout)
+        self.error: UnusedParameters | None = None
+
+    def keep(self, slots: Iterable[Slot]) -> None:
+        """Keeps the gradients that parameters had, before zeros or the mean are written over them."""
+        for slot in slots:
+            if slot not in self._kept:
+                had = slot.parameter.grad
+                self._kept[slot] = had.clone() if had is not None and had is slot.view else had
+
+    def filled(self, bucket: Bucket, without: Iterable[Slot]) -> None:
+        """Takes note that a bucket holds this rank's gradients, save those of the slots `without` one."""
+        for slot in without:
+            self._undefined.append(slot)
+            self._kept.setdefault(slot, None)
+        if self._measures:
+            self._square = self._square + bucket.square()
+
+    def judge(self, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> None:
+        """Writes what this rank has found to where verdicts travel, but not yet if a hook has hidden something.
+
+        Args:
+            missing: slots that backward has not reached, in the order of registration.
+            computed: returns the parameters of which it has computed gradients, once for each gradient.
+        """
+        self._missing, self._undefined = missing, [slot for slot in self._undefined if slot not in set(missing)]
+        self._mine = Verdicts()
+        if self._has_samples:
+            has_unused = self._usage.must_compare(self._layout, missing, computed)
+            self._mine = Verdicts(has_unused, bool(self._undefined), parts=self._parts())
+        self._mine.write(self._layout.verdicts)
+
+    def _parts(self) -> Parts:
+        """Returns this rank's measured part of the batch."""
+        if self._totals is None:
+            return Parts()
+        if not self._measures:
+            return self._totals.parts or Parts()
+        return Parts.of(self._square / self._totals.loss_scale**2, self._totals.num_items)
+
+    def judge_hidden(self) -> None:
+        """Adds, where verdicts travel apart, what a hook has hidden: that a gradient was not finite."""
+        if not self._reducer.is_finite:
+            self._mine._replace(has_non_finite=True).write(self._layout.verdicts)
+
+    def settle(self, *, creates_graph: bool) -> Totals:
+        """Settles the step, because every bucket holds the mean, and all verdicts are in. Collective.
+
+        Args:
+            creates_graph: gradients are not in their buckets.
+
+        Returns:
+            What the totals of all ranks add up to; zeros if none rode along.
+        """
+        layout, totals = self._layout, self._divided()
+        verdicts = Verdicts.read(layout.verdicts, divided_by=self._verdicts_divided_by())
+        if verdicts.has_non_finite:
+            self._refuse()
+        if self._stepper is not None:
+            self._stepper.check([*self._undefined, *(each for each in layout.sparse if each.parameter.grad is None)])
+        if creates_graph:
+            for slot in layout.slots:
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = slot.view
+        if verdicts.has_unused or verdicts.has_undefined:
+            self._give_back(self._usage.used_by_none(layout, self._missing, self._undefined, verdicts))
+        elif self._usage.never:
+            self._give_back(slot for slot in layout.slots if slot.name in self._usage.never)
+        if verdicts.has_unused:
+            self.error = self._usage.complaint(self._missing if self._has_samples else None)
+        for slot in layout.sparse:
+            reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.rest)
+        self._kept.clear()
+        return totals._replace(parts=verdicts.parts if any(verdicts.parts) else None)
+
+    def _divided(self) -> Totals:
+        """Reads the totals, and completes the division: of the bucket that carried them, and by a fraction."""
+        if self._totals is None:
+            return Totals()
+        layout, divisor = self._layout, int(self._divide_by)
+        if layout.totals_ride:
+            layout.buckets[0].gradients.div_(divisor)
+        totals = Totals.read(layout.totals)
+        for factor in (totals.rest, self._comm.world_size / divisor if self._reducer.averages else 1):
+            if factor != 1:
+                for bucket in layout.buckets:
+                    bucket.gradients.mul_(factor)
+        return totals
+
+    def _verdicts_divided_by(self) -> int:
+        """Returns what the verdicts were divided by, together with the bucket that carried them."""
+        has_count = self._totals is not None and self._layout.totals_ride and len(self._layout.buckets) == 1
+        return int(self._divide_by) if self._layout.verdicts_ride and not has_count else 1
+
+    def _refuse(self) -> None:
+        """Shows in all gradients what a hook may have hidden on its way, that one was not finite; forgets it."""
+        self._reducer.take_back()
+        for slot in self._layout.slots:
+            if slot.view is not None:
+                slot.view.fill_(torch.nan)
+
+    def _give_back(self, slots: Iterable[Slot]) -> None:
+        """Gives parameters that no rank has used the gradients that they had."""
+        for slot in slots:
+            if slot in self._kept:
+                had = self._kept[slot]
+                slot.parameter.grad = had if had is None or slot.view is None else slot.view.copy_(had)
+                self._reducer.take_back(slot.name)  # what came of it is thrown away
