@@ -105,13 +105,14 @@ SUBJECTS = {  # chapter → the functions that it is about
     "06_naive_replicas": ["replica/naive.py: _average", "replica/broadcast.py: broadcast_tensors"],
     "07_buckets": [
         "replica/backward.py: begin, _set_up, note, _launch_if_full, _launch_full, finish",
+        "replica/settlement.py: settle, _divided",
         "gradients/bucket.py: views_of, fill",
     ],
     "08_who_gets_which_sample": [
         "data/sampler.py: parts, _plans_from, EvaluationSampler.__init__",
         "data/distributed_sampler.py: num_samples, total_size, _order",
     ],
-    "09_accumulation": ["data/sampler.py: parts", "replica/replica.py: no_sync, ride_along, _take_totals"],
+    "09_accumulation": ["data/sampler.py: parts", "replica/replica.py: no_sync, ride_along"],
     "10_a_worker_dies": [
         "train/checkpoint.py: save_checkpoint, restore, step_end",
         "train/state.py: load_position",

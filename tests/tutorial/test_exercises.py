@@ -261,7 +261,7 @@ TYPICAL = {
         "07", UNTIL_FULL, "            if waits_for_end:\n                return\n", "got a gradient in step 2 after"
     ),
     "buckets: all at the end": Typical(
-        "07", ">= reduction.enough", "> reduction.enough", "launched: no bucket"
+        "07", ">= reduction.check_at", "> reduction.check_at", "launched: no bucket"
     ),
     "buckets: another order": Typical(
         "07",
