@@ -1,4 +1,4 @@
-"""What autograd can tell: when a backward ends, and which parameters it reaches. What torch.compile must leave alone.
+"""Finds out from autograd when a backward ends, and which parameters it reaches; marks code as not to be compiled.
 
 An observer on a parameter says that one gradient is there. It cannot say that backward is over: a callback that it
 queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation

@@ -313,7 +313,7 @@ class DistributedDataParallel(BucketedDataParallel):
 
     @property
     def _join_config(self) -> _JoinConfig:
-        """What torch's `Join` context says of itself."""
+        """The present state of torch's `Join` context."""
         config: _JoinConfig | None = self.__dict__.get("_join_state")
         return config or _JoinConfig.construct_disabled_join_config()
 

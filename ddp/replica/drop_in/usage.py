@@ -39,7 +39,7 @@ class FoundInGraph(Usage):
 
 @dataclass
 class _Graph:
-    """What the first step has shown of a graph: for each set of parameters that are trained together, another one.
+    """Remembers the first step over a graph: for each set of parameters that are trained together, another one.
 
     Attributes:
         times: by the parameter's id, how many gradients every backward computes; None before the first one.
