@@ -8,33 +8,31 @@ have itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.gradients.bucket import Bucket
 from ddp.replica.broadcast import broadcast_tensors
 from ddp.replica.drop_in.arguments import moved
 
-if TYPE_CHECKING:
-    from ddp.replica.drop_in.data_parallel import DistributedDataParallel
+Replica = Any  # a DistributedDataParallel; its module imports this one
 
 
 class ReducerNames:
     """The names that programs use of torch's reducer."""
 
-    def __init__(self, replica: DistributedDataParallel) -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
     @property
-    def num_steps(self) -> int:
+    def num_steps(self) -> Any:
         """Returns the number of backwards that have synchronised."""
         return self._replica.num_steps
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> Any:
         """Returns the buckets in the order of reduction."""
         return self._replica.buckets
 
@@ -58,7 +56,7 @@ class ReducerNames:
 class TorchNames:
     """The names that programs use of torch's class, for one replica."""
 
-    def __init__(self, replica: DistributedDataParallel) -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
     @property
@@ -67,7 +65,7 @@ class TorchNames:
         return ReducerNames(self._replica)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> Any:
         """The device of the first parameter."""
         return next(self._replica.module.parameters()).device
 
@@ -117,7 +115,7 @@ class TorchNames:
             "has_error": int(replica.has_error),
         }
 
-    def will_sync_module_buffers(self) -> bool:
+    def will_sync_module_buffers(self) -> Any:
         """Returns True if the next forward makes buffers equal first."""
         return self._replica.require_forward_param_sync and self._replica._buffer_sync.is_active
 
