@@ -103,7 +103,22 @@ def _as_it_is(inputs: Tensor) -> Tensor:
     return inputs
 
 
-class Transformed:
+class Wrapped:
+    """A data set around another one: what that one says of its samples holds here, too."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "samples":  # not there yet while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.samples, name)
+
+
+class Transformed(Wrapped):
     """A data set whose samples pass through a function, which may be random.
 
     Args:
@@ -114,18 +129,18 @@ class Transformed:
     may_read_ahead = False  # the transform may draw, whatever the samples do
 
     def __init__(self, samples: Any, transform: Callable[[Any], Any]) -> None:
-        self.samples, self.transform = samples, transform
-
-    def __len__(self) -> int:
-        return len(self.samples)
+        super().__init__(samples)
+        self.transform = transform
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(self.samples[index])
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "samples":  # not there yet while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.samples, name)
+
+def behind_transforms(samples: Any) -> Any:
+    """Returns the data set whose samples are transformed; one without transforms as it is."""
+    while isinstance(samples, Transformed):
+        samples = samples.samples
+    return samples
 
 
 class OnInput:

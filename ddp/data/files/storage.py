@@ -33,7 +33,7 @@ class Storage(NamedTuple):
             ConfigError: one of them is missing.
         """
         if not any(map(is_remote, addresses)):
-            return [local_facts(address) for address in addresses]
+            return list(map(local_facts, addresses))
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             return list(threads.map(self._facts, addresses))
 

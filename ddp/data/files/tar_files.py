@@ -117,10 +117,6 @@ class TarSamples(Format):
         return sample if self._decode is None else self._decode(sample)
 
 
-class SparseMember(ValueError):
-    """A member is stored without its zeros, so that its size is not the number of its bytes in the file."""
-
-
 def _padded(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
@@ -189,11 +185,9 @@ def _headers(reader: Reader) -> Iterator[tarfile.TarInfo]:
         with tarfile.TarFile(fileobj=ReaderFile(reader)) as archive:  # type: ignore[arg-type]
             while (info := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
-                _check_whole(info)
+                _check_whole(reader, info)
                 yield info
             _check_end(reader, archive.offset)
-    except SparseMember as error:
-        raise ConfigError(f"{reader.address}: {error}") from error
     except tarfile.TarError as error:
         check_not_compressed(reader)
         raise ConfigError(
@@ -225,7 +219,9 @@ def _key_and_extension(info: tarfile.TarInfo) -> tuple[str, str] | None:
     return match[1], match[2].lower()
 
 
-def _check_whole(info: tarfile.TarInfo) -> None:
-    """Raises SparseMember for part of a sample that is sparse."""
+def _check_whole(reader: Reader, info: tarfile.TarInfo) -> None:
+    """Raises ConfigError for part of a sample that is sparse: its size is not the number of its bytes in the file."""
     if info.issparse() and _key_and_extension(info) is not None:
-        raise SparseMember(f"its member {info.name} is sparse, so parts of it are missing; write it without --sparse")
+        raise ConfigError(
+            f"{reader.address}: its member {info.name} is sparse, so parts of it are missing; write it without --sparse"
+        )

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ddp.data.loading.read_ahead import THREAD
-from ddp.data.samples import Transformed
+from ddp.data.samples import Transformed, Wrapped, behind_transforms
 from ddp.errors import ConfigError
 from ddp.process.log import log
 from ddp.streams import GeneratorStates
@@ -46,7 +46,7 @@ _HEADER_BYTES = 16  # length and checksum
 _IS_ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in the order in which they were made
 
 
-class Cached:
+class Cached(Wrapped):
     """A data set that reads each sample once per host.
 
     Args:
@@ -60,7 +60,8 @@ class Cached:
     def __init__(
         self, samples: Any, allocate: Allocate, *, max_bytes: int, place: int, num_places: int, num_loaders: int = 0
     ) -> None:
-        self.samples, self._place, self._num_loaders, self._keeps = samples, place, num_loaders, True
+        super().__init__(samples)
+        self._place, self._num_loaders, self._keeps = place, num_loaders, True
         num_arenas = num_places * max(1, num_loaders)
         self._capacity = max_bytes // num_arenas // 8 * 8
         length, head = len(samples), 8 * (len(samples) + num_arenas)
@@ -68,9 +69,6 @@ class Cached:
         self._table = region[: 8 * length].view(np.int64)
         self._filled = region[8 * length : head].view(np.int64)
         self._bytes = region[head:]
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
         found = self._find(index)
@@ -86,11 +84,6 @@ class Cached:
         if self._keeps:
             self._keep(index, sample)
         return sample
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "samples":  # not there yet while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.samples, name)
 
     @property
     def num_cached(self) -> int:
@@ -165,9 +158,8 @@ def cached(samples: Any, allocate: Allocate, **choices: Any) -> Any:
 
 def cache_of(samples: Any) -> Cached | None:
     """Returns the cache of a data set, if it has one."""
-    while isinstance(samples, Transformed):
-        samples = samples.samples
-    return samples if isinstance(samples, Cached) else None
+    inner = behind_transforms(samples)
+    return inner if isinstance(inner, Cached) else None
 
 
 # ------------------------------------------------------------------------------------------------- samples as bytes

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 class Copy(NamedTuple):
@@ -59,12 +60,4 @@ class DeviceCopies:
 
 def _with_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     """Returns a batch with each tensor replaced by a function of it."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if type(batch) in (list, tuple):
-        return type(batch)(_with_tensors(each, function) for each in batch)
-    if type(batch) is dict:
-        return {key: _with_tensors(each, function) for key, each in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "to"):  # a NamedTuple
-        return type(batch)(*(_with_tensors(each, function) for each in batch))
-    return batch
+    return tree_map_only(Tensor, function, batch, is_leaf=lambda each: hasattr(each, "to"))

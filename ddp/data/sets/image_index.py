@@ -27,7 +27,7 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
 
     Args:
         index_dir: folder with the index.
-        build: look which images there are, and write the index. Only one process of a host does so.
+        build: list the images, and write the index. Only one process of a host does so.
 
     Raises:
         ConfigError: there is no image, or no index.

@@ -48,7 +48,8 @@ def load_mnist(root: str | Path, *, download: bool = False) -> Splits:
     Raises:
         ConfigError: it is missing, and may not or cannot be downloaded.
     """
-    with _missing_files_explained(root, "MNIST", "MNIST/raw", _mnist_files()):
+    files = [file for file, _ in torchvision().datasets.MNIST.resources]
+    with _missing_files_explained(root, "MNIST", "MNIST/raw", files):
         train, test = (torchvision().datasets.MNIST(root, train=side, download=download) for side in (True, False))
     normalise = _normalise_bytes(_MNIST_STATISTICS)
     return Splits(
@@ -191,10 +192,6 @@ def _to_normalised(statistics: Statistics) -> list[Any]:
     """Returns the transforms from a decoded image to normalised float32 [channels, h, w]."""
     transforms = torchvision().transforms
     return [transforms.ToTensor(), transforms.Normalize(*statistics)]
-
-
-def _mnist_files() -> list[str]:
-    return [file for file, _ in torchvision().datasets.MNIST.resources]
 
 
 @contextmanager

@@ -31,8 +31,8 @@ from ddp.errors import ConfigError
 
 _DTYPES = ("uint8", "uint16", "int32", "uint32")
 _NPY = b"\x93NUMPY"
-_LOOKED_AT = 4096  # tokens at the beginning of the first file
-_ENOUGH = 64  # of them, to tell the dtype
+_NUM_CHECKED = 4096  # tokens at the beginning of the first file
+_NUM_NEEDED = 64  # of them, to tell the dtype
 _WIDER = {1: "uint16", 2: "uint32"}  # by bytes of a token
 
 
@@ -94,10 +94,10 @@ class TokenFiles(Format):
         """
         reader, start, _ = first()
         dtype = np.dtype(files[0].notes["dtype"])
-        num = min(_LOOKED_AT, (reader.facts.size - start) // dtype.itemsize)
+        num = min(_NUM_CHECKED, (reader.facts.size - start) // dtype.itemsize)
         tokens = np.frombuffer(reader.read(start, num * dtype.itemsize), dtype=dtype).astype(np.int64)
         rest = 0 if self.vocab_size is None else (self.vocab_size - 1) >> 8 * dtype.itemsize
-        if num >= _ENOUGH and tokens[1::2].max() <= rest < tokens[::2].max() and tokens.min() >= 0:
+        if num >= _NUM_NEEDED and tokens[1::2].max() <= rest < tokens[::2].max() and tokens.min() >= 0:
             wider = _WIDER.get(dtype.itemsize)
             remedy = f"take dtype={wider}" if wider else "save them as int32 or uint32"
             found = "0" if not rest else f"at most {rest}"

@@ -23,14 +23,14 @@ import numpy as np
 from torch import Tensor
 
 from ddp.data.orders.permutation import Indices, Permutations
-from ddp.data.samples import Splits, Transformed, WholeBatches
+from ddp.data.samples import Splits, Transformed, WholeBatches, Wrapped, behind_transforms
 from ddp.errors import ConfigError
 from ddp.streams import stream_seed
 
 _OF_SAMPLES = ("weights", "targets", "lengths")  # attributes with an entry for each sample
 
 
-class Selection:
+class Selection(Wrapped):
     """Some samples of a data set, with what it says of them.
 
     Args:
@@ -40,7 +40,8 @@ class Selection:
     """
 
     def __init__(self, samples: Any, numbers: Indices, *, set_apart: str) -> None:
-        self.samples, self.numbers, self.set_apart = samples, numbers, set_apart
+        super().__init__(samples)
+        self.numbers, self.set_apart = numbers, set_apart
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -49,9 +50,7 @@ class Selection:
         return self.samples[int(self.numbers[index])]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "samples":  # not there yet while it is unpickled
-            raise AttributeError(name)
-        found = getattr(self.samples, name)
+        found = super().__getattr__(name)
         if name in _OF_SAMPLES:
             return _rows(found, self.numbers)
         if name == "file_sizes":
@@ -77,9 +76,8 @@ def selection_of(samples: Any, numbers: Indices, *, set_apart: str) -> Any:
 
 def selection_in(samples: Any) -> Selection | None:
     """Returns the selection that is behind transforms; None of what is whole."""
-    while isinstance(samples, Transformed):
-        samples = samples.samples
-    return samples if isinstance(samples, Selection) else None
+    inner = behind_transforms(samples)
+    return inner if isinstance(inner, Selection) else None
 
 
 def choose(num_samples: int, share: float, *, seed: int, what: str) -> tuple[Indices, Indices, str]:
