@@ -18,7 +18,9 @@ Cost: Permutation, Fixed: no memory. Blocks: 8 bytes a file. Weighted, Stratifie
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
+from collections.abc import Iterable
+from functools import cached_property, reduce
+from operator import xor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +91,11 @@ class Checksum(NamedTuple):
         """Returns the checksum of these samples."""
         words = samples.astype(np.int64, copy=False).view(np.uint64)
         return cls(len(words), int(words.sum(dtype=np.uint64)), int(np.bitwise_xor.reduce(words)) if len(words) else 0)
+
+    def and_(self, samples: Iterable[int]) -> Checksum:
+        """Returns the checksum with some more samples, of which an array is not worth its making."""
+        more = list(samples)
+        return Checksum(self.num + len(more), (self.total + sum(more)) % 2**64, reduce(xor, more, self.xor))
 
     @classmethod
     def of_range(cls, length: int) -> Checksum:

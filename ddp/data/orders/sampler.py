@@ -283,8 +283,8 @@ class TrainSampler:
         Raises:
             ConfigError: the plan does not begin at the state (a step was left out, or committed twice).
         """
-        _, epoch, consumed = self.state
-        if (plan.epoch, plan.position) != (epoch, consumed):
+        if plan.epoch * self.length + plan.position != self._next:
+            _, epoch, consumed = self.state
             raise ConfigError(
                 f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler is at "
                 f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
@@ -292,8 +292,7 @@ class TrainSampler:
         self._next = self._skips.past(self._next + plan.size)
         self._num_steps += 1
         if self.seen is not None:
-            mine = indices(chain.from_iterable(micro.indices for micro in plan.micros))
-            self.seen = self.seen.with_(Checksum.of(mine))
+            self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
 
     def take_seen(self) -> Checksum | None:
         """Returns `seen` at the end of an epoch, and begins anew."""
