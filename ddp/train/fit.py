@@ -179,6 +179,7 @@ def train(given: Given) -> TrainState:
 
 def _train(given: Given, comm: Communicator) -> TrainState:
     # 1  what is given
+    stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
     inputs = inputs_of(given, comm)
 
     # 2  the state
@@ -186,7 +187,6 @@ def _train(given: Given, comm: Communicator) -> TrainState:
     _say(given, comm, "\n".join(run.notes))
 
     # 3  the loop
-    stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
     meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
     _loop(given, inputs, run, meters, stop)
 

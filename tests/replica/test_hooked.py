@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,7 +33,6 @@ from ddp.train import traffic_hint
 from ddp.train.arguments import idle_notes
 from ddp.train.state import StepReport, TrainState
 from ddp.train.traffic_hint import TrafficHint
-from tests.flat import grouped
 
 X = torch.randn(43, 20, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -25,7 +26,6 @@ from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.shards import slice_bounds
 from ddp.replica.verify import tensor_hash
 from ddp.strategies import Replicated, Sharded, Strategy, step
-from tests.flat import grouped
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))

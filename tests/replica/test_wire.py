@@ -7,6 +7,7 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.verify import tensor_hash
 from ddp.setting import Narrow, WireName
-from tests.flat import grouped
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import fit_over
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,9 +47,9 @@ def bits(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 def fitted(comm: ddp.Communicator, **how: Any) -> list[str]:
     module, optimizer = made()
-    settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 8, "micro_size": 2, "seed": 3, "comm": comm}
-    settings |= {"epochs": 1, "checkpoint_dir": None, "progress": False, **how}
-    ddp.fit(module, (X, CLASSES), optimizer, **settings)
+    settings: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 8, "micro_size": 2, "seed": 3}
+    settings |= {"epochs": 1, "folder": None, "progress": False, **how}
+    fit_over(comm, module, data=(X, CLASSES), optimizer=optimizer, **settings)
     return bits(module, optimizer)
 
 

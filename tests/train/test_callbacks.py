@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ import ddp
 from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError
-from tests.flat import grouped
 
 NUM_STEPS, CHANGED_AFTER = 8, 4
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import Dataset
@@ -17,7 +18,6 @@ from torch.utils.data import Dataset
 import ddp
 from ddp.data.orders.order import Order
 from ddp.errors import ConfigError
-from tests.flat import grouped
 
 INPUTS, TARGETS = torch.randn(47, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(47, dtype=torch.int64)
 

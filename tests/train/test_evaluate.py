@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -18,7 +19,6 @@ from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.classification import Classification
-from tests.flat import grouped
 
 SIZES = [1, 2, 3, 5, 12, 13]
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +31,6 @@ from ddp.train.arguments import Given
 from ddp.train.fit import train
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
-from tests.flat import grouped
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)
@@ -370,7 +370,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too small a batch": (F.cross_entropy, {"global_batch": 0}, "global_batch=0: must be a whole number from 1 up"),
     "another's scheduler": (
         F.cross_entropy,
-        {"schedule": scheduler_of(other_optimizer())},
+        {"schedule": scheduler_of(other_optimizer()), "every": "step"},
         "StepLR was made for another optimizer",
     ),
     "resume without a folder": (F.cross_entropy, {"resume": "auto"}, "which run\\? Name its folder"),

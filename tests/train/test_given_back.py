@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat import fit_over, grouped
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, lr_scheduler
@@ -26,7 +27,6 @@ from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.errors import ConfigError, Diverged
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
-from tests.flat import fit_over, grouped
 
 X, CLASSES = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 import ddp
 from ddp.errors import ConfigError
 from ddp.train.stored_checkpoint import listed
-from tests.flat import grouped
 
 
 class Counted(torch.utils.data.Dataset[Any]):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat import fit_over, grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +22,6 @@ from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.early_stopping import EARLY
 from ddp.train.initial_weights import load_initial_weights
-from tests.flat import fit_over, grouped
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (44,), generator=torch.Generator().manual_seed(1))

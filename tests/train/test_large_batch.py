@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +16,6 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import Diverged
 from ddp.optim import LAMB, LARC, LARS, parameter_groups
 from ddp.replica.verify import tensor_hash
-from tests.flat import grouped
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(43, 6, dtype=torch.float64, generator=RANDOM)

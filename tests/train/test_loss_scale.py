@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +18,6 @@ from ddp.gradients import ErrorFeedback, Sign
 from ddp.optim import loss_scale
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.verify import tensor_hash
-from tests.flat import grouped
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from ddp.optim import LAMB
 from ddp.replica.verify import tensor_hash
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stored_checkpoint import load
-from tests.flat import grouped
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

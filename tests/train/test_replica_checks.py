@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ddp
 from ddp.errors import ConfigError, ReplicaMismatch
-from tests.flat import grouped
 
 
 class Squares(ddp.Task):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.classification import Classification
 from ddp.train.tasks.language_model import LanguageModel
-from tests.flat import grouped
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 200, 10, 3, 1.0
 NUM_SPARSE_STEPS, SPARSE_CLIP = 12, 0.2  # two epochs' ends, where one of four ranks has no sample

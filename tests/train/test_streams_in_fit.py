@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import ddp
 from ddp.errors import ConfigError
 from ddp.process.log import log
-from tests.flat import grouped
 
 INPUTS = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
 SEEN: list[list[float]] = []  # samples that this process has trained on

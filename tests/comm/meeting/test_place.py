@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
 
 import ddp
 from ddp.comm.meeting.place import FIRST_PORT, NUM_PORTS, Place, _say_once, first_host, is_rank, place, refuse_workers
 from ddp.errors import ConfigError
-from tests.flat import grouped
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "2000"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -15,7 +16,6 @@ import ddp
 from ddp.gradients.totals import Parts, Totals
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.train.monitor.noise_scale import FEWEST, Estimate, NoiseScale
-from tests.flat import grouped
 
 
 def measured(

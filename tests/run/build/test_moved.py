@@ -1,0 +1,110 @@
+"""Runs that older versions have written: settings, starts and identities are those of today, without a complaint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ddp
+from ddp.data.samples import Splits
+from ddp.errors import ConfigError
+from ddp.run.build.stages import bits_depend_on
+from ddp.run.settings.config import Config
+from ddp.run.settings.reader import _homes, from_plain
+from ddp.train.arguments import Given, inputs_of, sampler_for, settings_of
+from ddp.train.checkpoint import changes
+from ddp.train.moved import KEYS, moved_argument, translated
+
+OLD: dict[str, Any] = json.loads(Path(__file__).with_name("old_run.json").read_text())
+OF_THE_HOST = ("world_size", "device", "all_reduce", "buckets", "torch", "cpu", "machine", "threads_per_worker")
+
+
+def test_settings_of_an_older_run_are_read_and_are_those_of_today() -> None:
+    config = from_plain(OLD["config"])
+    assert asdict(config) == asdict(from_plain(OLD["start"]))
+    assert (config.strategy, config.replica.wire, config.evaluate.batch) == ("replicated", None, 256)
+    assert from_plain(asdict(config)) == config
+    changed: dict[str, Any] = json.loads(json.dumps(OLD["config"]))
+    changed["optim"]["sharded"], changed["replica"]["wire"], changed["log_every"] = True, "bf16", 7
+    changed["data"]["debug"], changed["data"]["max_unreadable"], changed["loader"]["evaluation_batch"] = True, 3, 9
+    config = from_plain(changed)
+    assert (config.strategy, config.replica.wire, config.report.log_every) == ("sharded", "bf16", 7)
+    assert (config.loader.debug, config.loader.max_unreadable, config.evaluate.batch) == (True, 3, 9)
+
+
+def test_a_run_that_goes_on_with_equal_settings_is_told_of_no_change() -> None:
+    config, then = from_plain(OLD["config"]), OLD["identity"]
+    now = bits_depend_on(config, Splits(train=(), test=(), sample_shape=(1, 8, 8), num_classes=10))
+    same = {key: then[key] for key in (*OF_THE_HOST, "training_samples")}
+    assert changes(translated(then), {**now, **same}) == []
+    config.strategy = "sharded"
+    now = bits_depend_on(config, Splits(train=(), test=(), sample_shape=(1, 8, 8), num_classes=10))
+    assert changes(translated(then), {**now, **same}) == ["strategy was replicated, is sharded"]
+
+
+def test_a_run_from_python_that_goes_on_is_told_of_no_change() -> None:
+    then = OLD["identity_from_python"]
+    data = torch.zeros(40, 6), torch.zeros(40, dtype=torch.long)
+    model = torch.nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    given = Given(
+        model=model,
+        data=data,
+        optimizer=optimizer,
+        loss=F.cross_entropy,
+        global_batch=10,
+        max_steps=6,
+        test_data=data,
+        evaluation=ddp.Evaluation(every_steps=3, every_epochs=None),
+        batches=ddp.Batches(micro_size=5, seed=3),
+        schedule=ddp.optim.TorchSchedule(rates, every="epoch"),
+        strategy=ddp.Averaging(wire="bf16"),
+        folder=None,
+    )
+    comm = ddp.init()
+    inputs = inputs_of(given, comm)
+    now = settings_of(given, inputs, sampler_for(given, inputs, comm)[0])
+    ddp.shutdown()
+    same = {key: then[key] for key in (*OF_THE_HOST, "training_samples")}
+    assert changes(translated(then), json.loads(json.dumps({**now, **same}))) == []
+
+
+def test_keys_that_have_moved_are_there_and_are_named() -> None:
+    homes = _homes({})
+    for old, new in KEYS.items():
+        assert new in homes or new.partition(".")[0] in ("evaluation", "scheduler")  # of an identity
+        assert old not in homes
+    with pytest.raises(ConfigError, match=r"unknown key optim.sharded. Did you mean strategy\?"):
+        raise unknown("optim.sharded")
+
+
+def unknown(key: str) -> ConfigError:
+    from ddp.run.settings.reader import unknown_key
+
+    return unknown_key(key, asdict(Config())["optim"])
+
+
+# fmt: off
+ARGUMENTS = [
+    "reduction", "evaluate_every_epochs", "evaluate_every_steps", "evaluation_batch", "collate", "loader_workers",
+    "order", "sharding", "skip_steps", "debug_data", "uneven", "max_unreadable", "cache", "schedule_every",
+    "sharded", "wire", "hook", "num_shards", "micro_size", "seed", "checkpoint_dir", "checkpoint_every_steps",
+    "keep_last", "keep_best", "resume", "log_every", "noise_scale_every", "progress", "curves", "trial", "comm",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_fit_had_once_is_told_where_it_has_gone(name: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    now = moved_argument(name)
+    with pytest.raises(ConfigError) as error:
+        ddp.fit(model, (), torch.optim.SGD(model.parameters()), **{name: 1})  # type: ignore[arg-type]
+    assert now and str(error.value) == f"fit() has no argument {name!r}: say {now}"
