@@ -93,7 +93,7 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "momenta, alpha=momentum": "Nesterov's momentum",
 }
 SUBJECTS = {  # chapter → the functions that it is about
-    "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/status.py: stuck, _deadlock"],
+    "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/watch/status.py: stuck, _deadlock"],
     "02_ring": ["collectives/ring.py: reduce_scatter, all_gather, all_reduce"],
     "03_trees": [
         "collectives/tree.py: reduce, broadcast, distances",
@@ -109,15 +109,15 @@ SUBJECTS = {  # chapter → the functions that it is about
         "gradients/bucket.py: views_of, fill",
     ],
     "08_who_gets_which_sample": [
-        "data/sampler.py: parts, _plans_from, EvaluationSampler.__init__",
-        "data/distributed_sampler.py: num_samples, total_size, _order",
+        "data/orders/sampler.py: parts, _plans_from, EvaluationSampler.__init__",
+        "data/orders/distributed_sampler.py: num_samples, total_size, _order",
     ],
-    "09_accumulation": ["data/sampler.py: parts", "replica/replica.py: no_sync, ride_along"],
+    "09_accumulation": ["data/orders/sampler.py: parts", "replica/replica.py: no_sync, ride_along"],
     "10_a_worker_dies": [
         "train/checkpoint.py: save_checkpoint, restore, step_end",
         "train/state.py: load_position",
-        "transport/shared_memory.py: Life.__init__, goes_on",
-        "failures.py: describe_failures, _aside, _death",
+        "comm/transport/shared_memory.py: Life.__init__, goes_on",
+        "run/launch/failures.py: describe_failures, _aside, _death",
     ],
     "12_large_batches": [
         "optim/trust_ratio.py: trust_ratios",
@@ -125,15 +125,15 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/groups.py: parameter_groups",
     ],
     "13_less_traffic": [
-        "gradients/error_feedback.py: enter",
-        "gradients/sign.py: encode, add",
-        "gradients/memory.py: commit",
-        "gradients/top_k.py: reduce",
+        "gradients/hooks/error_feedback.py: enter",
+        "gradients/hooks/sign.py: encode, add",
+        "gradients/hooks/memory.py: commit",
+        "gradients/hooks/top_k.py: reduce",
     ],
     "14_every_sample_once": [
-        "data/lanes.py: Lanes.__init__, Lanes.samples",
-        "data/sharding.py: _equal_lanes",
-        "data/orders.py: Blocks.samples, _windows, Checksum.of",
+        "data/orders/lanes.py: Lanes.__init__, Lanes.samples",
+        "data/orders/sharding.py: _equal_lanes",
+        "data/orders/order.py: Blocks.samples, _windows, Checksum.of",
     ],
 }
 
@@ -152,9 +152,9 @@ def mutants_of(subject: str) -> Iterator[Mutant]:
     file, _, names = subject.partition(": ")
     original = (ROOT / "ddp" / file).read_text()
     for name in names.split(", "):
-        for spot in range(len(changes(_function(ast.parse(original), name)))):
+        for spot in range(len(changes(function_in(ast.parse(original), name)))):
             tree = ast.parse(original)
-            function = _function(tree, name)
+            function = function_in(tree, name)
             before = ast.unparse(tree).splitlines()
             changes(function)[spot]()
             changed = ast.unparse(tree)
@@ -182,7 +182,7 @@ class _Bare(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _function(tree: ast.AST, name: str) -> ast.AST:
+def function_in(tree: ast.AST, name: str) -> ast.AST:
     for part in name.split("."):
         tree = next(node for node in ast.walk(tree) if getattr(node, "name", None) == part)
     return ast.fix_missing_locations(_Bare().visit(tree))

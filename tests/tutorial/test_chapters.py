@@ -15,6 +15,7 @@ from ranks import without_gloo
 
 from recipes.tutorial.tools.chapters import parse
 from recipes.tutorial.tools.holes import SOURCES
+from tests.tutorial.chapter_mutants import SUBJECTS, function_in
 
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = ROOT / "recipes" / "tutorial"
@@ -97,6 +98,15 @@ def test_what_a_chapter_names_exists(chapter: Path) -> None:
     assert [name for name in pictures if not (TUTORIAL / name).exists()] == []
     for exercise in re.findall(r"exercise (\d\d)", text):
         assert exercise in SOURCES
+
+
+@pytest.mark.parametrize("chapter", SUBJECTS)
+def test_what_chapters_are_about_is_there_to_be_mutated(chapter: str) -> None:
+    assert (TUTORIAL / f"{chapter}.py").exists()
+    for subject in SUBJECTS[chapter]:
+        file, _, names = subject.partition(": ")
+        tree = ast.parse((ROOT / "ddp" / file).read_text())
+        assert all(function_in(tree, name) for name in names.split(", "))
 
 
 def test_the_chapters_are_numbered_without_a_gap() -> None:
