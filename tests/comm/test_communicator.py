@@ -32,6 +32,7 @@ from ddp.comm.transport.edge import Pending, Transfer, Transport
 from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.comm.watch.board import Board
 from ddp.comm.watch.watchdog import Watchdog
+from ddp.comm.work import Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.setting import WireName
 
@@ -763,3 +764,28 @@ def test_more_ranks_than_take_one_round_for_few_bytes(numel: int) -> None:
         assert torch.equal(everyone, torch.stack([values(rank, numel) for rank in range(9)]))
     largest = torch.stack([values(rank, 9 * numel) for rank in range(9)]).amax(0)
     assert torch.equal(torch.cat([mine for _, mine in results]), largest)
+
+
+def test_every_verb_has_a_label_and_a_work() -> None:
+    def program(comm: Communicator) -> list[str]:
+        flat, bounds = torch.ones(6), [0, 2, 6]
+        works = {
+            "all_reduce": comm.all_reduce(torch.ones(3), async_op=True, label="purpose"),
+            "reduce_scatter": comm.reduce_scatter(torch.ones(3), async_op=True, label="purpose"),
+            "reduce_scatter_": comm.reduce_scatter_(flat.clone(), bounds, async_op=True, label="purpose"),
+            "all_gather": comm.all_gather(torch.ones(3), async_op=True, label="purpose"),
+            "all_gather_": comm.all_gather_(flat.clone(), bounds, async_op=True, label="purpose"),
+            "broadcast": comm.broadcast(torch.ones(3), async_op=True, label="purpose"),
+            "reduce": comm.reduce(torch.ones(3), async_op=True, label="purpose"),
+            "gather": comm.gather(torch.ones(3), async_op=True, label="purpose"),
+            "scatter": comm.scatter([flat, flat] if comm.rank == 0 else None, async_op=True, label="purpose"),
+            "all_to_all": comm.all_to_all([flat, flat], async_op=True, label="purpose"),
+            "chain": comm.chain(lambda: None, async_op=True, label="purpose"),
+        }
+        for work in works.values():
+            work.wait()
+        comm.barrier(label="purpose")
+        comm.agree_any(True, label="purpose")
+        return [name for name, work in works.items() if not isinstance(work, Work) or work._call.name != "purpose"]
+
+    assert each_rank(2, program) == [[], []]

@@ -1,6 +1,6 @@
 """The rendezvous: how ranks find each other, in a part of a store that belongs to one session of theirs alone.
 
-Used by `setup.py` before every session, and by `command_line.py` before every attempt under torchrun.
+Used by `session.py` before every session, and by `command_line.py` before every attempt under torchrun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddp.process.log import log
 
 Result = TypeVar("Result")
 
-LOOK_EVERY_S = 0.05
+POLL_S = 0.05
 SERVING_S = 30.0  # longest wait of rank 0 for the store that it serves itself
 LET_GO_S = 2.0  # beyond a deadline of ours, for torch's client to keep its own
 REACH_S = 5.0  # longest wait for a host that does not answer, before the next try
@@ -102,7 +102,7 @@ def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: f
                 has_warned = True
                 log.warning("start-up has waited %.0f s for rank(s) %s of %d", warn_s, missing, world_size)
             time.sleep(min(left_s, pause_s))
-            pause_s = min(2 * pause_s, LOOK_EVERY_S)
+            pause_s = min(2 * pause_s, POLL_S)
     except DistError as error:
         raise out_of_reach(error) from error
 
@@ -149,7 +149,7 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
         patience = Patience(abort_s)
         try:
             while not over.is_set() and not _is_served(place) and patience.left_s():
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_S)
             left = timedelta(seconds=max(1.0, patience.left_s()))
             found.append(TCPStore(place.address, place.port, is_master=False, timeout=left))
         except Exception as error:  # of torch's store, or for a name that is none of a host

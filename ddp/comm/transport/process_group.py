@@ -62,7 +62,7 @@ class GlooConnections:
         self.interrupted = ""  # why no wait can succeed any more
         self.waits: dict[int, tuple[float, GiveUpCheck]] = {}  # those in progress: their timeout in seconds
         self.numbers = itertools.count()  # of the waits
-        self._stranger, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
+        self._absent, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
         name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
         thread = threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True)
         _watching.add(thread)
@@ -73,7 +73,7 @@ class GlooConnections:
         """Ends all waits of this process, also those that begin later (note "interrupting Gloo")."""
         self.interrupted = self.interrupted or reason
         try:
-            self.backend.recv([self._nothing], self._stranger, NOBODY_SENDS).wait(AT_ONCE)
+            self.backend.recv([self._nothing], self._absent, NOBODY_SENDS).wait(AT_ONCE)
         except RuntimeError:
             return
 
