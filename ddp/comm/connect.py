@@ -126,7 +126,9 @@ def join(
         paths = gather(path.encode())
         if rank != ranks[0] and (path := paths[ranks[0]].decode()):
             memory, problem = tried(lambda: _further(path, num_bytes))
-        about = [json.loads(text) for text in gather(json.dumps([_name(), problem, _processors()]).encode())]
+        about = [
+            json.loads(text) for text in gather(json.dumps([socket.gethostname(), problem, _processors()]).encode())
+        ]
     finally:
         if memory is not None:
             memory.forget()
@@ -138,7 +140,6 @@ def join(
         index = ranks.index(rank)
         barrier = Barrier(
             memory,
-            0,
             index=index,
             ranks=ranks,
             pids=[layout.pids[other] for other in ranks],
@@ -160,10 +161,6 @@ def join(
     return Joined(layout.hosts, names, pids, shares_memory, group, obstacle)
 
 
-def _name() -> str:
-    return socket.gethostname()
-
-
 def _processors() -> list[int]:
     """Returns those that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
@@ -174,7 +171,7 @@ def _first(kind: Kind, num_bytes: int, size: int) -> SharedMemory:
     memory = SharedMemory.create(kind, num_bytes)
     try:
         memory.prefault(0, num_bytes)
-        Barrier.create(memory, 0, size=size)
+        Barrier.create(memory, size=size)
     except OSError:
         memory.forget()
         raise

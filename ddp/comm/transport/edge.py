@@ -65,6 +65,7 @@ class Transport(Protocol):
             kind: what must agree between all ranks, so that every message fits its receive. Equal kinds have equal
                 `str`, in every process.
         """
+        return self
 
     def for_message(self, number: int, kind: tuple[int, str]) -> Transport:
         """Returns the edges for one message between two ranks, which meets only its other end; itself, without tags.
@@ -73,6 +74,7 @@ class Transport(Protocol):
             number: of the message, among those from the one rank to the other.
             kind: what must agree between both ends; ends that differ in it never meet.
         """
+        return self
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> Transport:
         """Returns the edges between some of the ranks, numbered from 0 in the order given. Each of them calls it.

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, TransportError, never_hopeless
+from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError, never_hopeless
 from ddp.errors import first_line
 from ddp.process.clock import Patience
 
@@ -241,7 +241,7 @@ def _pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Point-to-point over NCCL, on CUDA tensors: one symmetric batch per round.
 
     Args:
@@ -262,14 +262,6 @@ class NcclTransport:
         ]
         peer = (sends or receives)[0].peer
         return _NcclRound(peer, dist.batch_isend_irecv(ops), self._hopeless_because)
-
-    def for_collective(self, kind: Hashable) -> NcclTransport:
-        """Returns itself, because NCCL knows no tags."""
-        return self
-
-    def for_message(self, number: int, kind: tuple[int, str]) -> NcclTransport:
-        """Returns itself, because NCCL knows no tags."""
-        return self
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> NcclTransport:
         """Makes a process group, because NCCL knows no tags. It ends with torch.distributed."""

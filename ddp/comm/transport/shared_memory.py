@@ -265,8 +265,8 @@ class Barrier:
     barrier before. If a process has given up because of another one, all blame that other one.
 
     Args:
-        memory: where semaphores [to][from] and states stand, `num_bytes` from `start` on. One process calls `create`
-            first, before the others attach.
+        memory: in which semaphores [to][from] and states stand first, `num_bytes` of them. One process calls `create`
+            before the others attach.
         ranks: what the processes are called in errors.
         pids: by process; None where unknown.
         hopeless_because: a wait asks it now and then, and ends if it tells of a rank that will never come.
@@ -275,7 +275,6 @@ class Barrier:
     def __init__(
         self,
         memory: SharedMemory,
-        start: int,
         *,
         index: int,
         ranks: Sequence[int],
@@ -288,10 +287,10 @@ class Barrier:
         self._semaphores = _Semaphores()
         self._post, self._try_wait = self._semaphores.post, self._semaphores.try_wait
         others = [(index + distance) % size for distance in range(1, size)]  # each begins with another one
-        address = memory.address + start
+        address = memory.address
         self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
         self._incoming = [(address + LINE_BYTES * (index * size + other), other) for other in reversed(others)]
-        self._states = start + LINE_BYTES * size * size
+        self._states = LINE_BYTES * size * size
         self._lives = {other: Life(pids[other]) for other in others}
 
     @staticmethod
@@ -300,11 +299,11 @@ class Barrier:
         return LINE_BYTES * (size * size + size)
 
     @staticmethod
-    def create(memory: SharedMemory, start: int, *, size: int) -> None:
+    def create(memory: SharedMemory, *, size: int) -> None:
         """Makes the semaphores in zeroed memory."""
         semaphores = _Semaphores()
         for number in range(size * size):
-            semaphores.create(memory.address + start + LINE_BYTES * number)
+            semaphores.create(memory.address + LINE_BYTES * number)
 
     def wait(self, timeout_s: float) -> None:
         """Returns once every process has come.

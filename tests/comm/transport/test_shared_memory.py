@@ -166,12 +166,11 @@ def barriers(size: int, ranks: list[int] | None = None) -> tuple[SharedMemory, l
     """A barrier of `size` members of this process, each with a mapping of its own; counters stand behind it."""
     start = Barrier.num_bytes(size)
     memory = SharedMemory.create("memfd", 2 * PAGE * size)
-    Barrier.create(memory, 0, size=size)
+    Barrier.create(memory, size=size)
     assert start + 64 * size <= 2 * PAGE * size
     members = [
         Barrier(
             SharedMemory.attach(memory.path, 2 * PAGE * size),
-            0,
             index=index,
             ranks=ranks or range(size),
             pids=[os.getpid()] * size,
@@ -291,7 +290,7 @@ def wait_for_the_lost(path: str, pids_at: str, how: str) -> tuple[int, bool, flo
         lambda: all((Path(pids_at) / str(i)).exists() and (Path(pids_at) / str(i)).read_text() for i in range(3))
     )
     pids = [int((Path(pids_at) / str(i)).read_text()) for i in range(3)]
-    barrier = Barrier(memory, 0, index=index, ranks=RANKS, pids=pids)
+    barrier = Barrier(memory, index=index, ranks=RANKS, pids=pids)
     barrier.wait(30)
     if index == 2:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
@@ -313,7 +312,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_survivors_name_the_lost_process(how: str, tmp_path: Path) -> None:
     memory = SharedMemory.create("memfd", 4 * PAGE)
-    Barrier.create(memory, 0, size=3)
+    Barrier.create(memory, size=3)
     started = start_ranks(wait_for_the_lost, 3, memory.path, str(tmp_path), how)
     try:
         for peer, timed_out, took_s in unfailed(collect(started[:2], timeout_s=50)):
