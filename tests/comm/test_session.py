@@ -289,7 +289,7 @@ def test_a_program_may_end_without_shutdown_and_with_a_collective_in_flight(tmp_
         env={**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     statuses = json.loads(done.stdout)
