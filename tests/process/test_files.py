@@ -28,8 +28,9 @@ from ddp.process.files import (
     write_whole,
 )
 from ddp.run.build.load import load
+from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import _note_start, _refuse_planted, _try_writing, only_writer, read_settings
-from ddp.run.launch.worker import Report, _LogFile
+from ddp.run.launch.worker import _LogFile
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import settings_of
 from ddp.train.checkpoint_store import CheckpointStore

@@ -53,8 +53,8 @@ from ddp.run.launch import sweep
 from ddp.run.launch.engine import run_workers
 from ddp.run.launch.failures import Failure, describe_failures
 from ddp.run.launch.function_call import CALL, check_call, folder_for_call, result_file
+from ddp.run.launch.report import USER_ERRORS, Report
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
-from ddp.run.launch.worker import USER_ERRORS, Report
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import most_workers
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
@@ -363,12 +363,11 @@ def launch(
     _check_launch(workers, threads_per_worker, timeout_s)
     name = getattr(function, "__name__", "function")
     refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}(…) itself")
-    threads = threads_per_worker or max(1, available_cores() // workers)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
         print(f"starting {counted(workers, 'worker')} …", flush=True)
     with folder_for_call(workers, function, args, kwargs) as folder:
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
-        ended = run_workers(["--call", str(folder / CALL), *limit], workers=workers, threads=threads)
+        ended = run_workers(["--call", str(folder / CALL), *limit], workers=workers, threads=threads_per_worker)
         if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
         if stopped_by is not None:
@@ -408,11 +407,11 @@ def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
     from ddp.run.build.stages import finish
 
-    threads = config.cluster.threads_per_worker or max(1, available_cores() // config.cluster.workers)
+    cluster = config.cluster
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
-        ended = run_workers(arguments, workers=config.cluster.workers, threads=threads)
+        ended = run_workers(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
     finally:
         if config.trial:
             forget_trial(run_dir)
@@ -430,7 +429,7 @@ def train(config: Config, run_dir: Path) -> int:
         outcome = f"continue with {train_command(setting_for(run_dir, config.run.name), 'resume=auto')}"
     else:
         outcome = "nothing was saved at the stop"
-        reports = [Report.read(run_dir / "logs", rank=rank) for rank in range(config.cluster.workers)]
+        reports = [Report.read(run_dir / "logs", rank=rank) for rank in range(cluster.workers)]
         failed = [report for report in reports if report is not None]
         if failed:  # the stop itself went wrong
             print(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ddp.comm.meeting.secret import private_folder
 from ddp.process import allocator
+from ddp.process.memory import available_cores
 from ddp.run.launch.failures import Failure
 from ddp.run.launch.function_call import temporary_folder
 from ddp.train.stopping import stop_signals
@@ -39,8 +40,12 @@ class Ended(NamedTuple):
     failures: Mapping[int, Failure]
 
 
-def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ended:
-    """Runs `ddp.run.launch.worker` in `workers` processes through torchrun's engine, and waits."""
+def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) -> Ended:
+    """Runs `ddp.run.launch.worker` in `workers` processes through torchrun's engine, and waits.
+
+    Args:
+        threads: of a worker; None: cores ÷ workers, at least 1.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,7 +65,12 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int) -> Ende
         # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
         bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.worker"]
         launch = ["--parent", str(os.getpid()), "--private", str(private)]
-        command = [*_environment(threads, ON_LOOPBACK), *bootstrap, *launch, *arguments]
+        command = [
+            *_environment(threads or max(1, available_cores() // workers), ON_LOOPBACK),
+            *bootstrap,
+            *launch,
+            *arguments,
+        ]
         command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
         can_wait = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
         patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_S} if can_wait else {}

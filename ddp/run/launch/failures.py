@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.run.launch.worker import Report
+from ddp.run.launch.report import Report
 
 SOON_S = 10.0  # less than what the engine grants from SIGTERM to SIGKILL
 

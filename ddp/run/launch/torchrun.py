@@ -31,8 +31,9 @@ from ddp.process.garbage import collect_later
 from ddp.process.terminal import keep_writing, tolerant
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, print_error
 from ddp.run.launch.engine import CUBLAS_WORKSPACE
+from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
-from ddp.run.launch.worker import ORPHAN_GRACE_S, Report, follow_parent, leave
+from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -48,10 +49,35 @@ def main() -> NoReturn:
         here = place()
     if here is None:
         exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or train.py")
-    rank, world_size = here.rank, here.world_size
     follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
+    sent, _store = _received(here)  # which this process may serve, as long as it lives
 
     import torch
+
+    config, run_dir = from_plain(sent["config"]), Path(sent["run_dir"])
+    assert config.cluster.threads_per_worker is not None
+    torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
+    terminal = tolerant(os.dup(2), like=sys.stderr)
+    status = train_in_this_process(config, run_dir, rank=here.rank)
+    if config.trial and here.rank == 0:
+        forget_trial(run_dir)
+    report = Report.read(run_dir / "logs", rank=here.rank) if status else None
+    if report is not None and report.is_secondary:
+        print(f"rank {here.rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)
+    elif report is not None:
+        print(report.block(), file=terminal, flush=True)
+        _tell_torchrun(report.block())
+    if status:
+        leave(status)
+    if here.rank == 0:
+        from ddp.run.build.stages import finish
+
+        finish(config, run_dir)
+    sys.exit(0)
+
+
+def _received(here: Place) -> tuple[dict[str, Any], Any]:
+    """Returns what rank 0 has prepared, for all ranks, and the store; ends the process where anything failed."""
     from torch.distributed import DistError
 
     from ddp.comm.meeting.private_store import part_of
@@ -62,6 +88,7 @@ def main() -> NoReturn:
     from ddp.comm.watch.watchdog import Watchdog
     from ddp.run.launch.loopback import ON_LOOPBACK
 
+    rank, world_size = here.rank, here.world_size
     try:
         job = part_of(open_store(here, warn_s=WARN_S, abort_s=ABORT_S), "ddp.run.launch.command_line")
         attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
@@ -95,27 +122,7 @@ def main() -> NoReturn:
             attempt.add("readers", 1)
         _tell_torchrun(sent["error"])
         sys.exit(2)
-
-    config, run_dir = from_plain(sent["config"]), Path(sent["run_dir"])
-    assert config.cluster.threads_per_worker is not None
-    torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
-    terminal = tolerant(os.dup(2), like=sys.stderr)
-    status = train_in_this_process(config, run_dir, rank=rank)
-    if config.trial and rank == 0:
-        forget_trial(run_dir)
-    report = Report.read(run_dir / "logs", rank=rank) if status else None
-    if report is not None and report.is_secondary:
-        print(f"rank {rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)
-    elif report is not None:
-        print(report.block(), file=terminal, flush=True)
-        _tell_torchrun(report.block())
-    if status:
-        leave(status)
-    if rank == 0:
-        from ddp.run.build.stages import finish
-
-        finish(config, run_dir)
-    sys.exit(0)
+    return sent, attempt
 
 
 def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -22,49 +22,34 @@ import argparse
 import contextlib
 import faulthandler
 import hashlib
-import json
 import logging
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ddp.comm.meeting.secret import take_secret
-from ddp.errors import (
-    CheckpointError,
-    CommunicatorBroken,
-    ConfigError,
-    Diverged,
-    LoaderLost,
-    PeerLost,
-    ReplicaMismatch,
-    UnusedParameters,
-)
-from ddp.process.files import make_folder, read_own, to_append, write_whole
+from ddp.errors import ConfigError
+from ddp.process.files import make_folder, to_append
 from ddp.process.garbage import collect_from_now_on, collect_later
-from ddp.process.invocation import shown
 from ddp.process.log import add_handler, follow_rank
 from ddp.process.parent_death import ask_for_signal
-from ddp.process.stack import stack_of, users_frame
+from ddp.process.stack import stack_of
 from ddp.process.terminal import keep_writing
 from ddp.run.launch.function_call import write_result
+from ddp.run.launch.report import Report
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 
 ORPHAN_GRACE_S = 30.0
 """After its parent's death a worker may spend this long on an agreed stop and a checkpoint."""
-
-USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters)
-"""Errors that the message alone explains; a traceback would hide it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -209,80 +194,6 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- 3 work, 4 report
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A failed worker's message to its parent.
-
-    Attributes:
-        step: the step that training was in; None outside of it.
-        is_secondary: this rank failed only because another one did.
-        is_user_error: the message explains the error, so that no traceback is shown.
-        user_line: the innermost line of the user's own code that the error went through; "" if there is none.
-        time_s: seconds since 1970; orders the reports of one host.
-    """
-
-    rank: int
-    type: str
-    message: str
-    traceback: str
-    step: int | None = None
-    is_secondary: bool = False
-    is_user_error: bool = False
-    user_line: str = ""
-    host: str = field(default_factory=socket.gethostname)
-    time_s: float = field(default_factory=time.time)
-
-    @classmethod
-    def of(cls, error: BaseException, *, rank: int) -> Report:
-        """Describes an exception; the training loop gives it an attribute `step`."""
-        step = getattr(error, "step", None)
-        return cls(
-            rank=rank,
-            type=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
-            step=step if isinstance(step, int) else None,
-            is_secondary=_is_consequence(error),
-            is_user_error=isinstance(error, USER_ERRORS),
-            user_line=user_line(error),
-        )
-
-    @classmethod
-    def read(cls, logs: Path, *, rank: int) -> Report | None:
-        """Returns the report of `rank`, or None if it wrote none, or died while it wrote."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(read_own(logs / f"error-rank-{rank}.json")))
-        return None
-
-    def write(self, logs: Path) -> None:
-        make_folder(logs)
-        write_whole(logs / f"error-rank-{self.rank}.json", json.dumps(asdict(self), indent=1))
-
-    def block(self) -> str:
-        """Returns rank, host and step; the traceback, or the message where that explains the error; the user's line."""
-        step = "" if self.step is None else f" at step {self.step}"
-        body = f"{self.type}: {self.message}" if self.is_user_error else self.traceback.rstrip()
-        return "\n".join(filter(None, [f"rank {self.rank} on host {self.host} failed{step}:", body, self.user_line]))
-
-
-def user_line(error: BaseException) -> str:
-    """Returns the innermost line of the user's own code that an exception went through, in words; "" if none."""
-    frame = users_frame(error)
-    if frame is None:
-        return ""
-    where = f"{shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
-    return f"in your code: {where}: {frame.line or ''}".rstrip(": ")
-
-
-def _is_consequence(error: BaseException | None) -> bool:
-    """Returns True if this exception, or one that caused it, says that another rank is lost."""
-    while error is not None:
-        if isinstance(error, (PeerLost, CommunicatorBroken)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:

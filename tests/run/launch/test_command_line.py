@@ -28,9 +28,9 @@ import ddp
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.run.launch.command_line import _options_first, _quoted_paths, launch, translated
 from ddp.run.launch.failures import Failure, describe_failures
+from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
-from ddp.run.launch.worker import Report
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 

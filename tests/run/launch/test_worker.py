@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost
-from ddp.run.launch.worker import Report, guarded
+from ddp.run.launch.report import Report
+from ddp.run.launch.worker import guarded
 
 LOST = PeerLost(1, "here", 0, 3, "all_reduce")
 
