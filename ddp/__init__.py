@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.run.build.load import load as load
-    from ddp.run.launch.command_line import launch as launch
+    from ddp.run.launch.from_python import launch as launch
     from ddp.train.callbacks import Callback as Callback
     from ddp.train.early_stopping import EarlyStopping as EarlyStopping
     from ddp.train.ema import EMA as EMA
@@ -124,7 +124,7 @@ _HOMES = {
     "Folder": "ddp.policies",
     "init": "ddp.comm.session",
     "LanguageModel": "ddp.train.tasks.language_model",
-    "launch": "ddp.run.launch.command_line",
+    "launch": "ddp.run.launch.from_python",
     "load": "ddp.run.build.load",
     "LossFunction": "ddp.train.tasks.loss_function",
     "NaiveDataParallel": "ddp.replica.naive",

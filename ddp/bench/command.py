@@ -29,7 +29,7 @@ from ddp.bench.turns import PROGRESS, Cell
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.process.arguments import Parser, listed, whole
-from ddp.run.launch.command_line import launch
+from ddp.run.launch.from_python import launch
 from ddp.run.settings.checks import most_workers
 
 Job = Callable[[], Sequence[Cell]]

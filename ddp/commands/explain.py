@@ -19,7 +19,7 @@ from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Traffic, foretold
 from ddp.process import memory
 from ddp.process.arguments import checked
-from ddp.run.launch import command_line
+from ddp.run.launch import from_python
 from ddp.units import format_size, format_time, parse_size, three_digits
 
 MOST_EXPLAINED = "128GB"
@@ -55,7 +55,7 @@ def answer(options: argparse.Namespace) -> str:
     )
     if is_rank():
         return question()
-    answers = command_line.launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
+    answers = from_python.launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
     return str(answers[0])
 
 

@@ -29,7 +29,7 @@ from ddp.process.arguments import Parser
 from ddp.process.invocation import program
 from ddp.run.build import components
 from ddp.run.build.load import Trained, load
-from ddp.run.launch.command_line import launch
+from ddp.run.launch.from_python import launch
 from ddp.run.launch.run_folder import read_settings
 from ddp.run.settings.address import own_parts, told
 from ddp.run.settings.config import CHOICES, Config

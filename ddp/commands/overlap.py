@@ -25,7 +25,7 @@ def answer(options: argparse.Namespace) -> str:
     """Returns the timeline, or what was drawn."""
     from ddp.pictures.figure import svg_of
     from ddp.pictures.timeline import TITLE, timeline_figure, timeline_text
-    from ddp.run.launch.command_line import launch
+    from ddp.run.launch.from_python import launch
 
     if options.svg is not None and not options.svg.absolute().parent.is_dir():
         raise ValueError(f"cannot write {options.svg}: there is no such folder; name another file after --svg")

@@ -35,7 +35,7 @@ def test_ctrl_c_ends_a_command_in_a_sentence(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt("it has ended the workers")
 
-    monkeypatch.setattr("ddp.run.launch.command_line.launch", interrupted)
+    monkeypatch.setattr("ddp.run.launch.from_python.launch", interrupted)
     monkeypatch.setattr("ddp.commands.simulate.simulate", interrupted)
     for words in (["draw", "overlap"], ["explain", "25MB"], ["simulate", "ring", "4"]):
         assert main(words) == 130
@@ -92,7 +92,7 @@ def test_what_simulate_refuses(words: str, says: str, capsys: pytest.CaptureFixt
 def test_a_number_out_of_bounds_is_refused_with_the_reason(
     words: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp.run.launch.command_line.launch", None)  # nothing is started
+    monkeypatch.setattr("ddp.run.launch.from_python.launch", None)  # nothing is started
     monkeypatch.setattr("ddp.process.memory.available_bytes", lambda: 1e9)
     assert says in refused(capsys, words)
 

@@ -118,7 +118,7 @@ def test_the_command_writes_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = [([BACKGROUND], [FOREGROUND], "in the foreground")]
-    monkeypatch.setattr("ddp.run.launch.command_line.launch", lambda *args, **kwargs: measured)
+    monkeypatch.setattr("ddp.run.launch.from_python.launch", lambda *args, **kwargs: measured)
     assert main(["draw", "overlap", "--svg", str(tmp_path / "step.svg")]) == 0
     assert (tmp_path / "step.svg").read_text(encoding="utf-8") == svg_of(
         timeline_figure([BACKGROUND], [FOREGROUND]), TITLE

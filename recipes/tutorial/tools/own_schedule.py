@@ -20,7 +20,7 @@ from ddp.collectives.schedule import Goal, Schedule, ScheduleError
 from ddp.comm.session import init, shutdown
 from ddp.process.invocation import program
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.run.launch.command_line import launch
+from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import from_address, is_address
 from ddp.units import counted
 from recipes.tutorial.tools.mistake import Mistake, raised

@@ -19,8 +19,8 @@ import torch
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.run.launch.command_line import _left_by
 from ddp.run.launch.failures import Failure
+from ddp.run.launch.from_python import _left_by
 from ddp.run.launch.function_call import CALL, folder_for_call, write_result
 from ddp.train.state import TrainState
 
@@ -79,8 +79,8 @@ def test_more_workers_than_the_cores_can_serve_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ddp.run.settings.checks.available_cores", lambda: 2)
-    monkeypatch.setattr("ddp.run.launch.command_line.available_cores", lambda: 2)
-    monkeypatch.setattr("ddp.run.launch.command_line.folder_for_call", lambda *_: pytest.fail("far enough"))
+    monkeypatch.setattr("ddp.run.launch.from_python.available_cores", lambda: 2)
+    monkeypatch.setattr("ddp.run.launch.from_python.folder_for_call", lambda *_: pytest.fail("far enough"))
     with caplog.at_level(logging.WARNING, "ddp"), pytest.raises(pytest.fail.Exception, match="far enough"):
         ddp.launch(plain, workers=64)
     assert [record.getMessage() for record in caplog.records] == [
