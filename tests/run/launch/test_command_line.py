@@ -26,8 +26,9 @@ from ranks import without_gloo
 
 import ddp
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
-from ddp.run.launch.command_line import _options_first, _quoted_paths, launch, translated
+from ddp.run.launch.command_line import _options_first, _quoted_paths, translated
 from ddp.run.launch.failures import Failure, describe_failures
+from ddp.run.launch.from_python import launch
 from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
@@ -51,11 +52,11 @@ def start(command: list[str], folder: Path, *, standin: str = "train") -> subpro
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     return process.returncode, out, err
 
 
-def wait_for(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], *, limit_s: float = 150.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s, "never came"
