@@ -72,7 +72,7 @@ class TorchNames:
     @property
     def device_type(self) -> str:
         """The type of that device, "cpu" or "cuda"."""
-        return self.device.type
+        return str(self.device.type)
 
     @property
     def device_ids(self) -> list[int] | None:
