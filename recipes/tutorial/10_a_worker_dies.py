@@ -52,8 +52,7 @@ def train(run_dir: Path, *callbacks: ddp.Callback) -> tuple[int, Tensor, float]:
     model = nn.Sequential(net(), nn.Dropout(0.1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-    begins = Beginning()
-    keep = ddp.Folder(run_dir, resume="auto", every_steps=SAVE_EVERY, progress=False, curves=False)
+    begins, keep = Beginning(), ddp.Folder(run_dir, resume="auto", every_steps=SAVE_EVERY, progress=False, curves=False)
     state = ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, folder=keep,
                     schedule=ddp.optim.TorchSchedule(rates, every="step"), test_data=batch(),
                     callbacks=[begins, *callbacks])

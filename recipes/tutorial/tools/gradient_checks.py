@@ -31,7 +31,7 @@ from ddp.replica.replica import Replica
 from ddp.units import counted
 from recipes.tutorial.tools.mistake import Mistake, raised
 
-SILENCE_S = 5.0  # longest wait for a rank that runs in a thread beside
+SILENCE_S = 10.0  # longest wait for a rank that runs in a thread beside
 BUCKET_MB = 200 / 2**20  # in these nets, a bucket for each layer
 BOTH, SWAPPED, LEFT = ("left", "right"), ("right", "left"), ("left",)
 Gradients = dict[str, Tensor | None]
