@@ -70,7 +70,7 @@ class TorchNames:
         return next(self._replica.module.parameters()).device
 
     @property
-    def device_type(self) -> str:
+    def device_type(self) -> Any:
         """The type of that device, "cpu" or "cuda"."""
         return str(self.device.type)
 
