@@ -16,7 +16,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.place import is_rank
 from ddp.commands.command import add_workers, parser_of, respond, time_of
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.hooks.traffic import Traffic, foretold
+from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.process import memory
 from ddp.process.arguments import checked
 from ddp.run.launch import from_python
@@ -128,7 +128,7 @@ def compared(comm: Communicator, nbytes: int, *, compute_s: float) -> str:
         why = "there is one worker" if comm.world_size == 1 else "all workers share a host's memory"
         return f"{why}: no gradient travels, and any wire format or hook would only cost time"
     gradients = Gradients.of(nbytes)
-    found = {name: foretold(comm, gradients.buckets(comm.device), **offer) for name, offer in OFFERS.items()}
+    found = {name: predicted(comm, gradients.buckets(comm.device), **offer) for name, offer in OFFERS.items()}
     of_many = "1 matrix" if gradients.num_matrices == 1 else f"{gradients.num_matrices} matrices"
     shape = f"{of_many} of {gradients.side} × {gradients.side}"
     title = f"gradients of {nbytes:,} bytes, as {shape}, between {num_hosts} hosts"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim.norms import BLOCK_NUMEL, num_blocks
-from ddp.replica.shards import ShardedLayout
+from ddp.replica.sharded import ShardedLayout
 
 
 class Part(NamedTuple):

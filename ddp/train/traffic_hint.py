@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ddp.gradients import ErrorFeedback, PowerSGD
-from ddp.gradients.hooks.traffic import Traffic, foretold
+from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.units import format_time
@@ -53,7 +53,7 @@ class TrafficHint(Callback):
         wait_s, step_s = (
             comm.all_reduce(figures, "min", label="times of a step").mul_(figures.new_tensor([1, -1])).tolist()
         )
-        ask = partial(foretold, comm, buckets)
+        ask = partial(predicted, comm, buckets)
         if replica.compression is not None:
             return too_dear(repr(replica.compression.hook), ask(hook=replica.compression.hook), ask(), step_s - wait_s)
         if replica.wire == "fp32":  # for its precision

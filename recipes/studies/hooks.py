@@ -50,7 +50,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.hooks.traffic import Traffic, foretold
+from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
@@ -230,7 +230,7 @@ class Method(Training):
     def foretold(self, comm: Communicator, **how: Any) -> Traffic:
         """Returns what such a step sends and costs. Collective."""
         assert isinstance(self.replica, DistributedDataParallel)
-        return foretold(comm, [[slot.parameter for slot in bucket.slots] for bucket in self.replica.buckets], **how)
+        return predicted(comm, [[slot.parameter for slot in bucket.slots] for bucket in self.replica.buckets], **how)
 
     def encoding_s(self) -> float | None:
         """Returns the processor time of a rank for encoding and decoding in a step, of the slowest rank."""

@@ -30,7 +30,8 @@ from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARS
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.torch_schedule import TorchSchedule
-from ddp.replica import shards
+from ddp.replica import sharded
+from ddp.strategies import parameter_slices
 from ddp.train.monitor import noise_scale
 from ddp.train.monitor.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
 
@@ -412,7 +413,7 @@ def slices_are_about_equal() -> None:
         starts = [sum(spans[:index]) for index in range(len(spans))]
         cuts = [range(start, start + max(1, numel), 128) for start, numel in zip(starts, numels, strict=True)]
         borders = sorted({border for each in cuts for border in each} | {sum(spans)})
-        found = shards.slice_bounds(bucket, num_slices)
+        found = sharded.slice_bounds(bucket, num_slices)
         wanted = [sum(spans) * number / num_slices for number in range(num_slices + 1)]
         nearest = [min(borders, key=lambda border, at=at: abs(border - at)) for at in wanted]
         assert len(found) == num_slices + 1
@@ -421,7 +422,7 @@ def slices_are_about_equal() -> None:
         ]
         held: list[int] = []
         for number in range(num_slices):
-            for slot, start, begin, end in shards.slice_of(bucket, found, number):
+            for slot, start, begin, end in parameter_slices.slice_of(bucket, found, number):
                 assert start == starts[slot.index] and start <= begin < end <= start + slot.parameter.numel()
                 assert found[number] <= begin < end <= found[number + 1]
                 held += range(begin, end)
@@ -478,8 +479,8 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     TorchSchedule.evaluated: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.load_state_dict: schedulers_of_torch_step_at_their_moment,
     NoiseScale._num_independent.fget: the_noise_scale_is_that_of_its_definition,  # type: ignore[attr-defined]
-    shards.slice_bounds: slices_are_about_equal,
-    shards.slice_of: slices_are_about_equal,
+    sharded.slice_bounds: slices_are_about_equal,
+    parameter_slices.slice_of: slices_are_about_equal,
 }
 LENGTHS = "lengths are equal"
 UNITS = "other units are only slower"
@@ -582,5 +583,5 @@ def survives(function: FunctionType, mutant: Mutant) -> bool:
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         optimizer_tests.patch_blocks(patch, 512)
-        patch.setattr(shards, "BLOCK_NUMEL", 128)
+        patch.setattr(sharded, "BLOCK_NUMEL", 128)
         yield

@@ -46,9 +46,9 @@ MUTANTS = {
         "replica.replica.Replica.take_back", "self.compression.take_back()", "pass", HOOKED, "veto"
     ),
     "a hook writes over what it had": Mutant(
-        "gradients.hooks.memory.Memory.room",
+        "gradients.hooks.memory.Memory.buffer_for",
         "spare = self._spare.pop(name, None)",
-        "spare = self.kept.get(name)",
+        "spare = self.committed.get(name)",
         HOOKED,
         "finite",
     ),

@@ -25,7 +25,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged, ReplicaMismatch
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.hooks.traffic import Traffic, foretold
+from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.verify import tensor_hash
@@ -85,7 +85,7 @@ def on_hosts(num_per_host: int) -> dict[str, Any]:
         lines = idle_notes(state.model)
         assert len(lines) == (comm.host_partition.num_hosts == 1 and name != "deep")  # whose momentum acts there, too
         assert all("does nothing here: all workers share a host's memory" in line for line in lines)
-        carried = {what: sum(each.numel() for each in memory.kept.values()) for what, memory in kept.items()}
+        carried = {what: sum(each.numel() for each in memory.committed.values()) for what, memory in kept.items()}
         found[name] = tensor_hash(changed), changed, carried
         if name == "sign" and comm.host_partition.num_hosts > 1:  # in the background of backward, and in small buckets
             overlapped = BucketedDataParallel(made(), hook=hook(), overlap=True, bucket_cap_mb=0.02)
@@ -183,7 +183,7 @@ def vetoed(hook: Hook) -> None:
         ddp.fit(replica, (X.unsqueeze(1), CLASSES), optimizer, **grouped(loss=loss, max_steps=9, **how))
     assert replica.compression is not None
     assert replica.compression.num_steps == 3
-    assert not any(memory.coming for memory in replica.compression.hook.memories().values())
+    assert not any(memory.pending for memory in replica.compression.hook.memories().values())
 
 
 def last_batch_of_one_sample(kind: Any, hook: Hook, name: str) -> None:
@@ -219,7 +219,7 @@ def frozen_and_unfrozen(hook: Hook) -> None:
         replica.zero_grad()
         replica(X.unsqueeze(1)[replica.comm.rank :: 3]).square().sum().backward()
         replica.compression.commit()  # type: ignore[union-attr]
-        return residual.kept["2.weight"].clone()
+        return residual.committed["2.weight"].clone()
 
     step()
     kept = step()
@@ -242,8 +242,8 @@ class Timed(TrafficHint):
 
 
 def on_links(encoding_s: float, comm: Communicator, buckets: Any, **how: Any) -> Traffic:
-    """What is foretold over links of 10 MB/s by a rank that takes so long to encode a bucket: no clock decides."""
-    told = foretold(comm, buckets, **how).buckets
+    """What is predicted over links of 10 MB/s by a rank that takes so long to encode a bucket: no clock decides."""
+    told = predicted(comm, buckets, **how).buckets
     asked = encoding_s if how.get("hook") else 0.0
     return Traffic([cost._replace(encoding_s=asked, network_s=cost.link_bytes / 10e6) for cost in told])
 
@@ -260,7 +260,7 @@ def hinted() -> None:
     ):
         lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(traffic_hint, "foretold", partial(on_links, encoding_s))
+            patch.setattr(traffic_hint, "predicted", partial(on_links, encoding_s))
             fitted(hook(), max_steps=11, callbacks=[Timed(lines.append, wait_s)], **how)
         assert len(lines) == bool(says), (says, lines)
         assert not says or re.search(says, lines[0]), lines
@@ -293,7 +293,7 @@ def used_by_none(hook: Hook) -> None:
     before = {
         (what, name): kept.clone()
         for what, memory in replica.compression.hook.memories().items()
-        for name, kept in memory.kept.items()
+        for name, kept in memory.committed.items()
         if name == "layers.0.weight"
     }
     assert before
@@ -302,7 +302,7 @@ def used_by_none(hook: Hook) -> None:
     replica.compression.commit()
     assert module[0].weight.grad is None
     for (what, name), kept in before.items():
-        assert torch.equal(replica.compression.hook.memories()[what].kept[name], kept), what
+        assert torch.equal(replica.compression.hook.memories()[what].committed[name], kept), what
 
 
 def test_a_hook_and_its_step_belong_together() -> None:
@@ -331,7 +331,7 @@ def in_parts(folder: str, num_steps: int, shares_memory: bool, shift: int = 0) -
         assert compression is not None
         kept = {}
         for what, memory in compression.hook.memories().items():
-            for key, tensor in memory.kept.items():
+            for key, tensor in memory.committed.items():
                 kept[f"{what} {key}"] = tensor
                 if memory.kind == "summed":
                     kept[f"{what} {key}"] = torch.zeros(compression.numels[key])

@@ -22,8 +22,7 @@ from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups
-from ddp.replica.sharded import ShardedDataParallel
-from ddp.replica.shards import slice_bounds
+from ddp.replica.sharded import ShardedDataParallel, slice_bounds
 from ddp.replica.verify import tensor_hash
 from ddp.strategies import Replicated, Sharded, Strategy, step
 
@@ -230,7 +229,7 @@ def test_slices_begin_at_tensors_or_blocks_and_are_about_equal(numels: list[int]
     slots = [Slot(index, str(index), nn.Parameter(torch.empty(numel))) for index, numel in enumerate(numels)]
     bucket = Bucket(0, slots)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp.replica.shards.BLOCK_NUMEL", 128)
+        patch.setattr("ddp.replica.sharded.BLOCK_NUMEL", 128)
         bounds = slice_bounds(bucket, num_slices)
     spans = [span(slot.parameter) for slot in slots]
     assert len(bounds) == num_slices + 1 and bounds == sorted(bounds)

@@ -91,7 +91,7 @@ class Compression(Reducer):
         if name is None:
             self._is_pending = False
         for memory in self.hook.memories().values():
-            memory.take_back(name)
+            memory.roll_back(name)
 
     def part_of(self, name: str, rank: int | None = None) -> slice:
         """Returns what a rank carries of a parameter; by default, this one."""

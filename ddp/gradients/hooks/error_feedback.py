@@ -52,10 +52,10 @@ class ErrorFeedback(Around):
 
     def enter(self, parcel: Parcel) -> None:
         super().enter(parcel)
-        residual = self._residual.kept.get(parcel.name)
+        residual = self._residual.committed.get(parcel.name)
         if residual is None and parcel.is_dense:
             return
-        room = self._residual.room(parcel.name, parcel.outgoing, wide(parcel.outgoing.dtype))
+        room = self._residual.buffer_for(parcel.name, parcel.outgoing, wide(parcel.outgoing.dtype))
         if residual is None or residual.shape != room.shape:
             parcel.outgoing = room.copy_(parcel.outgoing)
         else:
@@ -63,7 +63,7 @@ class ErrorFeedback(Around):
 
     def leave(self, parcel: Parcel) -> None:
         super().leave(parcel)
-        if parcel.is_dense and parcel.name in self._residual.coming:
+        if parcel.is_dense and parcel.name in self._residual.pending:
             self._residual.forget(parcel.name)
 
     def memories(self) -> dict[str, Memory]:

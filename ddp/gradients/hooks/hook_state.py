@@ -28,7 +28,7 @@ def gathered(compression: Compression, comm: Communicator) -> dict[str, Any]:
     """Returns the hook's state as of the last step, on rank 0; elsewhere nothing of use. Collective."""
     compression.commit()
     memories = compression.hook.memories()
-    mine = {what: sorted(memory.kept) for what, memory in memories.items()}
+    mine = {what: sorted(memory.committed) for what, memory in memories.items()}
     names = all_gather_object(comm, mine)
     found: dict[str, Any] = {"num_steps": compression.num_steps, "memories": {what: {} for what in memories}}
     for what, memory in memories.items():
@@ -41,7 +41,7 @@ def gathered(compression: Compression, comm: Communicator) -> dict[str, Any]:
 
 def _on_rank_zero(memory: Memory, name: str, compression: Compression, comm: Communicator) -> Tensor | None:
     """Returns what all hosts remember of a parameter, on rank 0."""
-    mine = memory.kept.get(name)
+    mine = memory.committed.get(name)
     if memory.kind == "same":
         return mine if comm.rank == 0 else None
     part = compression.part_of(name)
@@ -72,12 +72,12 @@ def give_out(stored: Mapping[str, Any] | None, compression: Compression, comm: C
                 continue
             tensor = stored["memories"][what][name] if stored is not None and comm.rank == 0 else None
             if memory.kind == "same":
-                memory.kept[name] = broadcast_object(comm, tensor).to(comm.device)
+                memory.committed[name] = broadcast_object(comm, tensor).to(comm.device)
                 continue
             pieces = None if tensor is None else _pieces(tensor, name, compression, comm)
             piece = comm.scatter(pieces, 0)
             if len(piece):
-                memory.kept[name] = piece
+                memory.committed[name] = piece
             compression.is_owed = True
 
 

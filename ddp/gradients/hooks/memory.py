@@ -1,7 +1,7 @@
 """The memory of a hook, by parameter name: what it had before a step, and what it has after it.
 
-A step may be taken back, because a gradient was not finite, say. So a hook reads from the memory of the last committed
-step, and writes into another one, until the step is committed or taken back. That doubles the memory: two tensors for
+A step may be rolled back, because a gradient was not finite, say. So a hook reads from the memory of the last committed
+step, and writes into another one, until the step is committed or rolled back. That doubles the memory: two tensors for
 each that is kept.
 """
 
@@ -23,39 +23,39 @@ class Memory:
             every rank has the same.
 
     Attributes:
-        kept: those of the last committed step.
-        coming: those of the step that is not yet committed.
+        committed: those of the last committed step.
+        pending: those of the step that is not yet committed.
     """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.kept: dict[str, Tensor] = {}
-        self.coming: dict[str, Tensor] = {}
+        self.committed: dict[str, Tensor] = {}
+        self.pending: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
 
-    def room(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns memory of this shape for what is coming, with anything in it."""
+    def buffer_for(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns memory of this shape for what is pending, with anything in it."""
         spare = self._spare.pop(name, None)
         if spare is None or (spare.shape, spare.dtype, spare.device) != (like.shape, dtype, like.device):
             spare = torch.empty_like(like, dtype=dtype)
-        self.coming[name] = spare
+        self.pending[name] = spare
         return spare
 
     def forget(self, name: str) -> None:
         """Keeps nothing of this parameter once the step is committed."""
-        self.coming[name] = torch.empty(0)
+        self.pending[name] = torch.empty(0)
 
     def commit(self) -> None:
-        """Keeps what has come."""
-        for name, tensor in self.coming.items():
-            if (former := self.kept.pop(name, None)) is not None:
+        """Commits what is pending."""
+        for name, tensor in self.pending.items():
+            if (former := self.committed.pop(name, None)) is not None:
                 self._spare[name] = former
             if tensor.numel():
-                self.kept[name] = tensor
-        self.coming.clear()
+                self.committed[name] = tensor
+        self.pending.clear()
 
-    def take_back(self, name: str | None = None) -> None:
-        """Drops what has come, of one parameter or of all."""
-        for each in list(self.coming) if name is None else [name]:
-            if (tensor := self.coming.pop(each, None)) is not None:
+    def roll_back(self, name: str | None = None) -> None:
+        """Drops what is pending, of one parameter or of all."""
+        for each in list(self.pending) if name is None else [name]:
+            if (tensor := self.pending.pop(each, None)) is not None:
                 self._spare[each] = tensor

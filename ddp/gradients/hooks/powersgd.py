@@ -78,7 +78,7 @@ class PowerSGD(Hook):
                 torch.mm(p.T, q, out=total.view(parcel.shape))
             if self.warm_start:
                 # A gradient of zeros says nothing about directions, and zeros would be a bad start.
-                torch.where(q.any(), q, start, out=self._factors.room(parcel.name, q, q.dtype))
+                torch.where(q.any(), q, start, out=self._factors.buffer_for(parcel.name, q, q.dtype))
 
     def _narrow(self, parcels: Sequence[Parcel], *, side: int) -> tuple[Tensor, list[Tensor]]:
         """Returns zeros, and views of them as a narrow matrix for each parcel, of its rows or of its columns.
@@ -97,7 +97,7 @@ class PowerSGD(Hook):
     def _start(self, parcel: Parcel, step: int) -> Tensor:
         """Returns the Qᵀ to begin with, [rank, columns]: the last one, or a random one."""
         like, shape = parcel.outgoing, (self.rank, parcel.shape[1])
-        factor = self._factors.kept.get(parcel.name)
+        factor = self._factors.committed.get(parcel.name)
         if factor is not None and factor.shape == shape:
             return factor
         keys = ("powersgd", parcel.name) if self.warm_start else ("powersgd", parcel.name, step)

@@ -84,8 +84,8 @@ class TopK(Hook):
     def enter(self, parcel: Parcel) -> None:
         if not self.momentum:
             return
-        room = self._velocity.room(parcel.name, parcel.outgoing, wide(parcel.outgoing.dtype))
-        velocity = self._velocity.kept.get(parcel.name)
+        room = self._velocity.buffer_for(parcel.name, parcel.outgoing, wide(parcel.outgoing.dtype))
+        velocity = self._velocity.committed.get(parcel.name)
         if velocity is None or velocity.shape != room.shape:
             room.copy_(parcel.outgoing)
         else:
@@ -107,7 +107,7 @@ class TopK(Hook):
             positions.copy_(where)
             parcel.outgoing.index_fill_(0, where, 0.0)
             if self.momentum:
-                self._velocity.coming[parcel.name].index_fill_(0, where, 0.0)
+                self._velocity.pending[parcel.name].index_fill_(0, where, 0.0)
         arrived = gathering.start().wait()
         for number, parcel in enumerate(parcels):
             with summing(parcel.gradient) as total:

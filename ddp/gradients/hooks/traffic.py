@@ -1,11 +1,11 @@
-"""Traffic: what gradients send with a hook or a wire format, and what that costs, foretold without training.
+"""Traffic: what gradients send with a hook or a wire format, and what that costs, predicted without training.
 
-    rehearsal     the hook encodes and decodes random gradients, while a stand-in for the communicator sends nothing,
+    dry run       the hook encodes and decodes random gradients, while a stand-in for the communicator sends nothing,
                   and takes notes of every collective. Its time is that of encoding
     prediction    what those collectives take on the links as they were measured (`comm/plan.py`)
     a step        bucket by bucket: each is encoded and sent once it is ready and the one before has arrived
 
-So a hook of anyone's can be foretold, without a formula of its own. Bytes are those of the algorithms that send the
+So a hook of anyone's can be predicted, without a formula of its own. Bytes are those of the algorithms that send the
 least: with h hosts, 2 (h − 1) ÷ h of what is reduced leave each host, and (h − 1) ÷ h of what is gathered.
 """
 
@@ -86,7 +86,7 @@ class Traffic:
         return max(end_s, compute_s + encoded_s)
 
 
-def foretold(
+def predicted(
     comm: Communicator,
     buckets: Iterable[Sequence[nn.Parameter]],
     *,
@@ -113,16 +113,16 @@ def _cost(comm: Communicator, parameters: Sequence[nn.Parameter], hook: Hook | N
     slots = [Slot(index, f"{index}", parameter) for index, parameter in enumerate(parameters)]
     bucket = Bucket(0, slots)
     bucket.allocate(lambda numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device))
-    rehearsal, encoding_s = Rehearsal(comm), 0.0
+    dry_run, encoding_s = DryRun(comm), 0.0
     if hook is None:
-        rehearsal.all_reduce(bucket.flat, wire=wire)
+        dry_run.all_reduce(bucket.flat, wire=wire)
     else:
         compression = Compression(hook, comm, [(slot.name, slot.parameter) for slot in slots])
-        compression.comm = rehearsal  # type: ignore[assignment]
+        compression.comm = dry_run  # type: ignore[assignment]
         for _ in range(3):  # the first ones make room for what the hook keeps, and for that of the step before
-            encoding_s = rehearsal.encoding_s(compression, bucket)
+            encoding_s = dry_run.encoding_s(compression, bucket)
     num_hosts, link_bytes, network_s = comm.host_partition.num_hosts, 0.0, 0.0
-    for note in rehearsal.notes:
+    for note in dry_run.notes:
         network_s += comm.plan.predict(note.nbytes, operation=note.operation, wire=note.wire)
         link_bytes += note.crossing * (num_hosts - 1) / num_hosts
     return Cost(bucket.flat.nbytes, link_bytes, encoding_s, network_s)
@@ -141,7 +141,7 @@ class Note(NamedTuple):
     wire: Narrow | None = None
 
 
-class Rehearsal:
+class DryRun:
     """Stands for a communicator, sends nothing, and notes what was to be sent."""
 
     def __init__(self, comm: Communicator) -> None:

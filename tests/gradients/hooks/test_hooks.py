@@ -62,7 +62,7 @@ class OneBucket:
         memory = self.compression.hook.memories()[what]
         found = []
         for slot in self.bucket.slots:
-            mine = memory.coming.get(slot.name, memory.kept.get(slot.name))
+            mine = memory.pending.get(slot.name, memory.committed.get(slot.name))
             whole = slot.parameter.detach().clone()
             found.append(whole.zero_() if mine is None or not mine.numel() else mine.view(whole.shape).clone())
         return found
@@ -319,7 +319,7 @@ def test_narrow_gradients_are_kept_wide(name: str, dtype: torch.dtype) -> None:
         for step in range(3):
             sent = one.step(drawn(comm.rank, step, dtype=dtype), divide_by=2)
         for memory in one.compression.hook.memories().values():
-            assert all(tensor.dtype == torch.float32 for tensor in memory.kept.values())
+            assert all(tensor.dtype == torch.float32 for tensor in memory.committed.values())
         return sent
 
     first, other = each_rank(2, program)

@@ -13,7 +13,7 @@ from torch import nn
 from ddp.comm.communicator import Communicator
 from ddp.commands.explain import OFFERS, PLAIN, Gradients, table
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.hooks.traffic import Cost, Traffic, foretold
+from ddp.gradients.hooks.traffic import Cost, Traffic, predicted
 from ddp.train.traffic_hint import too_dear, worth_it
 
 ROWS, COLUMNS = 192, 96  # whole rows and blocks, so that no padding blurs a formula
@@ -40,7 +40,7 @@ FORMULAS: list[tuple[dict[str, Any], float, str]] = [
 @pytest.mark.parametrize("num_hosts", [2, 3])
 def test_bytes_are_those_of_the_formula(how: dict[str, Any], nbytes: float, kind: str, num_hosts: int) -> None:
     def program(comm: Communicator) -> Traffic:
-        return foretold(comm, [matrix(), matrix()], **how)
+        return predicted(comm, [matrix(), matrix()], **how)
 
     for found in each_rank(num_hosts, program):
         # Of what is gathered, every host sends its own part to all others, or passes others' on: that is as much.
@@ -50,13 +50,13 @@ def test_bytes_are_those_of_the_formula(how: dict[str, Any], nbytes: float, kind
         assert (found.encoding_s > 0) == ("hook" in how)
 
 
-def test_a_rehearsal_sends_nothing_and_leaves_the_hook_as_it_was() -> None:
+def test_a_dry_run_sends_nothing_and_leaves_the_hook_as_it_was() -> None:
     def program(comm: Communicator) -> tuple[int, dict[str, Any]]:
         comm.plan.predict(4)
         before, hook = comm.num_calls, HOOKS["power"]()
-        found = foretold(comm, [matrix()], hook=hook)
+        found = predicted(comm, [matrix()], hook=hook)
         assert len(found.buckets) == 1
-        kept = {name: memory.kept | memory.coming for name, memory in hook.memories().items()}
+        kept = {name: memory.committed | memory.pending for name, memory in hook.memories().items()}
         return comm.num_calls - before, kept
 
     for num_calls, kept in each_rank(2, program):
