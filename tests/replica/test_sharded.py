@@ -42,10 +42,9 @@ OPTIMIZERS: dict[str, Make] = {
 
 def small_blocks() -> None:
     from ddp.optim import layerwise
-    from ddp.replica import shards
     from ddp.strategies import parameter_slices
 
-    for module in (norms, layerwise, shards, parameter_slices):
+    for module in (norms, layerwise, parameter_slices):
         assert module.BLOCK_NUMEL > 64  # type: ignore[attr-defined]
         module.BLOCK_NUMEL = 64  # type: ignore[attr-defined]
     layerwise.STRETCH_NUMEL = 256
