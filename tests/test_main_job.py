@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import PContext
 import ddp
 from ddp.models.cnn import CNN
 from ddp.run.build import stages as build
-from ddp.run.launch import failures
+from ddp.run.launch import report as failures
 from ddp.run.launch.command_line import main
 from ddp.run.settings.reader import from_plain
 

@@ -22,9 +22,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ddp.bench.place import Bed, Place
+from ddp.bench.place import Bed, Place, strangers
 from ddp.bench.report import draw_plot, from_json, print_report, to_json
-from ddp.bench.strangers import strangers
 from ddp.bench.turns import PROGRESS, Cell
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, WorkersFailed

@@ -1,13 +1,16 @@
 """Says where a benchmark runs: on this host or on a bed of network namespaces, alone or beside strangers.
 
---netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
---beside 1                 one process that only computes runs on the same cores as the ranks
+    --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
+    --beside 1                 one process that only computes runs on the same cores as the ranks
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from ddp.errors import ConfigError
@@ -90,3 +93,36 @@ def split(option: str, text: str) -> list[str]:
     if parts := list(dict.fromkeys(part for part in text.split(",") if part)):
         return parts
     raise ConfigError(f"{option} {text}: want at least one, or several with commas between them")
+
+
+# --- Strangers beside the ranks --------------------------------------------------------------------------------------
+#
+# Keeps strangers, processes that only compute, on the cores of a benchmark where `--beside` asks for them.
+#
+# Beside a stranger both rivals show how they wait on a shared machine: a rank that spins until its neighbours are there
+# takes the core from the very rank that it waits for.
+
+
+# A stranger computes until its standard input closes. The kernel closes it also when the parent is killed by SIGKILL.
+STRANGER = """
+import select
+while not select.select([0], [], [], 0)[0]:
+    for _ in range(100_000):
+        pass
+"""
+
+
+@contextmanager
+def strangers(number: int) -> Iterator[list[int]]:
+    """Keeps `number` processes computing, free to run on any core, until the block ends. Yields their ids."""
+    with ExitStack() as stack:
+        processes = [
+            # A session of its own, because Ctrl-C would reach it otherwise.
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", STRANGER], stdin=subprocess.PIPE, start_new_session=True
+            )
+            for _ in range(number)
+        ]
+        for process in processes:
+            stack.enter_context(process)  # which closes its standard input and waits for its end
+        yield [process.pid for process in processes]

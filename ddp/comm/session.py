@@ -28,9 +28,9 @@ from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.process.allocator import keep_large_blocks
 from ddp.process.clock import LONGEST_S
 from ddp.process.log import follow_rank, log
+from ddp.process.memory import keep_large_blocks
 from ddp.setting import Additions
 
 ABORT_S = 600.0

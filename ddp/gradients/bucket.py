@@ -207,7 +207,7 @@ def span(parameter: Tensor) -> int:
 def _copy(view: Tensor, gradient: Tensor) -> None:
     """Copies a gradient; a very large one by the C library, which need not read what it overwrites.
 
-    The library writes past the caches if it is told to (`process/allocator.py`); then 64 MB take 7 ms instead of 12.
+    The library writes past the caches if it is told to (`process/memory.py`); then 64 MB take 7 ms instead of 12.
     """
     past_caches = gradient.nbytes >= PAST_CACHES_BYTES and gradient.device.type == "cpu"
     is_as_it_lies = gradient.is_contiguous() and not (gradient.is_conj() or gradient.is_neg())

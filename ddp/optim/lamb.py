@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.choices import check_range, with_preset
-from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios
-from ddp.optim.trust_ratio import Norms, trust_ratios
+from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range, with_preset
+from ddp.optim.norms import Norms, trust_ratios
 
 
 class LambChoices(TypedDict, total=False):

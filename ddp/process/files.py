@@ -24,10 +24,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import grp
 import json
 import os
+import pwd
+import shutil
 import socket
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from io import TextIOWrapper
@@ -36,7 +40,83 @@ from typing import IO, Any
 
 from ddp.errors import ConfigError
 from ddp.process.log import log
-from ddp.process.owners import NOTHING, user_name, why_shared
+
+# --- Owners and modes ------------------------------------------------------------------------------------------------
+#
+# Says whether other users than this one could have written a file, could change it, or could put another in its
+# place.
+#
+#     root, this user                                                 are trusted
+#     a group of this user alone, as many systems make for each       is this user
+#     everyone else who may write                                     is another
+#
+#     why_shared           one file or folder: its owner and its mode
+#     why_in_other_hands   a path: also its links, and the folders above, in which another could rename what is below
+
+
+NOTHING, WRITE, ANYTHING = 0o0, 0o2, 0o7
+"""What others may be allowed: bits of a mode. NOTHING: only the owner counts."""
+
+_NOBODY = 65534  # whom root's folders seem to belong to in a container whose user namespace has no root
+
+
+def why_shared(path: Path, status: os.stat_result, *, rights: int = WRITE) -> str:
+    """Returns the reason why users other than this one and root have rights on a file or folder; "" if they have none.
+
+    Args:
+        status: of the path, or of the file that was opened there.
+        rights: that others must not have.
+    """
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to {user_name(status.st_uid)}"
+    if status.st_mode & rights or (status.st_mode >> 3 & rights and not _is_alone_in(status.st_gid)):
+        return f"others may {'write' if rights == WRITE else 'enter'} {path}"
+    return ""
+
+
+def why_in_other_hands(path: Path) -> str:
+    """Returns the reason why other users decide what is at a path; "" if they do not.
+
+    The current folder and those above it are not looked at, because the user has chosen to be there.
+
+    Raises:
+        OSError: there is nothing.
+    """
+    here = Path.cwd()
+    for way in dict.fromkeys((path.absolute(), path.resolve())):
+        whys = [why_shared(way, way.lstat(), rights=NOTHING), why_shared(way, way.stat())]
+        whys += [_why_others_rename_in(folder) for folder in way.parents if not here.is_relative_to(folder)]
+        if why := next(filter(None, whys), ""):
+            return why
+    return ""
+
+
+def _why_others_rename_in(folder: Path) -> str:
+    """Returns the reason why others may replace what this user has in a folder; "" if they may not."""
+    status, link = folder.stat(), folder.lstat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid != _NOBODY and (why := why_shared(folder, link, rights=NOTHING)):
+        return why  # its owner may let it lead elsewhere
+    is_sticky = status.st_mode & stat.S_ISVTX  # as /tmp: everyone renames their own entries alone
+    rights = NOTHING if is_sticky else WRITE
+    return "" if status.st_uid == _NOBODY else why_shared(folder, status, rights=rights)
+
+
+def _is_alone_in(group: int) -> bool:
+    """Returns True for the group that many systems make for each user, with the user's name and no other member."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def user_name(uid: int) -> str:
+    """Returns the name of a user, with the number if the host has no name for it."""
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """Errors of some network file systems when a folder is flushed, and of any if the folder cannot be read."""
@@ -302,3 +382,46 @@ def _lock(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+# --- A folder for as long as a block runs ----------------------------------------------------------------------------
+#
+# A folder for as long as a block runs, which does not outlive a killed process for long.
+#
+# Whoever makes such a folder holds it (`files.hold`). The kernel lets go of it when the process ends, however it ends,
+# and the next process that makes one in the same place removes those that nobody holds.
+
+
+_NEW = ".new"  # until it is held, nobody else looks for it
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yields a new folder that only this user can enter, and removes it at the end of the block.
+
+    Args:
+        parent: where it is, on a file system with locks.
+        prefix: begins its name, and nobody else's, because folders of that name that nobody holds are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for other in parent.glob(f"{prefix}*"):
+        _remove_if_left(other)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_NEW}{prefix}", dir=parent))
+    held = hold(folder)
+    try:
+        folder = folder.rename(parent / folder.name.removeprefix(_NEW))
+        yield folder
+    finally:
+        held.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Removes the folder of a process that was killed."""
+    with contextlib.suppress(ConfigError, OSError):  # another process holds it, or it has just gone
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            hold(folder).close()
+            shutil.rmtree(folder)

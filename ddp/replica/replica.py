@@ -29,9 +29,8 @@ from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
 from ddp.replica.autograd import uncompiled
-from ddp.replica.broadcast import broadcast_state
+from ddp.replica.broadcast import broadcast_state, verify_replicas
 from ddp.replica.buffers import BufferSync
-from ddp.replica.verify import verify_replicas
 from ddp.setting import WireName
 
 PREFIX = "module."

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.errors import Diverged, UnusedParameters
-from ddp.optim.loss_scale import LossScale
 from ddp.optim.master import MasterWeights, narrowed
+from ddp.optim.precision import LossScale
 from ddp.optim.update import clipped_step, gradient_norm
 from ddp.process.log import log
 from ddp.replica.bucketed import BucketedDataParallel

@@ -35,8 +35,7 @@ from ddp.data.sets.validation import selection_in
 from ddp.errors import CheckpointError, ConfigError, nearest
 from ddp.gradients.hooks.error_feedback import corrected
 from ddp.optim.layerwise import Layerwise
-from ddp.optim.schedules import RateSchedule
-from ddp.optim.torch_schedule import TorchSchedule
+from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import ONE_EVALUATION, Averaging, Evaluation, Folder, Reading, Training
 from ddp.process.log import log
 from ddp.process.memory import available_bytes

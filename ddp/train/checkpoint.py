@@ -47,11 +47,10 @@ from ddp.process.log import log
 from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint_store import CheckpointStore
-from ddp.train.initial_weights import check_fits
 from ddp.train.kept import Kept, plain
 from ddp.train.moved import translated
 from ddp.train.state import StepReport, TrainState
-from ddp.train.stored_checkpoint import StoredCheckpoint, load
+from ddp.train.stored_checkpoint import StoredCheckpoint, check_fits, load
 
 
 def save_checkpoint(

@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp.errors import ConfigError
 from ddp.train.callbacks import Callback
-from ddp.train.initial_weights import is_extra
 from ddp.train.state import StepReport, TrainState
+from ddp.train.stored_checkpoint import is_extra
 
 
 class EMA(Callback):

@@ -22,7 +22,7 @@ from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
-from ddp.optim.autocast import forward_precision
+from ddp.optim.precision import forward_precision
 from ddp.replica.replica import replicas_in
 from ddp.setting import Precision
 from ddp.train.batch_statistics import check_evaluation

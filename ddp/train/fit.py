@@ -34,8 +34,7 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.data.orders.steps import BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest
-from ddp.optim.schedules import RateSchedule
-from ddp.optim.torch_schedule import TorchSchedule
+from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import Averaging, Evaluation, Folder, Reading
 from ddp.process.clock import now_s
 from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
@@ -142,7 +141,7 @@ def fit(
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's, as `ddp.optim.TorchSchedule(scheduler, every="epoch")`.
         clip_norm: largest norm of the global gradient.
-        precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss (`ddp/optim/loss_scale.py`);
+        precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss (`ddp/optim/precision.py`);
             "bf16_pure" for bfloat16 parameters with float32 master weights (`ddp/optim/master.py`).
         strategy: "replicated", or "sharded": each rank updates a slice of the parameters, and holds the optimizer's
             state of that alone. Or a `ddp.Averaging`, which also says how gradients travel.

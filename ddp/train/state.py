@@ -14,8 +14,7 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader_watch import Limits
 from ddp.data.orders.sampler import TrainSampler
 from ddp.gradients.totals import Parts
-from ddp.optim.schedules import Rates
-from ddp.optim.torch_schedule import TorchSchedule
+from ddp.optim.schedules import Rates, TorchSchedule
 from ddp.replica.replica import Replica
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.strategy import Strategy

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
-from ddp.process.scratch import scratch_folder
+from ddp.process.files import scratch_folder
 from ddp.train.arguments import Given
 from ddp.train.state import TrainState
 

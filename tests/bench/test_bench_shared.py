@@ -20,12 +20,10 @@ from ranks import run_ranks
 from rich.console import Console
 
 from ddp.__main__ import main
-from ddp.bench.barrier import open_barrier
-from ddp.bench.collectives import CollectiveCell
-from ddp.bench.place import PAYLOAD, Bed, Place
+from ddp.bench.collectives import CollectiveCell, open_barrier
+from ddp.bench.place import PAYLOAD, Bed, Place, strangers
 from ddp.bench.report import draw_plot, from_json, print_report, summary, to_json
 from ddp.bench.step import StepCell
-from ddp.bench.strangers import strangers
 from ddp.bench.turns import Cell, take_turns
 from ddp.errors import ConfigError
 from ddp.process.memory import available_cores
@@ -181,7 +179,7 @@ def test_strangers_compute_until_the_block_ends() -> None:
 
 
 def test_strangers_end_with_a_parent_that_is_killed() -> None:
-    script = "from ddp.bench.strangers import strangers\nwith strangers(1) as pids: print(*pids, flush=True), input()"
+    script = "from ddp.bench.place import strangers\nwith strangers(1) as pids: print(*pids, flush=True), input()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:

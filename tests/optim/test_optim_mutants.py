@@ -25,11 +25,12 @@ from torch.optim import lr_scheduler
 from ddp.data.orders.steps import BatchSizes, BatchWarmup
 from ddp.errors import CheckpointError
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.optim import groups, layerwise, norms, schedules, trust_ratio
+from ddp.optim import groups, layerwise, norms, schedules
+from ddp.optim import norms as trust_ratio
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARS
 from ddp.optim.layerwise import Layerwise
-from ddp.optim.torch_schedule import TorchSchedule
+from ddp.optim.schedules import TorchSchedule
 from ddp.replica import sharded
 from ddp.strategies import parameter_slices
 from ddp.train.monitor import noise_scale
@@ -204,10 +205,10 @@ class Bounded(BatchSizes):
 
     num_turns = 0
 
-    def _run(self, position: int) -> tuple[int, int, int]:
+    def _stretch(self, position: int) -> tuple[int, int, int]:
         self.num_turns += 1
         assert self.num_turns < 20_000
-        return super()._run(position)
+        return super()._stretch(position)
 
 
 def counting_equals_walking() -> None:
@@ -468,7 +469,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     BatchSizes.end: counting_equals_walking,
     BatchSizes.all: counting_equals_walking,
     BatchSizes._is_steady: counting_equals_walking,
-    BatchSizes._run: counting_equals_walking,
+    BatchSizes._stretch: counting_equals_walking,
     NoiseScale.add: the_noise_scale_is_that_of_its_definition,
     NoiseScale.estimate: estimates_follow_from_means_and_covariance,
     Estimate.in_words: the_noise_scale_is_said,
@@ -549,7 +550,7 @@ SAME: dict[FunctionType, dict[str, str]] = {  # what a part of the line becomes,
         "position > self.batch": "another epoch is counted step by step",
         "self.length == -1": "all epochs are counted step by step",
     },
-    BatchSizes._run: {"position > self.batch": "an epoch is counted step by step"},
+    BatchSizes._stretch: {"position > self.batch": "an epoch is counted step by step"},
     NoiseScale.add: {"part_squares - square": "two infinities leave no number either"},
 }
 

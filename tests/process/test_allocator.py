@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from ddp.process.allocator import VARIABLES, variables
+from ddp.process.memory import VARIABLES, variables
 
 TAKE_AND_GIVE_BACK = """
 import resource
-from ddp.process.allocator import keep_large_blocks
+from ddp.process.memory import keep_large_blocks
 keep_large_blocks()
 for _ in range(10):
     bytearray(64 << 20)

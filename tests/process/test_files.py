@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp.commands.finished import _absolute
-from ddp.data.files.local_copies import _locked
+from ddp.data.files.storage import _locked
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.files import (
     flush_folder,

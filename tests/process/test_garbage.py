@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import atexit, gc, sys
 atexit.register(lambda: print(gc.get_freeze_count() > 0))  # called last
-from ddp.process.garbage import leave_out, skip_at_exit
+from ddp.process.memory import leave_out, skip_at_exit
 skip_at_exit()
 with leave_out():
     sys.modules.update({name: sys for name in sys.argv[1:]})

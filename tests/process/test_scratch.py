@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from ddp.process.scratch import scratch_folder
+from ddp.process.files import scratch_folder
 
 
 def leave_one_behind(parent: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp
-from ddp.replica.verify import verify_replicas
+from ddp.replica.broadcast import verify_replicas
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}  # a bucket for every parameter
 NUM_STEPS = 3

@@ -27,8 +27,8 @@ from ddp.errors import ConfigError, Diverged, ReplicaMismatch
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.gradients.totals import Totals
+from ddp.replica.broadcast import tensor_hash
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.verify import tensor_hash
 from ddp.train import traffic_hint
 from ddp.train.arguments import idle_notes
 from ddp.train.state import StepReport, TrainState

@@ -22,8 +22,8 @@ from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups
+from ddp.replica.broadcast import tensor_hash
 from ddp.replica.sharded import ShardedDataParallel, slice_bounds
-from ddp.replica.verify import tensor_hash
 from ddp.strategies import Replicated, Sharded, Strategy, step
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))

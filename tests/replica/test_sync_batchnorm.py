@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import ddp
 from ddp.replica import sync_batchnorm
+from ddp.replica.broadcast import verify_replicas
 from ddp.replica.sync_batchnorm import BLOCK_BYTES, SyncBatchNorm, _combine, _group_of, _moments, _split, _summary
-from ddp.replica.verify import verify_replicas
 
 CHANNELS = 3
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import ddp
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals
+from ddp.replica.broadcast import tensor_hash
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.verify import tensor_hash
 from ddp.setting import Narrow, WireName
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))

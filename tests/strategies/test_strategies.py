@@ -17,8 +17,8 @@ import ddp
 from ddp.data.loading.source import Source
 from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError, Diverged
-from ddp.optim.autocast import forward_precision
-from ddp.replica.verify import tensor_hash
+from ddp.optim.precision import forward_precision
+from ddp.replica.broadcast import tensor_hash
 from ddp.strategies import Agreement, Replicated, Sharded, Strategy, step
 from ddp.train.loop import train_loop
 from ddp.train.state import StepReport, TrainState

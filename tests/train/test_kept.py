@@ -21,7 +21,7 @@ import ddp
 from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.early_stopping import EARLY
-from ddp.train.initial_weights import load_initial_weights
+from ddp.train.stored_checkpoint import load_initial_weights
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (44,), generator=torch.Generator().manual_seed(1))

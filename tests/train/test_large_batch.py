@@ -15,7 +15,7 @@ import ddp
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import Diverged
 from ddp.optim import LAMB, LARC, LARS, parameter_groups
-from ddp.replica.verify import tensor_hash
+from ddp.replica.broadcast import tensor_hash
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(43, 6, dtype=torch.float64, generator=RANDOM)

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import ddp
 from ddp.errors import Diverged
 from ddp.gradients import ErrorFeedback, Sign
-from ddp.optim import loss_scale
+from ddp.optim import precision as loss_scale
+from ddp.replica.broadcast import tensor_hash
 from ddp.replica.naive import NaiveDataParallel
-from ddp.replica.verify import tensor_hash
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ import ddp
 from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, PowerSGD
 from ddp.optim import LAMB
-from ddp.replica.verify import tensor_hash
+from ddp.replica.broadcast import tensor_hash
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stored_checkpoint import load
 

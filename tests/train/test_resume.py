@@ -20,7 +20,7 @@ from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
-from ddp.replica.verify import tensor_hash
+from ddp.replica.broadcast import tensor_hash
 from ddp.strategies.replicated import Replicated
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
@@ -31,11 +31,10 @@ from ddp.train.checkpoint import (
     save_checkpoint,
 )
 from ddp.train.checkpoint_store import CheckpointStore
-from ddp.train.initial_weights import load_initial_weights
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
-from ddp.train.stored_checkpoint import load
+from ddp.train.stored_checkpoint import load, load_initial_weights
 from ddp.train.tasks.classification import Classification
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges

@@ -20,7 +20,7 @@ from ddp.data.samples import TensorSet
 from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
 from ddp.models.mlp import MLP
-from ddp.replica.verify import tensor_hash
+from ddp.replica.broadcast import tensor_hash
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.classification import Classification

@@ -117,17 +117,17 @@ SUBJECTS = {  # chapter → the functions that it is about
         "train/checkpoint.py: save_checkpoint, restore, step_end",
         "train/state.py: load_position",
         "comm/transport/shared_memory.py: Life.__init__, goes_on",
-        "run/launch/failures.py: describe_failures, _aside, _death",
+        "run/launch/report.py: describe_failures, _aside, _death",
     ],
     "12_large_batches": [
-        "optim/trust_ratio.py: trust_ratios",
+        "optim/norms.py: trust_ratios",
         "optim/lars.py: _measure, _apply",
         "optim/groups.py: parameter_groups",
     ],
     "13_less_traffic": [
         "gradients/hooks/error_feedback.py: enter",
         "gradients/hooks/sign.py: encode, add",
-        "gradients/hooks/memory.py: commit",
+        "gradients/hooks/hook.py: commit",
         "gradients/hooks/top_k.py: reduce",
     ],
     "14_every_sample_once": [

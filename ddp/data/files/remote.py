@@ -6,7 +6,7 @@
 
 Samples are read in runs from a few files. So a block serves many of them, and a file of up to 64 MiB is fetched once;
 the blocks take up to 64 MiB of memory for each file that a process keeps open. Samples in random order of larger files
-would fetch a block each: copy those to a disk of the host (`local_copies.py`). After each block, the reader compares
+would fetch a block each: copy those to a disk of the host (`storage.py`). After each block, the reader compares
 the file's size and version with those at its opening, so that blocks of two versions are never mixed.
 
 Python cannot interrupt a call that hangs. A helper thread makes it, so that the reader can stop waiting: the thread is

@@ -7,15 +7,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.data.files.local_copies import local_copy
 from ddp.data.files.readers import Facts, LocalReader, Reader, check_unchanged, local_facts
-from ddp.data.files.remote import RemoteReader, Retries, is_remote, remote_facts
+from ddp.data.files.remote import BLOCK_BYTES, RemoteReader, Retries, is_remote, remote_facts, remote_range
 from ddp.errors import ConfigError
+from ddp.process.files import make_folder, new_file, opened, to_read, why_shared
+
+# --- Local copies of remote files ------------------------------------------------------------------------------------
+#
+# Local copies of remote files: each file is downloaded once per host, whole or not at all.
+#
+#     cache/3f9c…-train-000.tar          the copy; 3f9c… is a hash of address, size and version
+#     cache/.part-3f9c…-train-000.tar    a download in progress
+#     cache/.lock-3f9c…-train-000.tar    empty; locked by the process that downloads
+#
+# The first of several processes takes the lock, downloads the part, and renames it. The others wait for the lock and
+# then find the copy. The kernel releases the lock of a process that is killed; the next one begins the same part
+# again. A process whose download fails removes the part. A remote file that has changed has another name here. No copy
+# is ever deleted: the folder needs room for all files.
+#
+# fsspec's own `filecache::` writes under the copy's final name. So two processes would write one file, a reader might
+# find half of it, and its one call for a whole file could have no deadline that suits all sizes.
+#
+# In a folder that others may write, such as a team's, each user has a folder of their own, because whoever may write a
+# copy decides what the samples are.
+#
+# The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
+
+
+def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries) -> Path:
+    """Returns the path of a whole copy of a remote file, after downloading it if no process of this host has.
+
+    Raises:
+        ConfigError: the file cannot be read, or the folder cannot be written.
+    """
+    cache_dir = _own_part(cache_dir)
+    digest = hashlib.sha256(f"{address} {facts.size} {facts.version}".encode()).hexdigest()[:16]
+    copy = cache_dir / f"{digest}-{_base_name(address)}"
+    try:
+        make_folder(cache_dir)
+        if not copy.exists():
+            with _locked(copy.with_name(f".lock-{copy.name}")):
+                if not copy.exists():
+                    _download(address, facts, copy, retries)
+        to_read(copy).close()  # refuses a link
+    except OSError as error:
+        raise ConfigError(
+            f"{address} cannot be copied to {cache_dir} ({error.strerror}): take a cache_dir that can be written and "
+            f"has room for {facts.size} bytes"
+        ) from error
+    return copy
+
+
+def _own_part(folder: Path) -> Path:
+    """Returns a folder of copies, or, if others may write it, one in it that is this user's alone.
+
+    Raises:
+        ConfigError: it cannot be made, or another user has taken its place.
+    """
+    if not folder.is_dir() or not why_shared(folder, folder.stat()) or not os.access(folder, os.W_OK):
+        return folder
+    own = folder / f"user-{os.geteuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{own} cannot be made ({error.strerror}): take another cache_dir") from error
+    if why := why_shared(own, own.lstat()):
+        raise ConfigError(f"{why}, so no copy of yours can be there: remove it, or take another cache_dir")
+    return own
+
+
+def _base_name(address: str) -> str:
+    name = address.rstrip("/").rpartition("/")[2].partition("?")[0]
+    return name[-100:]  # the suffix matters, and file systems limit the length
+
+
+def _download(address: str, facts: Facts, copy: Path, retries: Retries) -> None:
+    part = copy.with_name(f".part-{copy.name}")
+    try:
+        with new_file(part) as file:  # in the place of what a killed process has left
+            for start in range(0, facts.size, BLOCK_BYTES):
+                file.write(remote_range(address, start, min(start + BLOCK_BYTES, facts.size), retries=retries))
+            file.flush()
+            os.fsync(file.fileno())
+        check_unchanged(address, facts, remote_facts(address, retries=retries))
+        part.rename(copy)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes of this host out of the block."""
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
+
 
 _NUM_THREADS = 16  # they wait for answers
 

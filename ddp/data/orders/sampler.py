@@ -35,8 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation
-from ddp.data.orders.per_sample import length_of
+from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_of
 from ddp.data.orders.permutation import Indices, indices
 from ddp.data.orders.sampler_state import SamplerState, read_state, replicas
 from ddp.data.orders.sharding import OwnSharding, shard_order

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp.data.files.index_place import index_place
+from ddp.data.files.file_index import index_place
 from ddp.data.files.listing import identity_of
 from ddp.errors import ConfigError
 from ddp.process.files import make_folder, read_own, whole_file

@@ -8,7 +8,7 @@ So the hooks of this package have it around them unless they are made with `erro
 The residual is in units of the mean gradient, as is everything that hooks see; so one from a large batch weighs no more
 in a small one.
 
-It takes two tensors of this rank's part of the gradients (`memory.py`).
+It takes two tensors of this rank's part of the gradients (`hook.py`).
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv 1901.09847, algorithm 2; the idea is from Seide et
 al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
@@ -19,9 +19,10 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import Tensor
 
-from ddp.gradients.hooks.hook import Around, Hook, Parcel, wide
-from ddp.gradients.hooks.memory import Memory
+from ddp.errors import ConfigError
+from ddp.gradients.hooks.hook import Around, Hook, Memory, Parcel, is_whole, wide
 
 
 def corrected(hook: Hook) -> Hook:
@@ -68,3 +69,34 @@ class ErrorFeedback(Around):
 
     def memories(self) -> dict[str, Memory]:
         return {**super().memories(), "residual": self._residual}
+
+
+# --- A dense start ---------------------------------------------------------------------------------------------------
+#
+# Dense start: the first steps send every gradient as it is.
+#
+# While weights change fast, what is kept back is out of date when it is sent. So the first steps send all of it.
+
+
+class DenseStart(Around):
+    """Sends gradients as they are for some steps, and then by another hook.
+
+    Args:
+        hook: sends from then on.
+        steps: so many steps, counted from the first one with this hook, also if the run is resumed.
+
+    Raises:
+        ConfigError: `steps` is negative.
+    """
+
+    def __init__(self, hook: Hook, steps: int) -> None:
+        if not (is_whole(steps) and steps >= 0):
+            raise ConfigError(f"DenseStart(steps={steps!r}): must be a number of steps, from 0 up")
+        super().__init__(hook)
+        self.steps = steps
+
+    def __repr__(self) -> str:
+        return f"DenseStart({self.hook!r}, {self.steps})"
+
+    def takes(self, gradient: Tensor, shape: tuple[int, int], step: int) -> bool:
+        return step >= self.steps and super().takes(gradient, shape, step)

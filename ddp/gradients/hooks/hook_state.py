@@ -21,7 +21,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.flat_collectives import HostPartition
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.memory import Memory
+from ddp.gradients.hooks.hook import Memory
 
 
 def gathered(compression: Compression, comm: Communicator) -> dict[str, Any]:

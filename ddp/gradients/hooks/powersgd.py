@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
-from ddp.gradients.hooks.hook import Hook, Parcel, aligned, is_whole, summing, wide
-from ddp.gradients.hooks.memory import Memory
+from ddp.gradients.hooks.hook import Hook, Memory, Parcel, aligned, is_whole, summing, wide
 from ddp.streams import stream_seed
 
 WORTH_IT = 2  # times fewer numbers, or the gradient goes dense

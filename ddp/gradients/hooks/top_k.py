@@ -30,8 +30,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
-from ddp.gradients.hooks.hook import Gathering, Hook, Parcel, aligned, is_number, is_whole, summing, wide
-from ddp.gradients.hooks.memory import Memory
+from ddp.gradients.hooks.hook import Gathering, Hook, Memory, Parcel, aligned, is_number, is_whole, summing, wide
 
 FIRST_RATIO = 0.25
 NUM_SAMPLED = 1 << 16

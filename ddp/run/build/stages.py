@@ -27,9 +27,8 @@ from ddp.data.samples import Splits, WholeBatches
 from ddp.data.sets import standard_library
 from ddp.errors import ConfigError
 from ddp.models.gpt import GPT, generate
-from ddp.process.garbage import collect_from_now_on
 from ddp.process.invocation import setting_for, train_command, typed_settings
-from ddp.process.memory import available_cores
+from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.run.build import components
 from ddp.run.build import optimizer as optimization
 from ddp.run.build.load import load as load_trained
@@ -41,10 +40,9 @@ from ddp.train.arguments import Given
 from ddp.train.checkpoint import check_optimizer
 from ddp.train.early_stopping import EARLY
 from ddp.train.fit import train
-from ddp.train.initial_weights import check_fits, load_initial_weights
 from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.stopping import StopFlag
-from ddp.train.stored_checkpoint import checkpoints_of, load, resume_from
+from ddp.train.stored_checkpoint import check_fits, checkpoints_of, load, load_initial_weights, resume_from
 from ddp.train.tasks import ngram
 
 # ------------------------------------------------------------------------------------------- the three entry points

@@ -43,13 +43,12 @@ from typing import Any, NoReturn
 from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, first_line
 from ddp.process.files import json_object
-from ddp.process.garbage import leave_out, skip_at_exit
 from ddp.process.invocation import program, setting_for, shown, train_command
+from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import keep_writing
 from ddp.run.launch import sweep
 from ddp.run.launch.engine import run_workers
-from ddp.run.launch.failures import describe_failures
-from ddp.run.launch.report import USER_ERRORS, Report
+from ddp.run.launch.report import USER_ERRORS, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.settings.address import is_address
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp.comm.meeting.secret import private_folder
-from ddp.process import allocator
 from ddp.process.memory import available_cores
-from ddp.run.launch.failures import Failure
+from ddp.process.memory import variables as memory_variables
 from ddp.run.launch.function_call import temporary_folder
+from ddp.run.launch.report import Failure
 from ddp.train.stopping import stop_signals
 
 CUBLAS_WORKSPACE = ":4096:8"  # deterministic=true needs it on a GPU, before the first matrix product
@@ -114,7 +114,7 @@ def _environment(threads: int, on_loopback: Mapping[str, str]) -> list[str]:
     }
     if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))
-    return [f"{name}={value}" for name, value in (variables | allocator.variables()).items()]
+    return [f"{name}={value}" for name, value in (variables | memory_variables()).items()]
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from ddp.errors import ConfigError, WorkersFailed
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.run.launch.engine import run_workers
-from ddp.run.launch.failures import Failure, describe_failures
 from ddp.run.launch.function_call import CALL, check_call, folder_for_call, result_file
+from ddp.run.launch.report import Failure, describe_failures
 from ddp.run.settings.checks import most_workers
 from ddp.units import counted
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ddp.errors import (
     CheckpointError,
@@ -100,3 +103,76 @@ def _is_consequence(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+# --- The worker that failed first ------------------------------------------------------------------------------------
+#
+# Finds the worker that failed first; prints one line for each of the others, and then the root cause's block.
+#
+#     rank 0 stopped because rank 1 failed
+#     rank 1 on host h failed at step 7:
+#     Traceback …
+#
+# Once one worker has failed, torchrun's engine ends its neighbours. So nearly every rank of a failed run has failed,
+# and the first traceback on the screen is seldom the one that matters.
+
+
+SOON_S = 10.0  # less than what the engine grants from SIGTERM to SIGKILL
+
+
+class Failure(NamedTuple):
+    """Says how one worker ended: negative statuses are signals; seconds since 1970, as the engine rounds them down."""
+
+    status: int
+    time_s: float
+
+
+def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
+    """Returns a line for each rank that failed as a consequence, and last the block of the one that failed first.
+
+    Args:
+        failures: by rank, in the order of discovery; not empty.
+        logs: the folder of the workers' reports and logs.
+    """
+    reports = {rank: report for rank in failures if (report := Report.read(logs, rank=rank)) is not None}
+    root = _root_cause(failures, reports)
+    lines = [_aside(rank, reports.get(rank), root, reports.get(root)) for rank in sorted(failures) if rank != root]
+    block = reports[root].block() if root in reports else _death(root, failures[root].status, logs)
+    return "\n".join([*lines, block])
+
+
+def _aside(rank: int, report: Report | None, root: int, root_report: Report | None) -> str:
+    """Returns the line for a rank that is not the root cause."""
+    if report is not None and not report.is_secondary:
+        return f"rank {rank} failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
+    if root_report is None or not root_report.is_secondary:
+        return f"rank {rank} stopped because rank {root} failed"
+    return f"rank {rank} {'was ended by the launcher' if report is None else 'stopped for the same reason'}"
+
+
+def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
+    """Returns the rank that failed first.
+
+    Note "who killed whom". Once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
+    So a death by a signal other than SIGTERM is a cause only if it was seen soon after the first failure.
+    """
+    first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
+    for rank, (status, time_s) in failures.items():
+        if status < 0 and status != -signal.SIGTERM and rank not in reports and time_s < first_s + SOON_S:
+            return rank
+    own = [report for report in reports.values() if not report.is_secondary]
+    if own:
+        return min(own, key=lambda report: report.time_s).rank
+    return next(iter(failures))
+
+
+def _death(rank: int, status: int, logs: Path) -> str:
+    """Returns the block of a worker that could not report: its signal or status, and the end of its log."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        how = f"was killed by {name}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
+    else:
+        how = f"exited with status {status} and left no report"
+    path = logs / f"rank-{rank}.log"
+    tail = path.read_text(errors="replace").splitlines()[-15:] if path.is_file() else []
+    return "\n".join([f"rank {rank} {how}", *([f"the end of {path}:", *tail] if tail else [])])

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from ddp.comm.meeting.place import Place, place
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.process.garbage import collect_later
+from ddp.process.memory import collect_later
 from ddp.process.terminal import keep_writing, tolerant
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, print_error
 from ddp.run.launch.engine import CUBLAS_WORKSPACE

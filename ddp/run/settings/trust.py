@@ -20,8 +20,8 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from ddp.errors import ConfigError
+from ddp.process.files import why_in_other_hands
 from ddp.process.log import log
-from ddp.process.owners import why_in_other_hands
 
 
 def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: bool) -> None:

@@ -19,10 +19,9 @@ from file_systems import EveryFifthFails, Hangs, Odd
 
 from ddp.data.files import remote
 from ddp.data.files.listing import listed
-from ddp.data.files.local_copies import local_copy
 from ddp.data.files.readers import Facts, ReadFailed
 from ddp.data.files.remote import RemoteReader, Retries, patiently, remote_facts
-from ddp.data.files.storage import DIRECT, Storage
+from ddp.data.files.storage import DIRECT, Storage, local_copy
 from ddp.errors import ConfigError
 
 AT_ONCE = Retries(first_pause_s=0.0)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from ddp.errors import CollectiveMismatch, ReplicaMismatch, UnusedParameters
+from ddp.replica.broadcast import verify_replicas
 from ddp.replica.drop_in.arguments import moved
-from ddp.replica.verify import verify_replicas
 
 
 def small_cnn() -> nn.Module:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch, UnusedParameters
 from ddp.gradients.totals import Totals
-from ddp.replica.verify import verify_replicas
+from ddp.replica.broadcast import verify_replicas
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}  # a bucket for every parameter
 

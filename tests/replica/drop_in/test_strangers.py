@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 import ddp
 import ddp.replica.naive
 from ddp.errors import ConfigError
+from ddp.replica.broadcast import verify_replicas
 from ddp.replica.drop_in.usage import StaticGraph
-from ddp.replica.verify import verify_replicas
 
 Class = Callable[..., Any]
 THEIRS = nn.parallel.DistributedDataParallel

@@ -27,9 +27,8 @@ from ranks import without_gloo
 import ddp
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.run.launch.command_line import _options_first, _quoted_paths, translated
-from ddp.run.launch.failures import Failure, describe_failures
 from ddp.run.launch.from_python import launch
-from ddp.run.launch.report import Report
+from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.config import Config

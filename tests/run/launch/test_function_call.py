@@ -19,9 +19,9 @@ import torch
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.run.launch.failures import Failure
 from ddp.run.launch.from_python import _left_by
 from ddp.run.launch.function_call import CALL, folder_for_call, write_result
+from ddp.run.launch.report import Failure
 from ddp.train.state import TrainState
 
 LOCK = threading.Lock()
