@@ -18,7 +18,6 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-from data.orders import test_sampler
 from mutants import Mutant, mutants, mutated
 
 from ddp.__main__ import main
@@ -30,6 +29,9 @@ from recipes.tutorial.tools import holes as tool
 from recipes.tutorial.tools.holes import LIBRARY, SOURCES, cut, holes, name_of
 from recipes.tutorial.tools.mistake import Mistake
 from recipes.tutorial.tools.own_schedule import open_exercise
+
+sys.path.append(str(Path(__file__).parents[1] / "data" / "orders"))
+import test_sampler
 
 # The same checks, with fewer ranks: most mistakes show with two. (Tests judge 08.)
 QUICK: dict[str, Callable[[ModuleType], Iterator[str]]] = {
