@@ -157,6 +157,7 @@ def test_what_the_page_names_exists() -> None:
     for home, name in re.findall(r"\b(ddp|comm|model)\.(\w+)", here):
         assert hasattr(homes[home], name) or f"self.{name}" in inspect.getsource(homes[home]), f"{home}.{name}"
     functions = (ddp.fit, ddp.init, ddp.launch, ddp.DistributedDataParallel)
-    keywords = {name for function in functions for name in inspect.signature(function).parameters}
+    policies = (ddp.Averaging, ddp.Batches, ddp.Evaluation, ddp.Folder, ddp.Reading)
+    keywords = {name for function in (*functions, *policies) for name in inspect.signature(function).parameters}
     assert set(re.findall(r"[`(](\w+)=", here)) <= keywords
     assert all(f"{key}=" in settings for key in re.findall(r"`(batch\.\w+)`", here))

@@ -45,7 +45,7 @@ JOB = [f"max_steps={NUM_STEPS}", "batch.global_size=50", "cluster.threads_per_wo
 JOB = [*JOB, "checkpoint.every_steps=4"]
 LONG_JOB = ["run.name=mine", *JOB, "max_steps=1500", "epochs=null"]  # it has an end, should nothing happen to it
 
-LIMIT_S = 60.0  # of any one command
+LIMIT_S = 240.0  # of any one command, on a busy machine
 
 # ------------------------------------------------------------------------------------------------------ to run it all
 

@@ -19,6 +19,7 @@ import ddp
 from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError
+from ddp.replica.sharded import ShardedDataParallel
 
 NUM_STEPS, CHANGED_AFTER = 8, 4
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
@@ -373,7 +374,7 @@ def unfrozen(folder: Path, steps: int, callback: Unfreezes, *, module: nn.Sequen
     module[0].requires_grad_(False)
     optimizer = Adam(module[2].parameters(), lr=0.02)
     state = ddp.fit(
-        ddp.BucketedDataParallel(module, comm=alone()),
+        (ShardedDataParallel if how.pop("sharded", False) else ddp.BucketedDataParallel)(module, comm=alone()),
         (X, CLASSES),
         optimizer,
         **grouped(

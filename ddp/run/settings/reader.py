@@ -28,7 +28,8 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a combination that cannot work.
     """
-    config: Config = _read(Config, translated(plain), key="")
+    current = translated(plain) if isinstance(plain, Mapping) else plain  # a damaged file may hold anything
+    config: Config = _read(Config, current, key="")
     validate(config)
     return config
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import ddp
 from ddp.comm.communicator import Communicator
 from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.loading.loader import TrainLoader
@@ -17,7 +18,7 @@ from ddp.data.loading.own_generators import Generators
 from ddp.data.loading.source import UNKEYED, fingerprint, source_of
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import Transformed
-from ddp.train.arguments import refuse_disagreement
+from ddp.train.arguments import Given, inputs_of, refuse_disagreement
 
 GLOBAL = np.random.default_rng(5)
 
@@ -171,7 +172,11 @@ def test_a_generator_that_is_not_found_is_noticed(caplog: pytest.LogCaptureFixtu
     assert fingerprint(source_of(Hidden(), what="data")) == UNKEYED
     alone = Communicator(SimulatedNetwork(1).transport(0))
     for num_workers in (0, 2):  # of which two draw the same, also on one rank
-        refuse_disagreement(alone, {}, source_of(Hidden(), what="data", num_workers=num_workers), {})
+        model = torch.nn.Linear(1, 1)
+        optimizer, reading = torch.optim.SGD(model.parameters(), lr=0.1), ddp.Reading(num_workers=num_workers)
+        how = {"loss": torch.nn.functional.mse_loss, "global_batch": 1, "epochs": 1, "reading": reading}
+        given = Given(model=model, data=Hidden(), optimizer=optimizer, **how)
+        refuse_disagreement(alone, given, inputs_of(given, alone), {})
         assert ("draw from a generator that was not found" in caplog.text) == bool(num_workers)
     for draw in DRAWS.values():
         first, again = (fingerprint(source_of(Holds(draw()), what="data")) for _ in range(2))
