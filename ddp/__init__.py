@@ -31,7 +31,7 @@ The words of this package, one meaning each:
                         samples that one shard of every step is taken from
     canonical           added up along the one binary tree over the ranks that splits at the largest power of two
     algorithm           ring, tree, butterfly, …: what makes a schedule
-    way                 how an all-reduce can run here: an algorithm over the transport, shared memory, or both
+    route               how an all-reduce can run here: an algorithm over the transport, shared memory, or both
     cost                what the model predicts that a collective takes
     calibrate           measure what the cost model needs
     replica             one rank's copy of the model
