@@ -46,7 +46,7 @@ MUTANTS = {
         "replica.replica.Replica.take_back", "self.compression.take_back()", "pass", HOOKED, "veto"
     ),
     "a hook writes over what it had": Mutant(
-        "gradients.hooks.memory.Memory.buffer_for",
+        "gradients.hooks.hook.Memory.buffer_for",
         "spare = self._spare.pop(name, None)",
         "spare = self.committed.get(name)",
         HOOKED,
