@@ -1,4 +1,4 @@
-"""W workers equal one process on the whole global batch, after every one of 200 steps; replicas are bitwise equal."""
+"""W workers equal one process on the whole global batch, after every one of 100 steps; replicas are bitwise equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.classification import Classification
 from ddp.train.tasks.language_model import LanguageModel
 
-NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 200, 10, 3, 1.0
+NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 100, 10, 3, 1.0
 NUM_SPARSE_STEPS, SPARSE_CLIP = 12, 0.2  # two epochs' ends, where one of four ranks has no sample
 LEARNING_RATE = 0.02  # training amplifies rounding errors: at 0.05 plain torch, micro-batched, drifts by 1e-4 itself
 
