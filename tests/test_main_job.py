@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import PContext
 import ddp
 from ddp.models.cnn import CNN
 from ddp.run.build import stages as build
-from ddp.run.launch import report as failures
+from ddp.run.launch import report
 from ddp.run.launch.command_line import main
 from ddp.run.settings.reader import from_plain
 
@@ -460,7 +460,7 @@ def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypa
     # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default. A
     # death by SIGKILL that comes sooner counts as a cause.
     monkeypatch.setattr(PContext.close, "__defaults__", (None, 3))
-    monkeypatch.setattr(failures, "SOON_S", 1.0)
+    monkeypatch.setattr(report, "SOON_S", 1.0)
 
     def stop_one_worker() -> None:
         wait_for_step(5, run_dir, command)

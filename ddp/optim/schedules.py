@@ -21,7 +21,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -188,9 +188,6 @@ def scaled_rate(base_rate: float, *, global_batch: int, base_batch: int, rule: S
 # torch's schedulers count how often `step()` was called, and hold state. Whether a call means a step or an epoch is
 # known to the user alone: StepLR(30) is meant in epochs, OneCycleLR in steps. So it must be said. ReduceLROnPlateau
 # reads a metric, so it is stepped after evaluations.
-
-
-Moment = Literal["step", "epoch", "evaluation"]
 
 
 class TorchSchedule:

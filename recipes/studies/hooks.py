@@ -17,7 +17,7 @@
 All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
-    foretold        bytes that this package says leave a host, and what it says of a step (`hooks/traffic.py`),
+    predicted        bytes that this package says leave a host, and what it says of a step (`hooks/traffic.py`),
                     given what forward, backward and update take without the waiting
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 """
@@ -105,7 +105,7 @@ class HookCell(Cell):
         ratio: median over turns of plain's step ÷ this one's.
         link_bytes: what has left the busiest host in a step; None where its interface also carries other things.
         encoding_s: processor time of a rank; None where collectives do the encoding.
-        foretold_bytes, foretold_s: what was to be expected of the bytes and of the step; None for torch's.
+        predicted_bytes, predicted_s: what was to be expected of the bytes and of the step; None for torch's.
     """
 
     legend: ClassVar[Mapping[str, str]] = {
@@ -113,9 +113,9 @@ class HookCell(Cell):
         "method": "how gradients travel (--help lists the methods)",
         "step": STEP,
         "plain ÷ step": "median over turns; how many times as fast a step is",
-        "foretold": "a step by the cost model, from the measured links and what a step takes without waiting",
+        "predicted": "a step by the cost model, from the measured links and what a step takes without waiting",
         "on the link": "MB that leave the busiest host in a step, counted by its network interface",
-        "foretold MB": "MB that were to leave it, headers not included",
+        "predicted MB": "MB that were to leave it, headers not included",
         "encoding": "ms of processor time of a rank in a step, for encoding and decoding outside of collectives",
     }
     model: str
@@ -123,8 +123,8 @@ class HookCell(Cell):
     ratio: float | None
     link_bytes: float | None
     encoding_s: float | None
-    foretold_bytes: float | None = None
-    foretold_s: float | None = None
+    predicted_bytes: float | None = None
+    predicted_s: float | None = None
 
     def columns(self) -> dict[str, str]:
         return {
@@ -132,9 +132,9 @@ class HookCell(Cell):
             "method": self.name,
             "step": written(three_digits, statistics.median(self.step_s), 1e3),
             "plain ÷ step": written(three_digits, self.ratio),
-            "foretold": written(three_digits, self.foretold_s, 1e3),
+            "predicted": written(three_digits, self.predicted_s, 1e3),
             "on the link": written(three_digits, self.link_bytes, 1e-6),
-            "foretold MB": written(three_digits, self.foretold_bytes, 1e-6),
+            "predicted MB": written(three_digits, self.predicted_bytes, 1e-6),
             "encoding": written(three_digits, self.encoding_s, 1e3),
         }
 
@@ -171,9 +171,9 @@ class TimeHooks:
         turns = {name: partial(method.turn_s, comm) for name, method in methods.items()}
         turns_s = take_turns(turns, self.num_turns)
         plain_s = turns_s.get("plain")
-        foretold = {name: method.foretold(comm, **OURS[name]) for name, method in methods.items() if name in OURS}
+        predicted = {name: method.predicted(comm, **OURS[name]) for name, method in methods.items() if name in OURS}
         compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
-        steps_s = {name: slowest([traffic.step_s(compute_s) + update_s])[0] for name, traffic in foretold.items()}
+        steps_s = {name: slowest([traffic.step_s(compute_s) + update_s])[0] for name, traffic in predicted.items()}
         return [
             HookCell(
                 place=self.place.title(comm.world_size, len(comm.hosts)),
@@ -183,8 +183,8 @@ class TimeHooks:
                 ratio=None if plain_s is None else statistics.median(map(float.__truediv__, plain_s, turns_s[name])),
                 link_bytes=method.link_bytes() if self.place.bed is not None else None,
                 encoding_s=method.encoding_s(),
-                foretold_bytes=foretold[name].link_bytes if name in foretold else None,
-                foretold_s=steps_s.get(name),
+                predicted_bytes=predicted[name].link_bytes if name in predicted else None,
+                predicted_s=steps_s.get(name),
             )
             for name, method in methods.items()
         ]
@@ -227,7 +227,7 @@ class Method(Training):
         compute_s, update_s = slowest([statistics.median(self._busy_s) - update_s, update_s])
         return compute_s, update_s
 
-    def foretold(self, comm: Communicator, **how: Any) -> Traffic:
+    def predicted(self, comm: Communicator, **how: Any) -> Traffic:
         """Returns what such a step sends and costs. Collective."""
         assert isinstance(self.replica, DistributedDataParallel)
         return predicted(comm, [[slot.parameter for slot in bucket.slots] for bucket in self.replica.buckets], **how)

@@ -170,7 +170,7 @@ class LargeBatch(Study):
         for name in RIVALS:
             table.add_row(name, *(_cell(found.points.get((name, batch))) for batch in BATCHES))
         Console().print(table)
-        print(f"critical batch that the gradient noise scale foretold at batch {BATCHES[0]}: {critical_batch(found)}")
+        print(f"critical batch that the gradient noise scale predicted at batch {BATCHES[0]}: {critical_batch(found)}")
 
     def draw(self, results: Sequence[Result], figure: Figure) -> None:
         """Draws accuracy, and samples to the target, over the batch."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import ddp
 from ddp.errors import Diverged
 from ddp.gradients import ErrorFeedback, Sign
-from ddp.optim import precision as loss_scale
+from ddp.optim import precision
 from ddp.replica.broadcast import tensor_hash
 from ddp.replica.naive import NaiveDataParallel
 
@@ -92,29 +92,29 @@ def everything(folder: str) -> None:
     state, plain, _ = fitted("fp32", model=made(0.0))
     assert state.strategy.loss_scale is None
 
-    loss_scale.FIRST = loss_scale.LARGEST = 1 << 40
+    precision.FIRST = precision.LARGEST = 1 << 40
     assert near(fitted(model=made(0.0))[1], plain)
     repeated_exactly()
     state, vector, repeated = fitted()
     scale = state.strategy.loss_scale.value
-    assert 1 < scale < loss_scale.FIRST
+    assert 1 < scale < precision.FIRST
     assert (state.step, state.model.num_steps) == (7, 7)
-    loss_scale.FIRST = scale
+    precision.FIRST = scale
     assert fitted()[2] == repeated  # as if the scale had been right from the start: batches, noise, buffers, count
     assert fitted(strategy="sharded")[2] == repeated
     naive = fitted(model=NaiveDataParallel(made()))[1]
     assert near(naive, vector)
 
-    loss_scale.GROW_AFTER = 2  # grows, is too large, shrinks: with what a hook has kept, too
+    precision.GROW_AFTER = 2  # grows, is too large, shrinks: with what a hook has kept, too
     state, grown, _ = fitted()
     assert near(grown, vector)
-    loss_scale.FIRST = scale >> 5
+    precision.FIRST = scale >> 5
     state, hooked, _ = fitted(hook=ErrorFeedback(Sign()))
     assert state.strategy.loss_scale.value == scale >> 2
-    loss_scale.GROW_AFTER = 2000
+    precision.GROW_AFTER = 2000
     assert near(hooked, fitted(hook=ErrorFeedback(Sign()))[1])
 
-    loss_scale.GROW_AFTER = 3  # in two parts, the scale goes on where it was
+    precision.GROW_AFTER = 3  # in two parts, the scale goes on where it was
     how: dict[str, Any] = {"resume": "auto", "curves": False, "num_shards": 2}
     whole, _, bits = fitted(folder=f"{folder}/whole", **how)
     fitted(folder=f"{folder}/parts", **how, max_steps=4)
