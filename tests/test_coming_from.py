@@ -38,6 +38,11 @@ def side(block: str, sign: str) -> str:
 TORCH, HOROVOD, FIT, LOOP, DEEPSPEED, LIGHTNING = (side(block, "+") for block in WRITTEN)
 
 
+KEPT: list[dict[str, Any]] = []
+"""The programs' names. A Reducer of torch that outlives its group, and is freed, keeps the interpreter's lock while it
+waits for Gloo's thread, which may wait for that lock."""
+
+
 def run(folder: str, *programs: str) -> list[dict[str, Any]]:
     """Runs programs one after another in this rank, as torchrun would; returns what tests look at."""
     os.chdir(folder)
@@ -45,6 +50,7 @@ def run(folder: str, *programs: str) -> list[dict[str, Any]]:
     found = []
     for program in programs:
         names: dict[str, Any] = {"__name__": "__main__"}
+        KEPT.append(names)
         exec(compile(program, "train.py", "exec"), names)
         model = getattr(names["model"], "module", names["model"])
         state = names.get("state")
