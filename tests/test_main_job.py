@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
-from ddp.models.cnn import CNN
+from ddp.models.images import CNN
 from ddp.run.build import stages as build
 from ddp.run.launch import report
 from ddp.run.launch.command_line import main

@@ -28,10 +28,8 @@ from torch import Tensor, nn
 
 from ddp.bench.place import refuse_unknown, split
 from ddp.errors import ConfigError
-from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
-from ddp.models.mlp import MLP
-from ddp.models.resnet import resnet
+from ddp.models.images import CNN, MLP, resnet
 from ddp.process.arguments import Parser
 from ddp.run.build.own_model import own_model
 from ddp.run.settings.address import is_address, told

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
@@ -339,3 +339,13 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 def clip_factor(norm: float, clip_norm: float | None) -> float:
     """Returns the factor that brings gradients of this norm to a norm of at most `clip_norm`."""
     return 1.0 if clip_norm is None else 1.0 / max(1.0, norm / clip_norm)
+
+
+def clipped_step(optimizer: Optimizer, parameters: Iterable[Tensor], norm: Tensor, clip_norm: float | None) -> None:
+    """Clips gradients of this norm, and steps. LARS and LAMB multiply gradients on their way, and write to none."""
+    if isinstance(optimizer, Layerwise):
+        optimizer.step(gradient_factor=clip_factor(float(norm), clip_norm or optimizer.clip_norm))
+        return
+    if clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    optimizer.step()

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
 
+from ddp.gradients.bucket import Slot
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 NEVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
@@ -116,3 +118,36 @@ def _slots(kind: type) -> Iterable[str]:
     """Returns the names of the attributes that a class itself has added to its `__slots__`."""
     names = vars(kind).get("__slots__", ())
     return (names,) if isinstance(names, str) else names
+
+
+# --- Gradients of gradients ------------------------------------------------------------------------------------------
+#
+# Then `p.grad` is part of a graph, and must stay out of its bucket: an all-reduce in place would change what the graph
+# has saved. Its value becomes the mean over ranks; its derivative stays this rank's own,
+#
+#     mean gradient  ḡ = ¹⁄w Σ gᵣ(θ)          a loss f(ḡ), the same on every rank
+#     ∂f/∂θ = ¹⁄w Σ f′(ḡ) ∂gᵣ/∂θ              rank r computes f′(ḡ) ∂gᵣ/∂θ; the next backward's reduction averages them
+#
+# so a second backward, through the gradients, is watched like one through the outputs, and its result is right.
+
+
+class _WithValue(torch.autograd.Function):
+    """Puts another value in the same place of the graph."""
+
+    @staticmethod
+    def forward(_context: Any, _gradient: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def hand_out_differentiable(slots: Iterable[Slot], begin: Callable[[], bool], end: Callable[[], None]) -> None:
+    """Gives every gradient the mean's value, out of place, and watches backwards that go through them."""
+    for slot in slots:
+        gradient = slot.parameter.grad
+        if gradient is not None and slot.view is not None and gradient is not slot.view:
+            with torch.enable_grad():
+                slot.parameter.grad = _WithValue.apply(gradient, slot.view)  # type: ignore[no-untyped-call]
+            watch_backward(slot.parameter.grad, begin, end)

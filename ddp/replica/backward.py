@@ -30,7 +30,7 @@ and switching between the two would cost more than the overlap saves (MLP with 2
 once, and backward pauses meanwhile.
 
 Note "create_graph". After `loss.backward(create_graph=True)`, `p.grad` is part of a graph. It is copied to its bucket,
-and not moved, because an all-reduce in place would change what the graph has saved (`higher_order.py`).
+and not moved, because an all-reduce in place would change what the graph has saved (`autograd.py`).
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from ddp.comm.devices import device_of
 from ddp.comm.session import current
 from ddp.gradients.totals import Totals, count_of
 from ddp.replica.autograd import accumulates, uncompiled, watch_backward
-from ddp.replica.broadcast import broadcast_state
-from ddp.replica.buffers import BufferSync
+from ddp.replica.broadcast import BufferSync, broadcast_state
 from ddp.replica.parameters import check_trainable
 from ddp.replica.replica import Replica
 

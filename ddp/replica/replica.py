@@ -29,8 +29,7 @@ from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
 from ddp.replica.autograd import uncompiled
-from ddp.replica.broadcast import broadcast_state, verify_replicas
-from ddp.replica.buffers import BufferSync
+from ddp.replica.broadcast import BufferSync, broadcast_state, verify_replicas
 from ddp.setting import WireName
 
 PREFIX = "module."
@@ -70,7 +69,7 @@ class Replica(nn.Module, ABC):
             count.
         num_verified: number of times that a request to `verify_replicas(every=…)` found all replicas equal.
         require_backward_grad_sync: False inside `no_sync`.
-        require_forward_param_sync: the next forward synchronises buffers (`buffers.py`).
+        require_forward_param_sync: the next forward synchronises buffers (`broadcast.py`).
     """
 
     wire: WireName | None = None

@@ -18,8 +18,8 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.replica import Replica
+from ddp.replica.settlement import produces_sparse_gradient
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.replica.sparse import produces_sparse_gradient
 from ddp.setting import Precision
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded

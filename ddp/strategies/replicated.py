@@ -1,8 +1,8 @@
 """The replicated strategy: every rank holds all parameters and the optimizer's whole state, and makes the same step.
 
-    backward      the replica averages the gradients
-    agree         every rank measures the norm of the same mean gradient: no message
-    update        clip, optimizer; with precision="bf16_pure" on master weights, which are rounded (`optim/master.py`)
+backward      the replica averages the gradients
+agree         every rank measures the norm of the same mean gradient: no message
+update        clip, optimizer; with precision="bf16_pure" on master weights, which are rounded
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.errors import Diverged, UnusedParameters
-from ddp.optim.master import MasterWeights, narrowed
-from ddp.optim.precision import LossScale
-from ddp.optim.update import clipped_step, gradient_norm
+from ddp.optim.layerwise import clipped_step
+from ddp.optim.norms import gradient_norm
+from ddp.optim.precision import LossScale, MasterWeights, narrowed
 from ddp.process.log import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica

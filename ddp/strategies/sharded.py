@@ -27,12 +27,10 @@ from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARC, LARS
-from ddp.optim.layerwise import Layerwise, Measured, laid_out_like
+from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
 from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norms, wide
-from ddp.optim.update import clipped_step
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ShardedDataParallel
-from ddp.strategies.parameter_slices import ParameterSlices, Part, slice_of
+from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, slice_of
 from ddp.strategies.replicated import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)

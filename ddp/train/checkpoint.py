@@ -6,7 +6,7 @@
     schedule.pt    the state of torch's learning-rate scheduler, if there is one
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
-    hook.pt        what a hook has not sent yet, if there is one (`gradients/hooks/hook_state.py`)
+    hook.pt        what a hook has not sent yet, if there is one (`gradients/hooks/compression.py`)
     callbacks.pt   the states of callbacks, and loss.pt, of the loss (`kept.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
@@ -40,7 +40,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
-from ddp.gradients.hooks.hook_state import gathered, give_out
+from ddp.gradients.hooks.compression import gathered, give_out
 from ddp.optim.schedules import Rates
 from ddp.process.files import Hold
 from ddp.process.log import log

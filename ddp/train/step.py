@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts, Totals, count_of
+from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
-from ddp.optim.update import gradient_norm
 from ddp.process.clock import Stopwatch, now_s
 from ddp.setting import Precision
 from ddp.streams import dropout_stream

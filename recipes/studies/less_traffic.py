@@ -30,8 +30,8 @@ from torch import nn
 import ddp
 from ddp.data.sets import digits, standard_library
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
+from ddp.models.images import CNN
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
 from ddp.train.tasks.classification import Classification

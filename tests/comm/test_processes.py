@@ -27,7 +27,7 @@ from ddp.comm.transport import topology
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.call import Call
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
-from ddp.replica.buffers import BEFORE_FORWARD
+from ddp.replica.broadcast import BEFORE_FORWARD
 
 LENGTHS = (0, 1, 9, 40_000)
 

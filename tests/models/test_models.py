@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from ddp.data.sets import digits
 from ddp.errors import ConfigError
-from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT, generate, rotary_angles, rotate
-from ddp.models.mlp import MLP
-from ddp.models.resnet import resnet
+from ddp.models.images import CNN, MLP, resnet
 from ddp.train.tasks.classification import Classification
 
 Build = Callable[[], nn.Module]

@@ -31,7 +31,7 @@ from ddp.optim.lars import LARS
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import TorchSchedule
 from ddp.replica import sharded
-from ddp.strategies import parameter_slices
+from ddp.replica import sharded as parameter_slices
 from ddp.train.monitor import noise_scale
 from ddp.train.monitor.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.errors import ConfigError
-from ddp.models.cnn import CNN
+from ddp.models.images import CNN
 from ddp.optim import LAMB, LARC, LARS, layerwise, norms, parameter_groups
 from ddp.optim.lamb import PRESETS
 from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS

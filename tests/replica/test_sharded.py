@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 def small_blocks() -> None:
     from ddp.optim import layerwise
-    from ddp.strategies import parameter_slices
+    from ddp.replica import sharded as parameter_slices
 
     for module in (norms, layerwise, parameter_slices):
         assert module.BLOCK_NUMEL > 64  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import ddp
 from ddp.errors import Diverged
 from ddp.gradients import ErrorFeedback, Sign
-from ddp.optim import precision
+from ddp.optim import precision as precision
 from ddp.replica.broadcast import tensor_hash
 from ddp.replica.naive import NaiveDataParallel
 

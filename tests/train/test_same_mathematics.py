@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import ddp
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
-from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
-from ddp.models.mlp import MLP
+from ddp.models.images import CNN, MLP
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState

@@ -125,10 +125,9 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/groups.py: parameter_groups",
     ],
     "13_less_traffic": [
-        "gradients/hooks/error_feedback.py: enter",
+        "gradients/hooks/hook.py: commit, ErrorFeedback.enter",
         "gradients/hooks/sign.py: encode, add",
-        "gradients/hooks/hook.py: commit",
-        "gradients/hooks/top_k.py: reduce",
+        "gradients/hooks/sparsification.py: TopK.reduce",
     ],
     "14_every_sample_once": [
         "data/orders/lanes.py: Lanes.__init__, Lanes.samples",

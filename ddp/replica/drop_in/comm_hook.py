@@ -36,7 +36,7 @@ from ddp.errors import HookFailed, PeerLost
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.reducer import Reducer
 from ddp.process.clock import now_s
-from ddp.replica.buffers import BufferSync
+from ddp.replica.broadcast import BufferSync
 
 HookFunction = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 BufferHook = Callable[[Any, dict[str, Tensor]], Any]

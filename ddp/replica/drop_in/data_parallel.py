@@ -48,9 +48,8 @@ from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import accumulates, uncompiled, watch_backward, will_accumulate
 from ddp.replica.backward import State
-from ddp.replica.broadcast import broadcast_state, sending
+from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, sending
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.buffers import BufferSync, Mode
 from ddp.replica.drop_in.arguments import (
     check_devices,
     check_engine,
@@ -67,8 +66,7 @@ from ddp.replica.drop_in.torch_names import NAMES, TorchNames
 from ddp.replica.drop_in.usage import FoundInGraph, StaticGraph
 from ddp.replica.parameters import check_trainable, check_wire, managed
 from ddp.replica.replica import Inputs, Replica
-from ddp.replica.settlement import Usage
-from ddp.replica.sparse import produces_sparse_gradient
+from ddp.replica.settlement import Usage, produces_sparse_gradient
 from ddp.setting import WireName
 
 BUILTIN_HOOKS = {
@@ -101,7 +99,7 @@ class DistributedDataParallel(BucketedDataParallel):
         find_unused_parameters: parameters may go without a gradient.
         static_graph: every step uses the same parameters equally often; some may be used by none.
         forward_sync_buffers: False: as `buffers="none"`.
-        buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none" (`buffers.py`).
+        buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none".
         overlap: reduce in the background of backward; None: where that pays (`backward.py`, note "foreground").
         wire, hook: as in `ddp.BucketedDataParallel`.
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
@@ -415,7 +413,7 @@ class DistributedDataParallel(BucketedDataParallel):
     # --- looking at it -----------------------------------------------------------------------------------------------
 
     def logging_data(self) -> dict[str, Any]:
-        """Returns how long the last step's reductions took, bucket by bucket (`timeline.py`)."""
+        """Returns how long the last step's reductions took, bucket by bucket (`bucketed.py`)."""
         reducer = self._reducer
         return super().logging_data() | {"comm_hook": reducer.name if isinstance(reducer, CommHook) else None}
 

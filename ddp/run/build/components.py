@@ -25,10 +25,8 @@ from ddp.data.sets.image_sets import Augment, augmented
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
-from ddp.models.cnn import CNN
 from ddp.models.gpt import GPT
-from ddp.models.mlp import MLP
-from ddp.models.resnet import resnet
+from ddp.models.images import CNN, MLP, resnet
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica

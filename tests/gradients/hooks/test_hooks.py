@@ -18,9 +18,9 @@ from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hooks.compression import Compression, as_matrix, owners
-from ddp.gradients.hooks.error_feedback import corrected
+from ddp.gradients.hooks.hook import corrected
 from ddp.gradients.hooks.sign import MOST, block_of
-from ddp.gradients.hooks.top_k import largest
+from ddp.gradients.hooks.sparsification import largest
 
 SHAPES = [(40, 50), (100,), (3, 700), (1025, 2), (16, 8, 3, 3), (), (0, 4), (30, 34)]
 HOOKS: dict[str, Callable[[], Hook]] = {

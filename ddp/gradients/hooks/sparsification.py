@@ -1,24 +1,4 @@
-"""Top-k: the largest numbers of each tensor, with their positions.
-
-    outgoing       0.9  −0.2   0.1  −0.4        ratio 0.5: the two largest
-    what travels   0.9 at 0,  −0.4 at 3         8 bytes each
-    kept           0.0  −0.2   0.1   0.0        error feedback sends it later
-
-Which are the k largest is found exactly. A sample shows about how large they are; of the few numbers that reach that
-size, the k largest are selected.
-
-Every rank sends its numbers to all others, so the bytes grow with the number of hosts h: of a gradient's,
-2 ratio (h − 1) arrive on each host.
-
-Note "momentum correction". A number that waits for many steps misses the momentum that an optimizer would have given
-it. With `momentum` the hook keeps the velocity itself, on each rank, and sends that; the optimizer must have none.
-Where a number was sent, its velocity starts anew, so that it does not push in an old direction.
-
-Note "ratio warm-up". At first weights change fast, so the ratio falls from 1/4 to the final one, by the same factor in
-each of `warmup_steps` steps.
-
-Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887, sections 3.2 and 3.3 and algorithm 4.
-"""
+"""Sparsification: a few numbers of each tensor are sent, the largest ones (top-k) or random ones (random-k)."""
 
 from __future__ import annotations
 
@@ -31,6 +11,31 @@ from torch import Tensor
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Gathering, Hook, Memory, Parcel, aligned, is_number, is_whole, summing, wide
+from ddp.streams import stream_seed
+
+# --- Top-k -----------------------------------------------------------------------------------------------------------
+#
+# The largest numbers of each tensor, with their positions.
+#
+#     outgoing       0.9  −0.2   0.1  −0.4        ratio 0.5: the two largest
+#     what travels   0.9 at 0,  −0.4 at 3         8 bytes each
+#     kept           0.0  −0.2   0.1   0.0        error feedback sends it later
+#
+# Which are the k largest is found exactly. A sample shows about how large they are; of the few numbers that reach that
+# size, the k largest are selected.
+#
+# Every rank sends its numbers to all others, so the bytes grow with the number of hosts h: of a gradient's,
+# 2 ratio (h − 1) arrive on each host.
+#
+# Note "momentum correction". A number that waits for many steps misses the momentum that an optimizer would have given
+# it. With `momentum` the hook keeps the velocity itself, on each rank, and sends that; the optimizer must have none.
+# Where a number was sent, its velocity starts anew, so that it does not push in an old direction.
+#
+# Note "ratio warm-up". At first weights change fast, so the ratio falls from 1/4 to the final one, by the same factor
+# in each of `warmup_steps` steps.
+#
+# Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887, sections 3.2 and 3.3 and algorithm 4.
+
 
 FIRST_RATIO = 0.25
 NUM_SAMPLED = 1 << 16
@@ -137,3 +142,63 @@ def _views(encoded: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     """Returns the numbers and the positions in the bytes of a parcel."""
     middle = dtype.itemsize * count
     return encoded[:middle].view(dtype), encoded[middle : middle + INDEX_BYTES * count].view(torch.int32)
+
+
+# --- Random-k --------------------------------------------------------------------------------------------------------
+#
+#     step 1      0.9  ·  ·  │  ·  ·  0.3  │  …      ratio 1/3: one number of every three
+#     step 2       ·  0.1 ·  │ 0.5 ·   ·   │  …
+#
+# All ranks draw from the same keyed stream, so positions need not travel, and the numbers are added up by an ordinary
+# all-reduce: the bytes are `ratio` times those of the gradient, at any number of hosts. Each number has the same
+# chance. Without error feedback, what is sent is multiplied by the length of its run, so that the mean over many steps
+# is right.
+#
+# Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", arXiv 1809.07599, definition 2.2; here one number is
+# drawn from each run of neighbours, which costs k draws.
+
+
+class RandomK(Hook):
+    """Sends one number out of every 1 ÷ ratio.
+
+    Args:
+        ratio: share of the numbers that is sent, above 0 and up to 1; 1 ÷ ratio is rounded to a whole number.
+        seed: of the draws.
+        error_feedback: put `ErrorFeedback` around it.
+
+    Raises:
+        ConfigError: the ratio is out of range.
+    """
+
+    def __init__(self, ratio: float = 0.1, *, seed: int = 0, error_feedback: bool = True) -> None:
+        if not (is_number(ratio) and 0 < ratio <= 1):
+            raise ConfigError(f"RandomK(ratio={ratio!r}): must be above 0 and at most 1")
+        self.ratio, self.seed, self._stride, self.error_feedback = ratio, seed, round(1 / ratio), error_feedback
+
+    def __repr__(self) -> str:
+        return f"RandomK({self.ratio:g}, seed={self.seed})"
+
+    def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
+        drawn, weights = zip(*(self._draw(parcel, step) for parcel in parcels), strict=True)
+        bounds = aligned(map(len, drawn))
+        numbers = parcels[0].gradient.new_zeros(bounds[-1], dtype=wide(parcels[0].gradient.dtype))
+        for parcel, where, weight, start in zip(parcels, drawn, weights, bounds, strict=False):
+            first, last = torch.searchsorted(where, where.new_tensor([parcel.mine.start, parcel.mine.stop])).tolist()
+            here = where[first:last] - parcel.mine.start
+            numbers[start + first : start + last] = parcel.outgoing[here]
+            parcel.outgoing.index_fill_(0, here, 0.0)
+            if not self.is_corrected:
+                numbers[start : start + len(where)].mul_(weight)
+        comm.all_reduce(numbers)
+        for parcel, where, start in zip(parcels, drawn, bounds, strict=False):
+            parcel.gradient.zero_()
+            parcel.gradient[where] = numbers[start : start + len(where)].to(parcel.gradient.dtype)
+
+    def _draw(self, parcel: Parcel, step: int) -> tuple[Tensor, Tensor]:
+        """Returns the positions of this step, rising, and the number of those of which each was drawn."""
+        numel = parcel.gradient.numel()
+        generator = torch.Generator().manual_seed(stream_seed(self.seed, "random_k", step, parcel.name))
+        starts = torch.arange(0, numel, self._stride, device="cpu")
+        lengths = (numel - starts).clamp_(max=self._stride)
+        draws = torch.randint(1 << 40, lengths.shape, generator=generator, device="cpu")
+        return (starts + draws % lengths).to(parcel.gradient.device), lengths.to(parcel.gradient.device)
