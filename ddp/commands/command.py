@@ -11,8 +11,7 @@ from typing import Any
 
 from ddp.collectives.schedule import ScheduleError
 from ddp.errors import WorkersFailed
-from ddp.process.arguments import Parser, whole
-from ddp.process.invocation import program
+from ddp.process.arguments import Parser, program, whole
 from ddp.run.settings.checks import most_workers
 from ddp.units import parse_delay, parse_rate
 

@@ -11,8 +11,7 @@ from ddp.commands.command import parser_of, respond
 from ddp.commands.overlap import add_picture, write_picture
 from ddp.commands.schedules import add_schedule, chosen_schedule
 from ddp.pictures.schedule import svg
-from ddp.process.arguments import whole
-from ddp.process.invocation import program
+from ddp.process.arguments import program, whole
 
 MOST_RANKS_PICTURED = 32
 RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")

@@ -25,8 +25,7 @@ from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import source_of
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
-from ddp.process.arguments import Parser
-from ddp.process.invocation import program
+from ddp.process.arguments import Parser, program
 from ddp.run.build import components
 from ddp.run.build.load import Trained, load
 from ddp.run.launch.from_python import launch

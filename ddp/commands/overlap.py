@@ -23,8 +23,7 @@ def main(words: Sequence[str]) -> int:
 
 def answer(options: argparse.Namespace) -> str:
     """Returns the timeline, or what was drawn."""
-    from ddp.pictures.figure import svg_of
-    from ddp.pictures.timeline import TITLE, timeline_figure, timeline_text
+    from ddp.pictures.timeline import TITLE, svg_of, timeline_figure, timeline_text
     from ddp.run.launch.from_python import launch
 
     if options.svg is not None and not options.svg.absolute().parent.is_dir():

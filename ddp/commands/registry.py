@@ -10,8 +10,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from ddp.process.arguments import Parser
-from ddp.process.invocation import program
+from ddp.process.arguments import Parser, program
 
 COMMANDS = {
     "train": "trains a model on this host's workers; its --help lists all settings",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ddp.comm.meeting.place import is_rank
-from ddp.process.invocation import program
+from ddp.process.arguments import program
 from ddp.run.launch import command_line as launcher
 from ddp.run.launch import torchrun as under_torchrun
 

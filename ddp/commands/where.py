@@ -27,8 +27,7 @@ from ddp.data.orders.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in, with_share
 from ddp.errors import ConfigError
-from ddp.process.arguments import whole
-from ddp.process.invocation import program
+from ddp.process.arguments import program, whole
 from ddp.run.build.components import load_data
 from ddp.run.build.sampling import Noted, sampler_for
 from ddp.run.settings.address import no_own_code

@@ -19,8 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddp.errors import ConfigError
-from ddp.pictures.svg import FAINT, INK, PANEL, QUIET, color_of
+from ddp.pictures.schedule import FAINT, INK, PANEL, QUIET, color_of
 from ddp.units import binary_size, milliseconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+import io
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -217,3 +222,16 @@ def _lanes(buckets: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _names(parameters: Sequence[str]) -> str:
     return parameters[0] if len(parameters) == 1 else f"{parameters[0]} … {parameters[-1]}"
+
+
+# --- figures of matplotlib as SVG ------------------------------------------------------------------------------------
+
+
+def svg_of(figure: Figure, title: str) -> str:
+    """Returns a figure as SVG, whose words stay words; drawn again it has the same bytes."""
+    from matplotlib import rc_context
+
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(written, format="svg", metadata={"Title": title, "Date": None, "Creator": None})
+    return written.getvalue()

@@ -82,9 +82,7 @@ _ROWS = {
         "cluster.workers", launch="workers", instead=_PROCESSES
     ),
     ("gpus", "devices"): Meaning("cluster.workers", launch="workers", instead=_PROCESSES),
-    ("logging_steps", "log_every_n_steps"): Meaning(
-        "report.log_every", instead="say folder=ddp.Folder(log_every=…)"
-    ),
+    ("logging_steps", "log_every_n_steps"): Meaning("report.log_every", instead="say folder=ddp.Folder(log_every=…)"),
     ("verbose",): Meaning("report.progress", instead="say folder=ddp.Folder(progress=…)"),
     ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "folder"),
     ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", instead="say folder=ddp.Folder(path, resume=…)"),

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ddp.process.arguments import program, shown
 from ddp.process.files import json_object, whole_file, write_whole
-from ddp.process.invocation import program, shown
 from ddp.setting import Precision
 from ddp.train.callbacks import NoiseMeter, ThroughputMeter
 from ddp.train.data_checks import EpochCheck

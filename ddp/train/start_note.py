@@ -47,7 +47,9 @@ class StartNote(Callback):
         samples, sampler, given = _whole(self._source.samples), state.sampler, self._given
         sizes = getattr(samples, "file_sizes", None)
         settings = {
-            "seed": given.batches.seed, "epochs": given.epochs, "max_steps": given.max_steps,
+            "seed": given.batches.seed,
+            "epochs": given.epochs,
+            "max_steps": given.max_steps,
             "cluster": {"workers": state.comm.world_size},
             "batch": _batch(sampler.sizes.setting)
             | {"num_shards": sampler.num_shards, "micro_size": sampler.micro_size},

@@ -1,8 +1,8 @@
 """Feeds the loop from a stream: what the ranks must agree on, because nobody knows where a stream ends.
 
-    a pass begins      one message: has everyone a batch, and have all (or no two) ranks begun with the same samples?
-    each step          nothing: the totals count the ranks whose stream ends with it
-    a pass ends        one message: how many samples it had
+a pass begins      one message: has everyone a batch, and have all (or no two) ranks begun with the same samples?
+each step          nothing: the totals count the ranks whose stream ends with it
+a pass ends        one message: how many samples it had
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "gradients/hooks/sparsification.py: TopK.reduce",
     ],
     "14_every_sample_once": [
-        "data/orders/lanes.py: Lanes.__init__, Lanes.samples",
+        "data/orders/sharding.py: Lanes.__init__, Lanes.samples",
         "data/orders/sharding.py: _equal_lanes",
         "data/orders/order.py: Blocks.samples, _windows, Checksum.of",
     ],

@@ -31,8 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp.data.files.listing import Addresses, as_given, listed
-from ddp.data.files.readers import Facts, Reader
-from ddp.data.files.remote import is_remote
+from ddp.data.files.readers import Facts, Reader, is_remote
 from ddp.data.files.storage import DIRECT, Storage
 from ddp.errors import ConfigError
 from ddp.process.files import make_folder, to_read, whole_file, why_shared

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from ddp.data.files.file_index import Format, IndexedFile, index_files, mapped_again, open_index
 from ddp.data.files.listing import Addresses
-from ddp.data.files.readers import Reader, ReadFailed
-from ddp.data.files.remote import is_remote
+from ddp.data.files.readers import Reader, ReadFailed, is_remote
 from ddp.data.files.storage import DIRECT, Storage
 from ddp.errors import UnreadableSample
 

@@ -23,8 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp.data.files.readers import unopened
-from ddp.data.files.remote import file_system, is_remote, patiently
+from ddp.data.files.readers import file_system, is_remote, patiently, unopened
 from ddp.data.files.storage import Storage
 from ddp.errors import ConfigError
 

@@ -1,8 +1,8 @@
 """One way to read a file, wherever it lies, and a check that it is the version that is meant.
 
-    address                          without cache_dir         with cache_dir
-    /data/a.tar, file:///data/a.tar  LocalReader               LocalReader
-    s3://bucket/a.tar                RemoteReader: streamed    LocalReader of a copy, downloaded once per host
+address                          without cache_dir         with cache_dir
+/data/a.tar, file:///data/a.tar  LocalReader               LocalReader
+s3://bucket/a.tar                RemoteReader: streamed    LocalReader of a copy, downloaded once per host
 """
 
 from __future__ import annotations
@@ -16,8 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.data.files.readers import Facts, LocalReader, Reader, check_unchanged, local_facts
-from ddp.data.files.remote import BLOCK_BYTES, RemoteReader, Retries, is_remote, remote_facts, remote_range
+from ddp.data.files.readers import (
+    BLOCK_BYTES,
+    Facts,
+    LocalReader,
+    Reader,
+    RemoteReader,
+    Retries,
+    check_unchanged,
+    is_remote,
+    local_facts,
+    remote_facts,
+    remote_range,
+)
 from ddp.errors import ConfigError
 from ddp.process.files import make_folder, new_file, opened, to_read, why_shared
 

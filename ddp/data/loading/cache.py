@@ -202,4 +202,3 @@ def _dumped(sample: Any) -> bytes | None:
     except Exception:  # of the sample's class, or of torch, or RecursionError
         return None
     return stream.getvalue()
-

@@ -32,16 +32,15 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddp.data.loading.device_copies import DeviceCopies
 from ddp.data.loading.loader import CPU, NO_LIMITS
 from ddp.data.loading.loader_watch import Limits, LoaderWatch
-from ddp.data.loading.processes import appear_as, data_loader
-from ddp.data.loading.sending import packed
+from ddp.data.loading.processes import appear_as, data_loader, packed
+from ddp.data.loading.read_ahead import DeviceCopies
 from ddp.data.loading.source import digest_of
 from ddp.data.orders.order import Checksum, Fixed, Order
 from ddp.data.orders.sampler import StepPlan, TrainSampler
-from ddp.data.orders.sampler_state import SamplerState
 from ddp.data.orders.sharding import OwnSharding
+from ddp.data.orders.steps import SamplerState
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.streams import preserved, seed_generators, stream_seed

@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
-from ddp.data.loading.device_copies import DeviceCopies
 from ddp.data.loading.fetching import UNREADABLE, Fetched, KeyedBatches, Request
 from ddp.data.loading.loader_watch import Limits, LoaderWatch
 from ddp.data.loading.processes import data_loader
-from ddp.data.loading.read_ahead import ReadAhead
+from ddp.data.loading.read_ahead import DeviceCopies, ReadAhead
 from ddp.data.orders.order import Checksum
 from ddp.data.orders.sampler import EvaluationSampler, StepPlan, TrainSampler
 from ddp.data.samples import Collate
@@ -53,7 +52,7 @@ class TrainLoader:
         sampler: says which samples, in which order and parts; the caller commits its plans.
         collate: makes a batch of samples; None for torch's `default_collate`.
         num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
-        device: where batches are needed. To a GPU they are copied ahead (`device_copies.py`); else this process's.
+        device: where batches are needed. To a GPU they are copied ahead (`read_ahead.py`); else this process's.
         max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
         known_unreadable: samples that a run has left out before it was resumed. They do not count again.
         processes: the user's worker_init_fn, multiprocessing_context and prefetch_factor, as far as given.

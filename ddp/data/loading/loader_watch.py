@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
-from ddp.data.loading.sending import in_words, is_about_memory, received
+from ddp.data.loading.processes import in_words, is_about_memory, received
 from ddp.errors import ConfigError, LoaderLost
 from ddp.process.clock import Patience
 from ddp.process.log import log
@@ -59,7 +59,7 @@ class LoaderWatch:
     """Passes on the batches of a DataLoader, and watches its processes, if it has any.
 
     Args:
-        loader: its processes send their batches packed (`sending.py`).
+        loader: its processes send their batches packed (`processes.py`).
 
     Attributes:
         asked: the samples of each batch that was asked for and has not come; whoever asks appends to it. It stays

@@ -1,8 +1,8 @@
 """A user's data in any of the usual forms: a data set, tensors, or a DataLoader, which is taken apart.
 
-    Dataset, list, …        anything with a length and samples by index                        as it is
-    (inputs, targets)       a tuple of tensors or arrays of one length                         TensorSet
-    DataLoader              its parts: `torch_loader.py` says what becomes of each
+Dataset, list, …        anything with a length and samples by index                        as it is
+(inputs, targets)       a tuple of tensors or arrays of one length                         TensorSet
+DataLoader              its parts: `torch_loader.py` says what becomes of each
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp.data.loading.own_generators import Generators
+from ddp.data.loading.fetching import Generators
 from ddp.data.loading.torch_loader import taken_apart
 from ddp.data.orders.order import Order
 from ddp.data.samples import Collate, Samples, Splits, TensorSet

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp.data.orders.order import Order
 from ddp.data.orders.sharding import OwnSharding
-from ddp.data.orders.skips import checked_range
+from ddp.data.orders.steps import checked_range
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.setting import Uneven, check_values, setting

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from ddp.data.orders.sampler_state import SamplerState, read_state, replicas
+from ddp.data.orders.steps import SamplerState, read_state, replicas
 from ddp.errors import ConfigError
 
 _BLOCK = 4096  # indices that become Python integers at a time

@@ -37,10 +37,18 @@ from torch.utils.data import Sampler
 
 from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_of
 from ddp.data.orders.permutation import Indices, indices
-from ddp.data.orders.sampler_state import SamplerState, read_state, replicas
 from ddp.data.orders.sharding import OwnSharding, shard_order
-from ddp.data.orders.skips import Skipped, Skips, checked_range
-from ddp.data.orders.steps import BatchSizes, BatchWarmup, Steps
+from ddp.data.orders.steps import (
+    BatchSizes,
+    BatchWarmup,
+    SamplerState,
+    Skipped,
+    Skips,
+    Steps,
+    checked_range,
+    read_state,
+    replicas,
+)
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from ddp.units import counted

@@ -9,8 +9,12 @@ position counts, a loader may plan ahead, and a resumed run goes on exactly.
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from ddp.errors import ConfigError
 
@@ -171,3 +175,149 @@ class BatchSizes(Steps):
         left, size = self.length - position % self.length, self.batch.size_at(position)
         samples = left if position >= self.batch.num_samples else min(left, size)
         return math.ceil(samples / size), samples, size
+
+
+# --- Steps that are left out -----------------------------------------------------------------------------------------
+#
+#     steps        1  2  3  4  5 …       skip_steps=(3, 4)
+#     positions    0  8 16 ──→ 32 …      a range of steps is a range of positions, and all other steps stay as they are
+#
+# The settings name one range, which lies ahead of where a run begins or goes on. Those of earlier starts lie behind it.
+
+
+class Skipped(NamedTuple):
+    """A range of steps that is left out, as steps and as positions of the run."""
+
+    first: int  # steps, counted from 1
+    last: int
+    start: int  # positions
+    stop: int
+
+
+class Skips(NamedTuple):
+    """The steps of a run without those that are left out.
+
+    Attributes:
+        sizes: of all steps.
+        ranges: in rising order; at most the last one lies ahead.
+    """
+
+    sizes: Steps
+    ranges: Sequence[Skipped]
+
+    def with_range(self, steps: tuple[int, int], *, num_steps: int, position: int) -> Skips:
+        """Returns these and another range, unless it is one of these.
+
+        Args:
+            num_steps, position: steps that the run has made, and where it goes on.
+
+        Raises:
+            ConfigError: the range has begun already.
+        """
+        if steps in [each[:2] for each in self.ranges]:
+            return self
+        first, last = steps
+        if first <= num_steps:
+            raise ConfigError(
+                f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, so that it is too late for "
+                f"step {first}; name later steps, or go back to a checkpoint before them"
+            )
+        start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
+        return self._replace(ranges=[*self.ranges, Skipped(first, last, start, stop)])
+
+    def before(self, position: int) -> list[Skipped]:
+        """Returns the ranges that end at a position or before it."""
+        return [each for each in self.ranges if each.stop <= position]
+
+    def past(self, position: int) -> int:
+        """Returns where the next step begins."""
+        for each in self.ranges:
+            position = each.stop if each.start <= position < each.stop else position
+        return position
+
+    def within(self, begin: int, end: int) -> Iterator[range]:
+        """Yields the positions that are left out, range by range."""
+        for each in self.ranges:
+            yield range(max(begin, each.start), min(end, each.stop))
+
+    def num_steps(self, begin: int, end: int) -> int:
+        """Returns the number of steps that lead from one position to another, or just beyond it."""
+        left_out = [each for each in self.ranges if begin <= each.start and each.stop < end]
+        return self.sizes.num_steps(begin, end) - sum(self.sizes.num_steps(each.start, each.stop) for each in left_out)
+
+    def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
+        """Returns the steps that are left after `begin` samples, and the position after them; as `Steps.end`."""
+        left, end = self.sizes.end(begin, epochs=epochs, num_steps=num_steps)
+        ahead = self.ranges[-1] if self.ranges else Skipped(0, 0, 0, 0)
+        before = self.sizes.num_steps(begin, ahead.start)
+        if begin >= ahead.stop or left <= before:
+            return left, end
+        rest = None if num_steps is None else num_steps - before
+        left, end = self.sizes.end(ahead.stop, epochs=epochs, num_steps=rest)
+        return before + left, end
+
+
+def checked_range(steps: Any) -> tuple[int, int]:
+    """Returns the first and the last of a range of steps.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        first, last = (operator.index(step) for step in steps)
+        is_range = 1 <= first <= last
+    except (TypeError, ValueError):
+        is_range = False
+    if not is_range:
+        raise ConfigError(f"skip_steps={steps!r}: takes the first and the last step, counted from 1, as (4700, 4710)")
+    return first, last
+
+
+# --- Where a run is in its data, and whose share is meant by a rank --------------------------------------------------
+
+
+class SamplerState(NamedTuple):
+    """The position of a run in its data."""
+
+    seed: int
+    epoch: int
+    consumed: int  # samples of this epoch that all ranks together have trained on
+
+
+def replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Returns number of ranks and rank, from `torch.distributed` where they are None.
+
+    Raises:
+        ConfigError: `rank` outside [0, num_replicas), or no default for them.
+    """
+    if num_replicas is None or rank is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"num_replicas={num_replicas} and rank={rank} have no default, as torch.distributed is not "
+                "initialised: call ddp.init() first, or pass both"
+            )
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        rank = dist.get_rank() if rank is None else rank
+    if num_replicas < 1:
+        raise ConfigError(f"the number of workers must be at least 1, got {num_replicas}")
+    if not 0 <= rank < num_replicas:
+        raise ConfigError(f"invalid rank {rank}: with {num_replicas} workers it must lie in [0, {num_replicas - 1}]")
+    return num_replicas, rank
+
+
+def read_state(state: Mapping[str, Any], *, length: int) -> SamplerState:
+    """Returns the position that a sampler saved, or the next epoch's beginning if that epoch was over.
+
+    Raises:
+        ConfigError: a field is missing, or the position lies outside this data set.
+    """
+    missing = [name for name in SamplerState._fields if name not in state]
+    if missing:
+        raise ConfigError(f"a sampler's state needs {', '.join(SamplerState._fields)}; missing: {', '.join(missing)}")
+    loaded = SamplerState(*(int(state[name]) for name in SamplerState._fields))
+    if loaded.epoch < 0 or not 0 <= loaded.consumed <= length:
+        raise ConfigError(
+            f"{loaded} is no position in a data set of {length} samples: "
+            "it was saved with another data set; give that one, or start without the sampler's state"
+        )
+    return loaded if loaded.consumed < length else SamplerState(loaded.seed, loaded.epoch + 1, 0)

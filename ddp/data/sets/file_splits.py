@@ -20,18 +20,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ddp.data.files.decoders import ImageAndClass
 from ddp.data.files.file_index import Format
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.lines import Csv, JsonLines
 from ddp.data.files.listing import identity_of
 from ddp.data.files.storage import Storage
-from ddp.data.files.tar_files import TarSamples
+from ddp.data.files.tar_files import ImageAndClass, TarSamples
 from ddp.data.samples import OnInput, Splits, Transformed
 from ddp.data.sets.image_sets import Augment, folder_transforms
 from ddp.data.sets.standard_library import Windows
-from ddp.data.sets.text import Tokenizer
-from ddp.data.sets.tokens import TokenSet
+from ddp.data.sets.tokens import Tokenizer, TokenSet
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.vision import torchvision
 

@@ -1,9 +1,9 @@
 """A run: checked before any worker starts, made by every worker, and completed afterwards.
 
-    check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
-                             the checkpoint to be resumed; so one process says once what is wrong
-    run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
-    finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
+check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
+                         the checkpoint to be resumed; so one process says once what is wrong
+run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddp.data.samples import Splits, WholeBatches
 from ddp.data.sets import standard_library
 from ddp.errors import ConfigError
 from ddp.models.gpt import GPT, generate
-from ddp.process.invocation import setting_for, train_command, typed_settings
+from ddp.process.arguments import setting_for, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.run.build import components
 from ddp.run.build import optimizer as optimization

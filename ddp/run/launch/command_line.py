@@ -42,8 +42,8 @@ from typing import Any, NoReturn
 
 from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, first_line
+from ddp.process.arguments import program, setting_for, shown, train_command
 from ddp.process.files import json_object
-from ddp.process.invocation import program, setting_for, shown, train_command
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import keep_writing
 from ddp.run.launch import sweep

@@ -23,8 +23,8 @@ from ddp.errors import (
     ReplicaMismatch,
     UnusedParameters,
 )
+from ddp.process.arguments import shown
 from ddp.process.files import make_folder, read_own, write_whole
-from ddp.process.invocation import shown
 from ddp.process.stack import users_frame
 
 USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters)

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from ddp.errors import ConfigError
+from ddp.process.arguments import setting_for
 from ddp.process.files import (
     flush_folder,
     hold,
@@ -33,7 +34,6 @@ from ddp.process.files import (
     to_read,
     write_whole,
 )
-from ddp.process.invocation import setting_for
 from ddp.process.log import log
 from ddp.run.settings.address import own_parts
 from ddp.run.settings.checks import resolve

@@ -19,8 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp.process.arguments import shown
 from ddp.process.files import json_object, write_whole
-from ddp.process.invocation import shown
 
 MOST_LETTERS = 120
 """A longer name of a folder is cut; file systems take 255 bytes for a name, and some of them less."""

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from ddp.data.orders.order import Blocks
 from ddp.data.orders.sampler import StepPlan, sampler_of
-from ddp.pictures.svg import FAINT, PANEL, QUIET, color_of
+from ddp.pictures.schedule import FAINT, PANEL, QUIET, color_of
 from ddp.units import counted
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # names of files

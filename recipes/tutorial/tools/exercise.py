@@ -25,7 +25,7 @@ from types import ModuleType
 
 import torch
 
-from ddp.process.invocation import program, shown
+from ddp.process.arguments import program, shown
 from recipes.tutorial.tools import gradient_checks, judged_by_tests, own_schedule, schedule_checks
 from recipes.tutorial.tools.holes import FOLDER, SOURCES, begin, holes, name_of
 from recipes.tutorial.tools.mistake import Check, Mistake, raised

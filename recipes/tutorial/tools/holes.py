@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ddp
-from ddp.process.invocation import shown
+from ddp.process.arguments import shown
 
 LIBRARY = Path(ddp.__file__).parent
 FOLDER = Path(__file__).parent.parent / "exercises"

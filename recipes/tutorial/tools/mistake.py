@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from ddp.process.invocation import shown
+from ddp.process.arguments import shown
 
 SHOWN = 5  # of the first lines of a traceback, and of the last
 Check = Callable[[ModuleType], Iterator[str]]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ddp.collectives.catalog import add, own_all_reduce
 from ddp.collectives.schedule import Goal, Schedule, ScheduleError
 from ddp.comm.session import init, shutdown
-from ddp.process.invocation import program
+from ddp.process.arguments import program
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import from_address, is_address

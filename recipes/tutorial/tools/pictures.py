@@ -25,10 +25,8 @@ from matplotlib.figure import Figure
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
 from ddp.collectives.simulate import Link, Network
-from ddp.pictures.figure import svg_of
-from ddp.pictures.schedule import svg
-from ddp.pictures.svg import FAINT, INK, PANEL
-from ddp.pictures.timeline import timeline_figure
+from ddp.pictures.schedule import FAINT, INK, PANEL, svg
+from ddp.pictures.timeline import svg_of, timeline_figure
 from ddp.process.memory import available_cores
 from ddp.units import format_size, format_time
 from recipes.tutorial.tools.epoch import Epoch, epoch_figure

@@ -13,7 +13,7 @@ from ddp.collectives import butterfly as solved
 from ddp.collectives.catalog import SCHEDULES, own_all_reduce
 from ddp.collectives.chunks import one_per_rank
 from ddp.collectives.schedule import Goal, Schedule, ScheduleError
-from ddp.process.invocation import program
+from ddp.process.arguments import program
 from ddp.units import counted
 from recipes.tutorial.tools.mistake import Mistake, raised
 

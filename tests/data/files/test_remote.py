@@ -17,10 +17,9 @@ import fsspec
 import pytest
 from file_systems import EveryFifthFails, Hangs, Odd
 
-from ddp.data.files import remote
+from ddp.data.files import readers as remote
 from ddp.data.files.listing import listed
-from ddp.data.files.readers import Facts, ReadFailed
-from ddp.data.files.remote import RemoteReader, Retries, patiently, remote_facts
+from ddp.data.files.readers import Facts, ReadFailed, RemoteReader, Retries, patiently, remote_facts
 from ddp.data.files.storage import DIRECT, Storage, local_copy
 from ddp.errors import ConfigError
 
@@ -174,7 +173,7 @@ def test_local_reading_needs_neither_fsspec_nor_threads(tmp_path: Path) -> None:
 def test_a_process_ends_while_a_read_hangs(tmp_path: Path) -> None:
     code = (
         "import file_systems, fsspec\n"
-        "from ddp.data.files.remote import Retries, remote_range\n"
+        "from ddp.data.files.readers import Retries, remote_range\n"
         "fsspec.filesystem('memory').pipe_file('/a', b'abc')\n"
         "try: remote_range('hangs://a', 0, 3, retries=Retries(0.01, 0))\n"
         "except ValueError: print('given up', flush=True)"

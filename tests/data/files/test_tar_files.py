@@ -19,11 +19,10 @@ from file_systems import EveryFifthFails
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ddp.data.files.decoders import ImageAndClass
 from ddp.data.files.file_set import FileSet
-from ddp.data.files.remote import Retries
+from ddp.data.files.readers import Retries
 from ddp.data.files.storage import Storage
-from ddp.data.files.tar_files import TarSamples
+from ddp.data.files.tar_files import ImageAndClass, TarSamples
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.vision import torchvision
 

@@ -23,7 +23,7 @@ from ddp.data.loading.loader import EvaluationLoader, TrainLoader
 from ddp.data.loading.processes import process_options
 from ddp.data.orders.order import Weighted
 from ddp.data.orders.sampler import EvaluationSampler, TrainSampler
-from ddp.data.orders.sampler_state import SamplerState
+from ddp.data.orders.steps import SamplerState
 from ddp.data.samples import WholeBatches
 from ddp.errors import ConfigError, LoaderLost, UnreadableSample
 from ddp.streams import preserved, seed_generators, stream_seed

@@ -13,8 +13,8 @@ import torch
 import ddp
 from ddp.comm.communicator import Communicator
 from ddp.comm.transport.simulated import SimulatedNetwork
+from ddp.data.loading.fetching import Generators
 from ddp.data.loading.loader import TrainLoader
-from ddp.data.loading.own_generators import Generators
 from ddp.data.loading.source import UNKEYED, fingerprint, source_of
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import Transformed

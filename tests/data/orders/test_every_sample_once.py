@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.lines import JsonLines
 from ddp.data.loading.loader import TrainLoader
-from ddp.data.orders.lanes import Lanes
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Stratified, key_of
 from ddp.data.orders.sampler import TrainSampler, sampler_of
-from ddp.data.orders.sampler_state import SamplerState
-from ddp.data.orders.sharding import _equal_lanes
-from ddp.data.orders.skips import Skips
+from ddp.data.orders.sharding import Lanes, _equal_lanes
+from ddp.data.orders.steps import SamplerState, Skips
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from tests.mutants import mutants, mutated

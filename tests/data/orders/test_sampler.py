@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ddp.data.orders.distributed_sampler import DistributedSampler
 from ddp.data.orders.order import Fixed, Order, Permutation
 from ddp.data.orders.sampler import EvaluationSampler, StepPlan, TrainSampler
-from ddp.data.orders.sampler_state import SamplerState
+from ddp.data.orders.steps import SamplerState
 from ddp.errors import ConfigError
 
 WORLD_SIZES = range(1, 9)

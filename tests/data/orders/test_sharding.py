@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp.data.orders.lanes import Lanes
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Permutation, Stratified
 from ddp.data.orders.sampler import TrainSampler
-from ddp.data.orders.sharding import SHARDINGS, shard_order
+from ddp.data.orders.sharding import SHARDINGS, Lanes, shard_order
 from ddp.errors import ConfigError
 from ddp.run.settings import checks as config_checks
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from ddp.process.invocation import setting_for, train_command
+from ddp.process.arguments import setting_for, train_command
 from ddp.run.launch.command_line import _varied_keys
 from ddp.run.launch.sweep import Job, gather, job_folder, show, write
 from ddp.units import counted
