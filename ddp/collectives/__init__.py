@@ -1,7 +1,7 @@
 """Collectives as data: schedules that say who sends which chunk to whom, in which round. No torch here.
 
 `schedule.py` has the vocabulary and the checker. The algorithms follow, the simplest first. `catalog.py` lists them all
-by name, `draw.py` shows them, `simulate.py` runs them on a logical clock, `cost.py` predicts their time, and
+by name, `simulate.py` runs them on a logical clock, `cost.py` predicts their time, and
 `ddp/comm/execute.py` runs them on tensors.
 
     from ddp.collectives import Recv, Send, register        # for an all-reduce of your own

@@ -33,9 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp.collectives.chunks import one_per_rank, whole
 from ddp.collectives.placed import placed
-from ddp.collectives.schedule import Goal, Recv, Round, Schedule, Send
+from ddp.collectives.schedule import Goal, Recv, Round, Schedule, Send, one_per_rank, whole
 
 
 def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:

@@ -14,7 +14,7 @@
     master_worker         1           2                 (p−1)·N                      to 3 ranks
     round_robin           p           2p                2(p−1)/p·N                   to 2 ranks
     two_dimensional       p           2(R−1) + 2(C−1)   2(p−1)/p·N
-    hierarchical          see hierarchical.py
+    hierarchical          see over_hosts.py
 
 (+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
 
@@ -30,16 +30,12 @@ import ddp.collectives.all_to_all as all_to_all
 import ddp.collectives.butterfly as butterfly
 import ddp.collectives.circulant as circulant
 import ddp.collectives.double_tree as double_tree
-import ddp.collectives.grid as grid
-import ddp.collectives.hierarchical as hierarchical
 import ddp.collectives.master_worker as master_worker
-import ddp.collectives.naive_all_to_all as naive_all_to_all
+import ddp.collectives.over_hosts as over_hosts
 import ddp.collectives.ring as ring
-import ddp.collectives.round_robin as round_robin
 import ddp.collectives.tree as tree
-from ddp.collectives.chunks import one_per_rank, whole
 from ddp.collectives.placed import Hosts as Hosts
-from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send
+from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send, one_per_rank, whole
 from ddp.collectives.schedule import Schedule as Schedule
 from ddp.errors import ConfigError
 
@@ -52,8 +48,8 @@ ALL_REDUCE = {  # of those that are equally fast, "auto" takes the first
     "circulant": Schedule(circulant.all_reduce, Goal.ALL_REDUCE, one_per_rank),
     "all_to_all": Schedule(all_to_all.all_reduce, Goal.ALL_REDUCE, one_per_rank),
     "master_worker": Schedule(master_worker.all_reduce, Goal.ALL_REDUCE, whole),
-    "round_robin": Schedule(round_robin.all_reduce, Goal.ALL_REDUCE, one_per_rank),
-    "naive_all_to_all": Schedule(naive_all_to_all.all_reduce, Goal.ALL_REDUCE, whole),
+    "round_robin": Schedule(master_worker.round_robin, Goal.ALL_REDUCE, one_per_rank),
+    "naive_all_to_all": Schedule(all_to_all.naive, Goal.ALL_REDUCE, whole),
 }
 SCHEDULES = {
     **ALL_REDUCE,
@@ -97,9 +93,10 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
     if not ranks or ranks != list(range(len(ranks))) or not all(hosts):
         raise ValueError(f"hosts={hosts}: give every host its ranks, each of 0, 1, 2, … exactly once, none empty")
     found = {name: each for name, each in ALL_REDUCE.items() if name in SHIPPED or not _mistake(each, len(ranks))}
-    rows = grid.rows_of(hosts)
+    rows = over_hosts.rows_of(hosts)
     if len(rows) > 1:
-        found["two_dimensional"] = Schedule(partial(grid.all_reduce, rows=rows), Goal.ALL_REDUCE, one_per_rank)
+        in_rows = partial(over_hosts.two_dimensional, rows=rows)
+        found["two_dimensional"] = Schedule(in_rows, Goal.ALL_REDUCE, one_per_rank)
     if 1 < len(hosts) < len(ranks):
         found |= {name: _hierarchical(hosts, ALL_REDUCE[between]) for name, between in BETWEEN_HOSTS.items()}
     return found
@@ -107,7 +104,7 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
 
 def _hierarchical(hosts: Hosts, between: Schedule) -> Schedule:
     num_chunks = between.num_chunks(len(hosts))
-    algorithm = partial(hierarchical.all_reduce, hosts=hosts, between=between)
+    algorithm = partial(over_hosts.hierarchical, hosts=hosts, between=between)
     return Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks: num_chunks)
 
 

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp.collectives.chunks import around
-from ddp.collectives.schedule import Recv, Round, Send
+from ddp.collectives.schedule import Recv, Round, Send, around
 from ddp.collectives.tree import distances
 
 

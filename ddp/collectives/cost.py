@@ -45,7 +45,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ddp.collectives.grid import rows_of
+from ddp.collectives.over_hosts import rows_of
 from ddp.collectives.schedule import Goal, Schedule, Send
 from ddp.collectives.simulate import ELEMENT_BYTES, SEGMENT_BYTES, Network, repeats, simulate, whole_chunks
 

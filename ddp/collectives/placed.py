@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
-from ddp.collectives.chunks import around
-from ddp.collectives.schedule import Recv, Round, Schedule, Send
+from ddp.collectives.schedule import Recv, Round, Schedule, Send, around
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of every host; hosts may differ in size
 

@@ -40,6 +40,44 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import NamedTuple
 
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def offsets(numel: int, num_chunks: int, unit: int = 1) -> list[int]:
+    """Returns the boundaries of the chunks, in elements: `num_chunks + 1` numbers from 0 to `numel`.
+
+    Chunks differ by at most one element: offsets(10, 4) = [0, 2, 5, 7, 10], and offsets(2, 4) = [0, 0, 1, 1, 2].
+
+    Args:
+        unit: all boundaries but the last one are multiples of it; then chunks differ by at most so many elements.
+    """
+    num_units = -(-numel // unit)
+    return [min(numel, index * num_units // num_chunks * unit) for index in range(num_chunks + 1)]
+
+
+def around(first: int, count: int, num_chunks: int) -> tuple[range, ...]:
+    """Returns `count` chunks from `first` on, on a circle of `num_chunks`, as one run, or two if they pass the end."""
+    first %= num_chunks
+    passed = first + count - num_chunks
+    if passed <= 0:
+        return (range(first, first + count),)
+    return range(first, num_chunks), range(passed)
+
+
+# The number of chunks into which a schedule cuts its buffer, by number of ranks. Most schedules take one of these.
+
+
+def one_per_rank(num_ranks: int) -> int:
+    """Returns the number of ranks: every rank has a chunk of its own."""
+    return num_ranks
+
+
+def whole(num_ranks: int) -> int:
+    """Returns 1: the buffer is one chunk."""
+    return 1
+
+
+# --- the vocabulary --------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -359,3 +397,39 @@ def _ranks(mask: int) -> str:
 
 def _named(chunks: range) -> str:
     return f"chunk {chunks.start}" if len(chunks) == 1 else f"chunks {chunks.start}-{chunks.stop - 1}"
+
+
+# --- for a reader ----------------------------------------------------------------------------------------------------
+
+
+def draw(algorithm: Algorithm, num_ranks: int) -> str:
+    """Returns the rounds of all ranks as text, a block per round and a line per rank.
+
+    round 1
+      rank 0   chunk 2 → rank 1      chunk 1 += rank 2
+      rank 1   chunk 0 → rank 2      chunk 2 += rank 0
+      rank 2   chunk 1 → rank 0      chunk 0 += rank 1
+    """
+    programs = [list(algorithm(rank, num_ranks)) for rank in range(num_ranks)]
+    width = max((len(_phrase(op)) for program in programs for ops in program for op in ops), default=0)
+    blocks = [
+        "\n".join(
+            [f"round {number}", *(_line(rank, ops, max(width + 2, 21)) for rank, ops in enumerate(rounds) if ops)]
+        )
+        for number, rounds in enumerate(zip_longest(*programs, fillvalue=()), start=1)
+        if any(rounds)
+    ]
+    return "\n\n".join(blocks) or "nothing to do: one rank has every contribution already"
+
+
+def _line(rank: int, ops: Round, width: int) -> str:
+    return f"  rank {rank:<3}" + "".join(f" {_phrase(op):<{width}}" for op in ops).rstrip()
+
+
+def _phrase(op: Send | Recv) -> str:
+    first, last = op.chunks[0], op.chunks[-1]
+    name = f"chunk {first}" if first == last else f"chunks {first}-{last}"
+    name += f" of buffer {op.buffer}" if op.buffer else ""
+    if isinstance(op, Send):
+        return f"{name} → rank {op.peer}"
+    return f"{name} {'+=' if op.add else '←'} rank {op.peer}{' (before)' if op.before else ''}"

@@ -39,9 +39,8 @@ from heapq import heappop, heappush
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
-from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Recv, Round, Schedule, ScheduleError, Send
+from ddp.collectives.schedule import Recv, Round, Schedule, ScheduleError, Send, offsets
 
 ELEMENT_BYTES = 4
 SEGMENT_BYTES = 4 << 20

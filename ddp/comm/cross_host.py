@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Schedule
+from ddp.collectives.schedule import Schedule, offsets
 from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.reduction import SUM, Reduction

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts, rooted
+from ddp.collectives.schedule import offsets
 from ddp.comm.cross_host import CrossHost
 from ddp.comm.flat import bounds_of
 from ddp.comm.host_links import HostLinks, by_size

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.chunks import offsets
-from ddp.collectives.schedule import Goal, Schedule
+from ddp.collectives.schedule import Goal, Schedule, offsets
 from ddp.comm.execute import Program, Scratch, execute, program
 from ddp.comm.reduction import SUM, Reduction
 from ddp.comm.settings import Settings

@@ -2,10 +2,22 @@
 
 Nothing is remembered here, so a process may open one after the other, or several at once: `session.py` does it for
 `ddp.init`, and whoever changes the membership gives another store, generation, rank and world size.
+
+Note "proof". Gloo takes whoever connects to its port and says the right small number for a rank, and every user of a
+host can connect there. So, before anything that arrives is believed, each rank
+
+    puts a number that nobody can foresee into the private store
+    sends each peer the code of (its own number, the peer's number), which takes the secret
+    compares what each peer has sent with the code of (the peer's number, its own number)
+
+The numbers are new for each set of connections. So no code that was seen elsewhere, or that a peer has sent itself, is
+right here. A connection carries one code of 32 bytes each way.
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,15 +28,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.private_store import part_of
-from ddp.comm.meeting.proof import prove
 from ddp.comm.meeting.rendezvous import answered
-from ddp.comm.meeting.secret import secret
-from ddp.comm.settings import Settings
-from ddp.comm.transport.edge import TransportError, never_hopeless
+from ddp.comm.meeting.secret import code_of, secret
+from ddp.comm.settings import CPU, Settings
+from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_hopeless
 from ddp.comm.transport.process_group import GlooConnections, GlooTransport, process_group_transport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line
 
+CODE_BYTES = 32
 WARN_S = 10.0
 
 
@@ -62,18 +74,25 @@ def open_communicator(
     watchdog = answered(watch, within_s=abort_s)
     try:
         answered(partial(_refuse_unlike_devices, store, rank, world_size, settings.device), within_s=abort_s)
-        connect = partial(
-            process_group_transport,
-            settings.device,
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout_s=connect_s,
-            hopeless_because=watchdog.hopeless_because,
-            ranks=list(ranks) or None,
-            check=partial(_prove, store=store, torch_s=torch_s, timeout_s=connect_s),
-        )
+
+        def connect() -> Transport:
+            found = process_group_transport(
+                settings.device,
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout_s=connect_s,
+                hopeless_because=watchdog.hopeless_because,
+                ranks=list(ranks) or None,
+            )
+            if isinstance(found, GlooTransport) and world_size > 1 and (key := secret()):
+                prove(found.connections, world_size, part_of(store, "ours"), key, timeout_s=connect_s)
+                if torch_s is not None:
+                    theirs = GlooConnections(torch_s._get_backend(CPU), rank)
+                    prove(theirs, world_size, part_of(store, "torch"), key, timeout_s=connect_s)
+            return found
+
         try:
             # NCCL takes the GPU that is this thread's
             transport = connect() if backend == "nccl" else answered(connect, within_s=abort_s)
@@ -89,15 +108,34 @@ def open_communicator(
         raise
 
 
-def _prove(transport: GlooTransport, *, store: Store, torch_s: dist.ProcessGroup | None, timeout_s: float) -> None:
-    """Lets both ends of each new connection prove who they are, if the ranks share a secret. Collective."""
-    if not (key := secret()) or transport.world_size == 1:
-        return
-    prove(transport, part_of(store, "ours"), key, timeout_s=timeout_s)
-    if torch_s is not None:
-        connections = GlooConnections(torch_s._get_backend(torch.device("cpu")), transport.rank)
-        transport = GlooTransport(connections, range(transport.world_size), transport.rank, never_hopeless)
-        prove(transport, part_of(store, "torch"), key, timeout_s=timeout_s)
+def prove(connections: GlooConnections, world_size: int, store: Store, key: bytes, *, timeout_s: float) -> None:
+    """Returns once every peer has proved that it knows the key, and this rank has (note "proof"). Collective.
+
+    Args:
+        connections: between these ranks; nothing was sent over them before.
+        store: of this session of the ranks, in which no stranger can write unnoticed; new for each transport.
+
+    Raises:
+        PeerLost: somebody else has taken a peer's end of the connection.
+        TransportError: a peer does not answer.
+    """
+    rank, everyone = connections.rank, range(world_size)
+    transport = GlooTransport(connections, everyone, rank, never_hopeless)
+    others = [other for other in everyone if other != rank]
+    store.set(f"proof/{rank}", secrets.token_hex(CODE_BYTES))
+    numbers = store.multi_get([f"proof/{other}" for other in everyone])
+
+    def code(sender: int, receiver: int) -> bytes:
+        return code_of(key, b"edge", numbers[sender], numbers[receiver])
+
+    given = [torch.zeros(CODE_BYTES, dtype=torch.uint8, device="cpu") for _ in others]
+    mine = [torch.tensor(list(code(rank, other)), dtype=torch.uint8, device="cpu") for other in others]
+    receives = [Transfer(*each) for each in zip(others, given, strict=True)]
+    transport.post([Transfer(*each) for each in zip(others, mine, strict=True)], receives).wait(timeout_s)
+    for other, got in receives:
+        if not hmac.compare_digest(got.numpy().tobytes(), code(other, rank)):
+            reason = "a program that does not know the secret of this launch has taken its connection: start again"
+            raise PeerLost(other, "unknown", 0, 0, "start-up", reason)
 
 
 def _refuse_unlike_devices(store: Store, rank: int, world_size: int, device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ddp.collectives.chunks import offsets
+from ddp.collectives.schedule import offsets
 from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with_rows, write_back

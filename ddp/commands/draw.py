@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ddp.collectives.draw import draw
+from ddp.collectives.schedule import draw
 from ddp.commands import overlap
 from ddp.commands.command import parser_of, respond
 from ddp.commands.overlap import add_picture, write_picture

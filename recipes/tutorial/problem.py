@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from simulated import SimulatedNetwork, SimulatedTransport
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
 from ddp.comm.settings import Settings
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 
 NUM_SAMPLES, NUM_PARAMETERS = 12, 67
 QUICK = "QUICK" in os.environ  # chapters measure less, for those who only want to know whether they run

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from ddp.collectives import double_tree, grid, hierarchical
+from ddp.collectives import double_tree, over_hosts
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
 from ddp.collectives.placed import rooted
 from ddp.collectives.schedule import Goal, Recv, Send
@@ -254,7 +254,7 @@ def test_hierarchical_with_any_schedule_between() -> None:
     hosts = ((0, 1, 2), (3,), (4, 5))
     for between in ALL_REDUCE.values():
         num_chunks = between.num_chunks(len(hosts))
-        algorithm = partial(hierarchical.all_reduce, hosts=hosts, between=between)
+        algorithm = partial(over_hosts.hierarchical, hosts=hosts, between=between)
         Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks, num_chunks=num_chunks: num_chunks).check(6)
 
 
@@ -274,11 +274,11 @@ def test_two_dimensional_is_counted(num_rows: int, num_columns: int) -> None:
 
 
 def test_rows_are_hosts_or_near_a_square() -> None:
-    assert grid.rows_of(((0, 2), (1, 3))) == ((0, 2), (1, 3))
-    assert grid.rows_of((tuple(range(6)),)) == ((0, 1, 2), (3, 4, 5))
-    assert grid.rows_of(((3,), (0, 1, 2))) == ((3, 0), (1, 2))
-    assert grid.rows_of(((0,), (1,), (2,), (3,))) == ((0, 1), (2, 3))
-    assert grid.rows_of((tuple(range(7)),)) == (tuple(range(7)),)
+    assert over_hosts.rows_of(((0, 2), (1, 3))) == ((0, 2), (1, 3))
+    assert over_hosts.rows_of((tuple(range(6)),)) == ((0, 1, 2), (3, 4, 5))
+    assert over_hosts.rows_of(((3,), (0, 1, 2))) == ((3, 0), (1, 2))
+    assert over_hosts.rows_of(((0,), (1,), (2,), (3,))) == ((0, 1), (2, 3))
+    assert over_hosts.rows_of((tuple(range(7)),)) == (tuple(range(7)),)
     assert "two_dimensional" not in all_reduce_schedules((tuple(range(7)),))
 
 

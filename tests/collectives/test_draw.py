@@ -13,8 +13,7 @@ import pytest
 from ddp.__main__ import main
 from ddp.collectives import ring
 from ddp.collectives.catalog import SCHEDULES, Hosts, Schedule, all_reduce_schedules
-from ddp.collectives.draw import draw
-from ddp.collectives.schedule import Goal, Recv, Round, ScheduleError, Send
+from ddp.collectives.schedule import Goal, Recv, Round, ScheduleError, Send, draw
 from ddp.pictures.schedule import CELL_HEIGHT, svg
 
 SVG = "{http://www.w3.org/2000/svg}"

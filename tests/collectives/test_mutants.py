@@ -14,16 +14,13 @@ from mutants import mutants, mutated
 from ddp.collectives import (
     all_to_all,
     butterfly,
-    chunks,
     circulant,
     double_tree,
-    grid,
-    hierarchical,
     master_worker,
-    naive_all_to_all,
+    over_hosts,
     placed,
     ring,
-    round_robin,
+    schedule,
     tree,
 )
 from ddp.collectives.catalog import SCHEDULES, all_reduce_schedules
@@ -89,15 +86,15 @@ CASES: dict[FunctionType, list[Witness]] = {
     master_worker.reduce: named("master_worker_reduce"),
     master_worker.broadcast: named("master_worker_broadcast"),
     master_worker.all_reduce: named("master_worker"),
-    round_robin.all_reduce: named("round_robin"),
-    naive_all_to_all.all_reduce: named("naive_all_to_all"),
-    hierarchical.all_reduce: laid_out(UNEQUAL, "hierarchical", "hierarchical+tree"),
-    grid.all_reduce: laid_out(EQUAL, "two_dimensional"),
+    master_worker.round_robin: named("round_robin"),
+    all_to_all.naive: named("naive_all_to_all"),
+    over_hosts.hierarchical: laid_out(UNEQUAL, "hierarchical", "hierarchical+tree"),
+    over_hosts.two_dimensional: laid_out(EQUAL, "two_dimensional"),
     placed.placed: [*laid_out(EQUAL, "hierarchical", "two_dimensional"), *named("butterfly")],
     placed.side_by_side: laid_out(UNEQUAL, "hierarchical"),
     placed.num_rounds: laid_out(UNEQUAL, "hierarchical"),
     placed._rotated: rooted("tree_broadcast", "tree_reduce", "tree_gather", "tree_scatter"),
-    chunks.around: [*rooted("tree_gather"), *named("circulant")],
+    schedule.around: [*rooted("tree_gather"), *named("circulant")],
 }
 
 
@@ -114,10 +111,7 @@ SAME = {  # what a part of the line becomes, and why that is right all the same
         "if rank <= peer": "never are they equal",
     },
     all_to_all._others: {"(rank - step) % num_ranks": BEGINS_LEFT},
-    naive_all_to_all.all_reduce: {
-        "(rank - step) % num_ranks": BEGINS_LEFT,
-        "before=peer <= rank": "never are they equal",
-    },
+    all_to_all.naive: {"before=peer <= rank": "never are they equal"},
     double_tree.node: {
         "first, last = (-1, num_ranks - 1)": "position −1 is the last one",
         "or 2 << last.bit_length()": "it only has to be above all others",

@@ -12,7 +12,6 @@ import pytest
 
 from ddp.collectives import ring
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.chunks import around, offsets, one_per_rank
 from ddp.collectives.schedule import (
     Algorithm,
     Expression,
@@ -23,7 +22,10 @@ from ddp.collectives.schedule import (
     Schedule,
     ScheduleError,
     Send,
+    around,
     canonical,
+    offsets,
+    one_per_rank,
 )
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
-from ddp.collectives.chunks import offsets
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send
+from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send, offsets
 from ddp.collectives.simulate import (
     SEGMENT_BYTES,
     Link,
@@ -25,7 +24,7 @@ from ddp.comm import settings
 from ddp.comm.execute import Scratch, execute
 from ddp.comm.execute import program as program_for
 from ddp.comm.transport.edge import Pending, Transfer
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
+from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 ALPHA, BETA, GAMMA = 3e-6, 2e-9, 5e-10
 ANY = 1 << 40  # a segment that is never reached

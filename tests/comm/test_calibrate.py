@@ -17,8 +17,8 @@ from ddp.comm.flat_collectives import FlatCollectives
 from ddp.comm.host_links import HostLinks
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.comm.watch.watchdog import Watchdog
+from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 
 def links_of(transport: Transport, hosts: Hosts, settings: Settings) -> FlatCollectives:

@@ -22,19 +22,18 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
-from ddp.collectives.chunks import offsets
-from ddp.collectives.schedule import Expression
+from ddp.collectives.schedule import Expression, offsets
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.connect import Channels
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Pending, Transfer, Transport
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.comm.watch.board import Board
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.setting import WireName
+from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

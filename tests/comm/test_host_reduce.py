@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ranks import collect, run_ranks, start_ranks, unfailed
 from torch import Tensor
 
-from ddp.collectives.chunks import offsets
+from ddp.collectives.schedule import offsets
 from ddp.comm import connect, host_memory, host_reduce
 from ddp.comm.connect import join
 from ddp.comm.flat import flatten

@@ -26,10 +26,10 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Pending, Transfer
 from ddp.comm.transport.process_group import NOBODY_SENDS, collective_tag, message_tag
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
+from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 SETTINGS = Settings(algorithm="ring", abort_s=20, shared_memory=False)
 DTYPES = [

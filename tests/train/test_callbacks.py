@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 import ddp
-from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError
 from ddp.replica.sharded import ShardedDataParallel
+from recipes.tutorial.simulated import SimulatedNetwork
 
 NUM_STEPS, CHANGED_AFTER = 8, 4
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, lr_scheduler
 
 import ddp
-from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.errors import ConfigError, Diverged
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
+from recipes.tutorial.simulated import SimulatedNetwork
 
 X, CLASSES = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 

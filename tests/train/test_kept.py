@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp
-from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.early_stopping import EARLY
 from ddp.train.stored_checkpoint import load_initial_weights
+from recipes.tutorial.simulated import SimulatedNetwork
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (44,), generator=torch.Generator().manual_seed(1))

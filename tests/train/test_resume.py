@@ -15,7 +15,6 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
-from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
@@ -36,6 +35,7 @@ from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.stored_checkpoint import load, load_initial_weights
 from ddp.train.tasks.classification import Classification
+from recipes.tutorial.simulated import SimulatedNetwork
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges
 

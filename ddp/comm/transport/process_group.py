@@ -30,6 +30,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -58,7 +59,7 @@ class GlooConnections:
     """
 
     def __init__(self, backend: Any, rank: int) -> None:
-        self.backend = backend
+        self.backend, self.rank = backend, rank
         self.interrupted = ""  # why no wait can succeed any more
         self.waits: dict[int, tuple[float, GiveUpCheck]] = {}  # those in progress: their timeout in seconds
         self.numbers = itertools.count()  # of the waits
@@ -116,6 +117,7 @@ def _end_overdue_waits(connections: weakref.ref[GlooConnections]) -> None:
         del here
 
 
+@dataclass(eq=False)
 class GlooTransport:
     """Point-to-point over Gloo, on CPU tensors.
 
@@ -127,50 +129,42 @@ class GlooTransport:
         tag: of all its transfers.
     """
 
+    connections: GlooConnections
+    ranks: Sequence[int]
+    rank: int
+    hopeless_because: GiveUpCheck
+    channel: int = 0
+    tag: int = 0
+
     has_tags = True
 
-    def __init__(
-        self,
-        connections: GlooConnections,
-        ranks: Sequence[int],
-        rank: int,
-        hopeless_because: GiveUpCheck,
-        *,
-        channel: int = 0,
-        tag: int = 0,
-    ) -> None:
-        self.rank, self.world_size = rank, len(ranks)
-        self._connections, self._backend, self._hopeless_because = connections, connections.backend, hopeless_because
-        self._ranks, self._channel, self._tag = ranks, channel, tag
+    def __post_init__(self) -> None:
+        self.world_size = len(self.ranks)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Posts receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
-        works = [(peer, self._posted(self._backend.recv, data, peer)) for peer, data in receives]
-        works += [(peer, self._posted(self._backend.send, data, peer)) for peer, data in sends]
-        return _GlooRound(self._connections, works, self._hopeless_because)
+        backend = self.connections.backend
+        works = [(peer, self._posted(backend.recv, data, peer)) for peer, data in receives]
+        works += [(peer, self._posted(backend.send, data, peer)) for peer, data in sends]
+        return _GlooRound(self.connections, works, self.hopeless_because)
 
     def for_collective(self, kind: Hashable) -> GlooTransport:
         """Returns the same connections under the tag of this kind (note "tags")."""
-        return self._under(collective_tag(self._channel, kind))
+        return replace(self, tag=collective_tag(self.channel, kind))
 
     def for_message(self, number: int, kind: tuple[int, str]) -> GlooTransport:
         """Returns the same connections under the message's own tag (note "tags")."""
-        return self._under(message_tag(self._channel, number, kind))
-
-    def _under(self, tag: int) -> GlooTransport:
-        return type(self)(
-            self._connections, self._ranks, self.rank, self._hopeless_because, channel=self._channel, tag=tag
-        )
+        return replace(self, tag=message_tag(self.channel, number, kind))
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> GlooTransport:
         """Returns the same connections for another group. They end when the last transport is forgotten."""
-        names = [self._ranks[rank] for rank in ranks]
-        return type(self)(self._connections, names, list(ranks).index(self.rank), hopeless_because, channel=channel)
+        names, rank = [self.ranks[rank] for rank in ranks], list(ranks).index(self.rank)
+        return type(self)(self.connections, names, rank, hopeless_because, channel)
 
     def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
         """Posts one transfer. That fails, too, if the peer's connection has broken since the last round."""
         try:
-            return operation([data], self._ranks[peer], self._tag)
+            return operation([data], self.ranks[peer], self.tag)
         except RuntimeError as error:
             raise TransportError(peer, first_line(error)) from error
 
@@ -298,7 +292,6 @@ def process_group_transport(
     timeout_s: float,
     hopeless_because: GiveUpCheck = never_hopeless,
     ranks: list[int] | None = None,
-    check: Callable[[GlooTransport], None] | None = None,
 ) -> GlooTransport | NcclTransport:
     """Connects the ranks; returns the transport for tensors of `device`. Collective over the ranks.
 
@@ -308,7 +301,6 @@ def process_group_transport(
         timeout_s: longest wait for the others' connections.
         hopeless_because: see `Transport.among`.
         ranks: of torch.distributed; None for all.
-        check: is given Gloo's new connections, to find out who is at their ends; what it raises is raised.
 
     Raises:
         RuntimeError: a rank could not be reached.
@@ -321,7 +313,5 @@ def process_group_transport(
     # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
     connections = GlooConnections(gloo, rank)
-    if check is not None:
-        check(GlooTransport(connections, range(world_size), rank, hopeless_because))
     kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
     return kind(connections, range(world_size), rank, hopeless_because)

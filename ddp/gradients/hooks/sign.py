@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp.collectives.chunks import offsets
+from ddp.collectives.schedule import offsets
 from ddp.comm.communicator import Communicator
 from ddp.gradients.hooks.hook import Gathering, Hook, Parcel, aligned, summing
 

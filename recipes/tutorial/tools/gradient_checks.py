@@ -22,13 +22,13 @@ from torch.nn import functional as F
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.settings import Settings
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, PeerLost
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.units import counted
+from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 from recipes.tutorial.tools.mistake import Mistake, raised
 
 SILENCE_S = 10.0  # longest wait for a rank that runs in a thread beside

@@ -11,8 +11,7 @@ from types import ModuleType
 
 from ddp.collectives import butterfly as solved
 from ddp.collectives.catalog import SCHEDULES, own_all_reduce
-from ddp.collectives.chunks import one_per_rank
-from ddp.collectives.schedule import Goal, Schedule, ScheduleError
+from ddp.collectives.schedule import Goal, Schedule, ScheduleError, one_per_rank
 from ddp.process.arguments import program
 from ddp.units import counted
 from recipes.tutorial.tools.mistake import Mistake, raised

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
+from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 
 def test_a_watchdog_ends_with_a_communicator_that_was_dropped_without_a_word() -> None:

@@ -23,13 +23,13 @@ from torch.utils.data import Dataset
 
 import ddp
 from ddp.comm.host_share import shared_by_host
-from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.loading import cache
 from ddp.data.loading.cache import Cached, cache_of, cached
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import OnInput, Transformed
 from ddp.errors import ConfigError
+from recipes.tutorial.simulated import SimulatedNetwork
 
 LENGTH = 60
 

@@ -12,13 +12,13 @@ import torch
 
 import ddp
 from ddp.comm.communicator import Communicator
-from ddp.comm.transport.simulated import SimulatedNetwork
 from ddp.data.loading.fetching import Generators
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.loading.source import UNKEYED, fingerprint, source_of
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import Transformed
 from ddp.train.arguments import Given, inputs_of, refuse_disagreement
+from recipes.tutorial.simulated import SimulatedNetwork
 
 GLOBAL = np.random.default_rng(5)
 

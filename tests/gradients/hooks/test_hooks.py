@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ddp.collectives.catalog import all_reduce_schedules
 from ddp.comm.communicator import Communicator
 from ddp.comm.settings import Settings
-from ddp.comm.transport.simulated import SimulatedNetwork, SimulatedTransport
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
@@ -21,6 +20,7 @@ from ddp.gradients.hooks.compression import Compression, as_matrix, owners
 from ddp.gradients.hooks.hook import corrected
 from ddp.gradients.hooks.sign import MOST, block_of
 from ddp.gradients.hooks.sparsification import largest
+from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 SHAPES = [(40, 50), (100,), (3, 700), (1025, 2), (16, 8, 3, 3), (), (0, 4), (30, 34)]
 HOOKS: dict[str, Callable[[], Hook]] = {
