@@ -90,17 +90,17 @@ if TYPE_CHECKING:
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.run.build.load import load as load
     from ddp.run.launch.from_python import launch as launch
+    from ddp.train.callbacks import EMA as EMA
     from ddp.train.callbacks import Callback as Callback
-    from ddp.train.early_stopping import EarlyStopping as EarlyStopping
-    from ddp.train.ema import EMA as EMA
+    from ddp.train.callbacks import EarlyStopping as EarlyStopping
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
     from ddp.train.state import StepReport as StepReport
     from ddp.train.state import TrainState as TrainState
-    from ddp.train.tasks.classification import Classification as Classification
-    from ddp.train.tasks.language_model import ByteModel as ByteModel
-    from ddp.train.tasks.language_model import LanguageModel as LanguageModel
+    from ddp.train.tasks.cross_entropy import ByteModel as ByteModel
+    from ddp.train.tasks.cross_entropy import Classification as Classification
+    from ddp.train.tasks.cross_entropy import LanguageModel as LanguageModel
     from ddp.train.tasks.loss_function import LossFunction as LossFunction
     from ddp.train.tasks.task import Task as Task
 
@@ -109,21 +109,21 @@ _HOMES = {
     "Batches": "ddp.data.orders.batches",
     "BatchWarmup": "ddp.data.orders.steps",
     "BucketedDataParallel": "ddp.replica.bucketed",
-    "ByteModel": "ddp.train.tasks.language_model",
+    "ByteModel": "ddp.train.tasks.cross_entropy",
     "Callback": "ddp.train.callbacks",
-    "Classification": "ddp.train.tasks.classification",
+    "Classification": "ddp.train.tasks.cross_entropy",
     "Communicator": "ddp.comm.communicator",
     "DistributedDataParallel": "ddp.replica.drop_in.data_parallel",
     "DistributedSampler": "ddp.data.orders.distributed_sampler",
-    "EarlyStopping": "ddp.train.early_stopping",
-    "EMA": "ddp.train.ema",
+    "EarlyStopping": "ddp.train.callbacks",
+    "EMA": "ddp.train.callbacks",
     "evaluate": "ddp.train.evaluate",
     "Evaluation": "ddp.policies",
     "EvaluationSampler": "ddp.data.orders.sampler",
     "fit": "ddp.train.fit",
     "Folder": "ddp.policies",
     "init": "ddp.comm.session",
-    "LanguageModel": "ddp.train.tasks.language_model",
+    "LanguageModel": "ddp.train.tasks.cross_entropy",
     "launch": "ddp.run.launch.from_python",
     "load": "ddp.run.build.load",
     "LossFunction": "ddp.train.tasks.loss_function",

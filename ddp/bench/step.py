@@ -64,7 +64,7 @@ from ddp.strategies.choice import strategy_for
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
 from ddp.train.state import TrainState
-from ddp.train.tasks.language_model import LanguageModel
+from ddp.train.tasks.cross_entropy import LanguageModel
 from ddp.train.tasks.task import Task
 from ddp.units import three_digits, written
 

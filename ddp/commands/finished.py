@@ -30,10 +30,9 @@ from ddp.run.build import components
 from ddp.run.build.load import Trained, load
 from ddp.run.launch.from_python import launch
 from ddp.run.launch.run_folder import read_settings
-from ddp.run.settings.address import own_parts, told
+from ddp.run.settings.address import check_trust, own_parts, told
 from ddp.run.settings.config import CHOICES, Config
 from ddp.run.settings.reader import from_plain, settings_of
-from ddp.run.settings.trust import check_trust
 from ddp.train.starts import STARTS
 from ddp.train.tasks.task import Task
 

@@ -44,15 +44,12 @@ from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import check_values
 from ddp.strategies.choice import replica_of, strategy_for
 from ddp.strategies.strategy import Strategy
-from ddp.train.callbacks import Callback
+from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.checkpoint import flat
-from ddp.train.early_stopping import EarlyStopping
-from ddp.train.ema import EMA
-from ddp.train.foreign_words import meaning
-from ddp.train.held_out import HeldOut, held_out_of
-from ddp.train.moved import moved_argument
+from ddp.train.checkpoint_store import identity_of, resume_from
+from ddp.train.evaluate import HeldOut, held_out_of
+from ddp.train.moved import meaning, moved_argument
 from ddp.train.stopping import StopFlag
-from ddp.train.stored_checkpoint import identity_of, resume_from
 from ddp.train.tasks.loss_function import as_task, name_of
 from ddp.train.tasks.task import Task
 

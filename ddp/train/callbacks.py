@@ -1,4 +1,4 @@
-"""Callbacks watch a run at six moments; this file has the base class, two meters, and metrics.jsonl.
+"""Callbacks watch a run at six moments; this file has the base class, what measures a run, `EarlyStopping` and `EMA`.
 
     fit_start   step_start   step_end   evaluated   exception   fit_end
 
@@ -9,14 +9,24 @@ it returns from `state_dict` is saved with the run (`kept.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddp.comm.objects import all_gather_object
+from ddp.data.orders.order import Checksum
+from ddp.errors import ConfigError
 from ddp.process.files import json_object, read_own, to_append, write_whole
-from ddp.train.monitor.noise_scale import NoiseScale
-from ddp.train.monitor.throughput import Throughput
+from ddp.process.log import log
+from ddp.train.checkpoint_store import is_extra
+from ddp.train.noise_scale import NoiseScale
 from ddp.train.state import StepReport, TrainState
 
 
@@ -60,6 +70,33 @@ class Callback:
         """Goes on from what `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
 
 
+class Throughput:
+    """Adds up the samples of all ranks, and this rank's times: of a step, waiting for data, waiting for other ranks."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.step_s = self.data_s = self.wait_s = 0.0
+
+    def add(self, report: StepReport) -> None:
+        """Counts one step."""
+        self.num_samples += report.num_samples
+        self.step_s += report.step_s
+        self.data_s += report.data_s
+        self.wait_s += report.wait_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / self.step_s if self.step_s else 0.0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Returns the shares of a step's time, in [0, 1]: computing is what is not waiting."""
+        total = self.step_s or 1.0
+        compute_s = max(0.0, self.step_s - self.wait_s - self.data_s)
+        seconds = {"compute_fraction": compute_s, "wait_fraction": self.wait_s, "data_fraction": self.data_s}
+        return {name: each / total for name, each in seconds.items()}
+
+
 class ThroughputMeter(Callback):
     """Adds up samples and times of all steps of this run, and of those since the last entry in metrics.jsonl."""
 
@@ -68,7 +105,7 @@ class ThroughputMeter(Callback):
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         for meter in (self.whole, self.recent):
-            meter.add(report.num_samples, step_s=report.step_s, data_s=report.data_s, wait_s=report.wait_s)
+            meter.add(report)
 
 
 class NoiseMeter(Callback):
@@ -93,6 +130,38 @@ class NoiseMeter(Callback):
         """Returns the figures measured so far, by name."""
         scale, error, above = self.scale.estimate() or (None, None, None)
         return {"noise_scale": scale, "noise_scale_error": error, "noise_scale_above": above}
+
+
+class EpochCheck(Callback):
+    """Compares each epoch with what its order promises: number, sum and exclusive or of the numbers of its samples.
+
+    That costs 15 µs a step and one message an epoch. An order of this package cannot fail it; one of the user's own, or
+    a sharding function, can.
+
+    Attributes:
+        num_checked, num_as_promised: epochs so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_checked = self.num_as_promised = 0
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        if not state.sampler.at_epoch_end:
+            return
+        seen = state.sampler.take_seen()
+        expected = state.sampler.expected(report.epoch)
+        parts = all_gather_object(state.comm, seen)
+        if expected is None or None in parts:
+            return
+        found = reduce(Checksum.with_, (Checksum(*each) for each in parts))
+        self.num_checked += 1
+        self.num_as_promised += found == expected
+        if found != expected and state.comm.rank == 0:
+            log.warning(
+                "epoch %d was not what its order (%s) promises: %s in the place of %s; some samples were read twice or "
+                "never. Is each position one sample, and the same at each call?",
+                *(report.epoch, state.sampler.order.in_words(), found, expected),
+            )
 
 
 class MetricsFile(Callback):
@@ -126,8 +195,8 @@ class MetricsFile(Callback):
                 "gradient_norm": report.gradient_norm,
                 **self._noise.figures(),
                 "samples_per_s": recent.samples_per_s,
-                "wait_fraction": recent.wait_fraction,
-                "data_fraction": recent.data_fraction,
+                "wait_fraction": recent.shares["wait_fraction"],
+                "data_fraction": recent.shares["data_fraction"],
             },
         )
 
@@ -156,3 +225,161 @@ def _step_of(line: str) -> float:
         return float(json_object(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+EARLY = "early stopping"
+"""`stopped_by` of a run that has ended like this."""
+
+
+class EarlyStopping(Callback):
+    """Ends the run after `patience` evaluations in a row without a better main metric. `stopped_by` says so.
+
+    The metric is the one that decides which checkpoint is the best. It is the same number on all ranks, so they end
+    together. A resumed run goes on counting; a larger patience lets a run go on that has ended early.
+
+    Args:
+        patience: evaluations, from 1 up.
+        min_delta: a metric is better if it is better by more than this, from 0 up.
+
+    Attributes:
+        best: the best metric so far; None before the first evaluation.
+        num_without: evaluations since then.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(self, patience: int, *, min_delta: float = 0.0) -> None:
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ConfigError(f"patience={patience!r}: must be a whole number of evaluations from 1 up")
+        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise ConfigError(f"min_delta={min_delta!r}: must be a number from 0 up")
+        self.patience, self.min_delta = patience, min_delta
+        self.best: float | None = None
+        self.num_without = 0
+        self._run: TrainState | None = None
+
+    def fit_start(self, state: TrainState) -> None:
+        self._run, self.best, self.num_without = state, None, 0  # it may have served another fit
+
+    def evaluated(self, state: TrainState) -> None:
+        metric = state.evaluation[state.main_metric]
+        sign = 1.0 if state.higher_is_better else -1.0
+        if self.best is None or math.isnan(self.best) or sign * (metric - self.best) > self.min_delta:
+            self.best, self.num_without = metric, 0
+        else:
+            self.num_without += 1
+        self._stop_if_it_is_time(state)
+
+    def fit_end(self, state: TrainState) -> None:
+        self._run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_without": self.num_without}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self._run is not None
+        self.best, self.num_without = state["best"], state["num_without"]
+        self._stop_if_it_is_time(self._run)
+
+    def _stop_if_it_is_time(self, state: TrainState) -> None:
+        if self.num_without >= self.patience:
+            state.stopped_by = state.stopped_by or EARLY
+            log.info("%s: no %s better than %s in %d", EARLY, state.main_metric, self.best, self.num_without)
+
+
+# --- An exponential moving average of the weights --------------------------------------------------------------------
+#
+#     average ← decay · average + (1 − decay) · weights        after each step; after the first one: the weights
+#
+# Averaged weights often do better than the last ones, because the noise of single steps averages out. torch's
+# `AveragedModel` does the work. Its buffers, such as BatchNorm's statistics, are those of the model. With
+# precision="bf16_pure" the master weights are averaged.
+#
+# Cost: a float32 copy of the parameters on every rank, which is read and written in each step.
+
+
+class EMA(Callback):
+    """Averages the weights over the steps. Evaluations use the averages, and so the best checkpoint is chosen by them.
+
+    `ddp.load(run).weights` are the averages, too; training itself never uses them. A resumed run continues them;
+    any other fit begins anew.
+
+    Args:
+        decay: share of the average that a step keeps, from 0 up and below 1: it averages over about 1 ÷ (1 − decay)
+            steps.
+
+    Attributes:
+        averaged: torch's `AveragedModel`, from the first step on; `averaged.module` is the model with averaged weights.
+
+    Raises:
+        ConfigError: that is no such share.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+            raise ConfigError(f"decay={decay!r}: must be a number from 0 up and below 1, such as 0.999")
+        self._average = get_ema_multi_avg_fn(decay)
+        self.averaged: AveragedModel | None = None
+
+    def fit_start(self, state: TrainState) -> None:
+        try:
+            self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
+        except (RuntimeError, TypeError) as error:  # of copy.deepcopy
+            reason = str(error).partition(". ")[0]
+            raise ConfigError(
+                f"EMA needs a copy of the model {type(state.model.module).__name__}, which copy.deepcopy cannot make "
+                f"({reason}): let it hold no lock, file or computed tensor, and for weight norm take "
+                "torch.nn.utils.parametrizations.weight_norm"
+            ) from error
+        for average, weights in zip(self.averaged.module.parameters(), _weights(state), strict=True):
+            average.data = weights.detach().clone()
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        assert self.averaged is not None
+        self.averaged.update_parameters(cast(nn.Module, _Weights(state)))
+
+    @contextmanager
+    def evaluating(self, state: TrainState) -> Iterator[None]:
+        assert self.averaged is not None
+        if not self.averaged.n_averaged:
+            yield
+            return
+        parameters = list(state.model.module.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        _copy(parameters, list(self.averaged.module.parameters()))
+        try:
+            yield
+        finally:
+            _copy(parameters, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.averaged is None else dict(self.averaged.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self.averaged is not None
+        self.averaged.load_state_dict(state)
+
+
+class _Weights:
+    """Has the parameters and buffers of a run as `AveragedModel` reads them."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.parameters, self.buffers = lambda: _weights(state), state.model.module.buffers
+
+
+def _weights(state: TrainState) -> Iterator[Tensor]:
+    """Yields the parameters, or their masters."""
+    return (state.masters.get(parameter, parameter) for parameter in state.model.module.parameters())
+
+
+@torch.no_grad()
+def _copy(into: list[nn.Parameter], values: list[Any]) -> None:
+    torch._foreach_copy_(cast(list[Tensor], into), values)
+
+
+def averages_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns parameters and buffers of the model from what `EMA.state_dict` has returned."""
+    prefix = "module."
+    named = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return {name: value for name, value in named.items() if not is_extra(name)}  # which is the copy's own

@@ -46,11 +46,10 @@ from ddp.process.files import Hold
 from ddp.process.log import log
 from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
-from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint, check_fits, load
 from ddp.train.kept import Kept, plain
 from ddp.train.moved import translated
 from ddp.train.state import StepReport, TrainState
-from ddp.train.stored_checkpoint import StoredCheckpoint, check_fits, load
 
 
 def save_checkpoint(

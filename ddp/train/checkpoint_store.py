@@ -1,37 +1,302 @@
-"""The folder of a run's checkpoints, from the side of the writer: whole or absent, and pruned when written.
+"""A checkpoint on the disk: what its folder holds, how it is found, verified and loaded, and how it is written.
 
-What a save does, and why a process killed between any two lines leaves a valid checkpoint behind:
+    checkpoints/
+        step-00000120/            one checkpoint
+            model.pt, ...         parts: torch.save of tensors and plain values (loadable with weights_only=True)
+            manifest.json         {schema, step, order, score, parts: {name: {bytes, sha256}}, meta, sha256}
+        latest, best              one line each, the folder's name: for people and scripts
+        .tmp-step-00000130/       being written
+        .old-step-00000120/       being replaced
+        .lock                     while a process saves here: which
 
-    write     parts and manifest into .tmp-..., each flushed to the disk     killed: the next save removes .tmp-...
-    publish   rename to step-..., flush the parent                           atomic
-    point     replace `latest` and `best`                                    killed: they lag; no code reads them
-    prune     remove all but the last k and the best few                     renamed to .tmp-... first, so never half
+The last checkpoint is the one that was saved last (`order` counts saves), not the one of the greatest step, because a
+run may go back to an earlier checkpoint. If a checkpoint has been moved aside as .old-… and its successor is missing,
+the .old-… is taken. Readers write nothing, so they may run beside the writer.
 
-A checkpoint of the same step that exists already steps aside as .old-... before the new one is published.
-
-One process writes a folder: see `hold`. Cost: one pass of SHA-256 over the bytes (about 1 s per 2 GB) on top of
+Cost: one pass of SHA-256 over the bytes (about 1 s per 2 GB) on top of reading or
 writing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import torch
+from torch import Tensor, nn
 
 from ddp.errors import CheckpointError
-from ddp.process.files import Hold, flush_folder, hold, make_folder, new_file, write_whole
+from ddp.process.files import Hold, flush_folder, hold, json_object, make_folder, new_file, write_whole
 from ddp.process.log import log
-from ddp.train.stored_checkpoint import MANIFEST, SCHEMA, cause_of, digest, listed
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+_FOLDER_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint whose files were verified.
+
+    Attributes:
+        step: committed steps at the time.
+        path: its folder.
+        score: the figure that decides which one is the best, if there was one.
+        meta: JSON values that were saved beside the parts.
+        parts: name to content, tensors on the CPU.
+    """
+
+    step: int
+    path: Path
+    score: float | None
+    meta: Mapping[str, Any] = field(repr=False)
+    parts: Mapping[str, Any] = field(repr=False)
+
+
+def load(path: Path | str, *, names: Collection[str] | None = None) -> StoredCheckpoint:
+    """Returns one checkpoint, or the last one in a folder of checkpoints whose files are whole.
+
+    In a folder of checkpoints, those that are not whole are skipped with a warning.
+
+    Args:
+        names: parts to load; None for all. Every part is verified in any case.
+
+    Raises:
+        CheckpointError: there is none, or what is wrong with each.
+    """
+    path = Path(path)
+    if not ((path / MANIFEST).exists() or _FOLDER_NAME.fullmatch(path.name)):
+        return _load_last(path, names)
+    try:
+        return _read(path, names)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded: {error}; name another checkpoint, "
+            f"or the folder {path.parent} to take the last one that is whole"
+        ) from error
+
+
+def _load_last(folder: Path, names: Collection[str] | None) -> StoredCheckpoint:
+    saved, unreadable = listed(folder)
+    wrong: list[str] = []
+    for path in [*unreadable, *(one.path for one in saved)]:  # the unreadable ones, to report them
+        try:
+            checkpoint = _read(path, names)
+        except CheckpointError as error:
+            wrong.append(f"{path.name}: {error}")
+            continue
+        if wrong:
+            log.warning("skipped checkpoints that are not whole (%s); took %s", "; ".join(wrong), path)
+        return checkpoint
+    if wrong:
+        raise CheckpointError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
+    raise CheckpointError(f"no checkpoint in {folder}: check the path, or start without resuming")
+
+
+# ------------------------------------------------------------------------------------------------------------- finding
+
+
+class Saved(NamedTuple):
+    """A checkpoint's folder and its manifest. Only reading the parts tells whether they are whole."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+
+class Listed(NamedTuple):
+    """The checkpoints in a folder."""
+
+    saved: list[Saved]  # the last saved first
+    unreadable: list[Path]  # manifest missing or damaged
+
+
+def listed(folder: Path) -> Listed:
+    """Returns the checkpoints in a folder, without reading their parts."""
+    found = Listed([], [])
+    for _, path in sorted(_folders(folder).items(), reverse=True):
+        try:
+            found.saved.append(Saved(path, _read_manifest(path)))
+        except CheckpointError:
+            found.unreadable.append(path)
+    found.saved.sort(key=lambda saved: int(saved.manifest["order"]), reverse=True)
+    return found
+
+
+def steps(folder: Path) -> list[int]:
+    """Returns the steps of all checkpoints in a folder, ascending; `load` finds out which ones are whole."""
+    return sorted(_folders(folder))
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Returns the checkpoints of a run, if `path` is its folder, or else `path` itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def best_of(folder: Path) -> Path | None:
+    """Returns the checkpoint that a folder's `best` names; None without one.
+
+    Raises:
+        CheckpointError: it names something else.
+    """
+    try:
+        name = (folder / "best").read_text().strip()
+    except OSError:
+        return None
+    if not _FOLDER_NAME.fullmatch(name):
+        raise CheckpointError(f"{folder / 'best'} names no checkpoint ({name!r:.60}): delete it, or name a checkpoint")
+    return folder / name
+
+
+def resume_from(resume: str, run_dir: Path) -> Path | None:
+    """Returns the checkpoint, or folder of checkpoints, to resume from; None for a fresh start.
+
+    Args:
+        resume: "auto" for the run in `run_dir`, if it has a checkpoint, or the path of a run or checkpoint.
+
+    Raises:
+        CheckpointError: `resume` names a path that does not exist.
+    """
+    if resume == "auto":
+        folder = run_dir / "checkpoints"
+        return folder if steps(folder) else None
+    path = Path(resume)
+    if not path.exists():
+        raise CheckpointError(f"resume={path} does not exist; give a run folder, a checkpoint in it, or resume=auto")
+    return checkpoints_of(path)
+
+
+def identity_of(path: Path) -> Mapping[str, Any]:
+    """Returns the identity of the run in a checkpoint, or in the last one of a folder; empty if it cannot be read."""
+    with contextlib.suppress(CheckpointError, OSError, LookupError, TypeError):
+        folder = path if (path / MANIFEST).exists() else listed(path).saved[0].path
+        identity: Mapping[str, Any] = _read_manifest(folder)["meta"]["identity"]
+        return identity
+    return {}
+
+
+def _folders(folder: Path) -> dict[int, Path]:
+    """Returns step → folder of published checkpoints, and of those that a save was about to replace."""
+    found: dict[int, Path] = {}
+    for prefix in (".old-", ""):  # a published one wins
+        for path in folder.glob(f"{prefix}step-*"):
+            if match := _FOLDER_NAME.fullmatch(path.name.removeprefix(prefix)):
+                found[int(match[1])] = path
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- reading and verifying
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of the manifest's content, without its own `sha256`."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json_object((folder / MANIFEST).read_text(encoding="utf-8"))
+        schema = manifest["schema"]
+        whole = manifest["sha256"] == digest(manifest)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"it has no {MANIFEST}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    if not whole:
+        raise CheckpointError(f"{MANIFEST} has changed since it was written")
+    if schema != SCHEMA:
+        raise CheckpointError(f"its schema is {schema}, this version of ddp reads {SCHEMA}")
+    return manifest
+
+
+def _read(folder: Path, names: Collection[str] | None) -> StoredCheckpoint:
+    """Verifies all parts of a checkpoint and loads those in `names`; CheckpointError says what is wrong with it."""
+    manifest = _read_manifest(folder)
+    entries: dict[str, Any] = manifest["parts"]
+    for name, entry in entries.items():
+        _verify(folder / f"{name}.pt", num_bytes=entry["bytes"], sha256=entry["sha256"])
+    wanted = list(entries) if names is None else list(names)
+    if unknown := [name for name in wanted if name not in entries]:
+        raise CheckpointError(f"it has no part {', '.join(unknown)}; its parts are {', '.join(entries)}")
+    parts = {name: _load_part(folder / f"{name}.pt") for name in wanted}
+    return StoredCheckpoint(manifest["step"], folder, manifest["score"], manifest["meta"], parts)
+
+
+def _verify(path: Path, *, num_bytes: int, sha256: str) -> None:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != num_bytes:
+                raise CheckpointError(f"{path.name} has {size} bytes instead of {num_bytes}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise CheckpointError(f"{path.name} has changed since it was written (another SHA-256)")
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _load_part(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(f"{path.name} cannot be loaded ({cause_of(error)})") from error
+
+
+def cause_of(error: Exception) -> str:
+    """Returns the cause of an error of torch.load in one line, without torch's advice to load with less care."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+    return text.splitlines()[0].partition(". ")[0]
+
+
+def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | str) -> None:
+    """Raises CheckpointError, naming the first difference, unless `weights` has the module's keys and shapes.
+
+    What a layer's `get_extra_state` has returned may be anything, and only the layer can judge it.
+    """
+    own = module.state_dict()
+    for name, value in own.items():
+        if name not in weights:
+            raise CheckpointError(f"{source} is of another model: it has no {name} {shape_or_type(value)}")
+        if not is_extra(name) and shape_or_type(weights[name]) != shape_or_type(value):
+            shapes = f"{name} is {shape_or_type(weights[name])} there and {shape_or_type(value)} here"
+            raise CheckpointError(f"{source} is of another model: {shapes}")
+    for name in weights:
+        if name not in own:
+            raise CheckpointError(f"{source} is of another model: it has {name}, which this model does not have")
+
+
+def is_extra(name: str) -> bool:
+    """Returns True for a name that torch gives to what a layer's `get_extra_state` returns."""
+    return name.endswith("_extra_state")
+
+
+def shape_or_type(value: Any) -> list[int] | str:
+    """Returns a tensor's shape, or what another value is."""
+    return list(value.shape) if isinstance(value, Tensor) else f"({type(value).__name__})"
+
+
+# ------------------------------------------------------------------------ writing: whole or absent, pruned when written
+#
+# What a save does, and why a process killed between any two lines leaves a valid checkpoint behind:
+#
+#     write     parts and manifest into .tmp-..., each flushed to the disk     killed: the next save removes .tmp-...
+#     publish   rename to step-..., flush the parent                           atomic
+#     point     replace `latest` and `best`                                    killed: they lag; no code reads them
+#     prune     remove all but the last k and the best few                     renamed to .tmp-... first, so never half
+#
+# A checkpoint of the same step that exists already steps aside as .old-... before the new one is published.
+#
+# One process writes a folder: see `hold`.
 
 
 class CheckpointStore:

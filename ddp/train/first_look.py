@@ -26,15 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from ddp.comm.objects import all_gather_object
+from ddp.data.loading.source import digest_of
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.process.log import log
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.streams import preserved
 from ddp.train.batch_statistics import try_one_sample, waits_in_evaluation
+from ddp.train.callbacks import Callback
 from ddp.train.kept import loss_modules
+from ddp.train.state import StepReport, TrainState
 from ddp.train.step import sum_and_count
-from ddp.train.tasks.classification import Classification
-from ddp.train.tasks.language_model import LanguageModel
+from ddp.train.tasks.cross_entropy import Classification, LanguageModel
 from ddp.train.tasks.loss_function import LossFunction, length_of, name_of
 from ddp.train.tasks.task import Task, outputs_of
 
@@ -300,3 +303,40 @@ def _evaluating() -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with torch.no_grad(), preserved(), eager:
         yield
+
+
+class EqualBatches(Callback):
+    """Refuses ranks or loader processes that begin with equal batches, because each of them reads all the data then.
+
+    Args:
+        rank: this one.
+        num_processes: loader processes of a rank, which take turns; 0: the rank itself loads.
+    """
+
+    def __init__(self, rank: int, num_processes: int) -> None:
+        self._rank, self._num_processes = rank, num_processes
+        self._num_steps = max(1, num_processes)
+        self._mine: list[tuple[str, str]] = []  # (digest, who)
+        self._seen: dict[str, str] = {}
+        self._num_batches = 0
+
+    def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
+        """Takes note of a batch of this rank."""
+        if self._num_steps:
+            process = f", loader process {self._num_batches % self._num_processes}" if self._num_processes else ""
+            if (digest := digest_of(batch)) is not None:
+                self._mine.append((digest, f"rank {self._rank}{process}"))
+            self._num_batches += 1
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        if not self._num_steps:
+            return
+        self._num_steps -= 1
+        mine, self._mine = self._mine, []
+        for digest, who in (each for theirs in all_gather_object(state.comm, mine) for each in theirs):
+            other = self._seen.setdefault(digest, who)
+            if other != who:
+                raise ConfigError(
+                    f"debug: {other} and {who} have begun with equal batches: do all of them read the whole "
+                    "stream, or does a sample not depend on its index?"
+                )

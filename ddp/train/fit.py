@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -41,6 +41,7 @@ from ddp.process.files import json_object, make_folder, read_own, refuse_unwrita
 from ddp.process.log import log
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.choice import ranks_of
+from ddp.streams import preserved
 from ddp.train.arguments import (
     NEEDED,
     Given,
@@ -54,20 +55,17 @@ from ddp.train.arguments import (
     strategy_of,
     with_cache,
 )
-from ddp.train.callbacks import Callback, MetricsFile, NoiseMeter, ThroughputMeter
+from ddp.train.callbacks import Callback, EpochCheck, MetricsFile, NoiseMeter, ThroughputMeter
 from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
-from ddp.train.checkpoint_store import CheckpointStore
-from ddp.train.data_checks import EpochCheck
-from ddp.train.given_back import given_back
-from ddp.train.held_out import Evaluator, check_held_out, note_of_choice
+from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
+from ddp.train.evaluate import Evaluator, check_held_out, modes_kept, note_of_choice
 from ddp.train.kept import Kept
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
-from ddp.train.start_note import StartNote
+from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
-from ddp.train.stored_checkpoint import resume_from, steps
 from ddp.train.tasks.task import Task
 from ddp.train.traffic_hint import TrafficHint
 from ddp.train.trial import tried
@@ -171,9 +169,25 @@ def train(given: Given) -> TrainState:
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
     """
-    with given_back(given.model):
+    with _given_back(given.model):
         comm = ranks_of(given.model)
         return tried(_train, given, comm) if given.keeps.trial else _train(given, comm)
+
+
+@contextlib.contextmanager
+def _given_back(model: nn.Module) -> Iterator[None]:
+    """Gives back at the end of the block what each step changes: the generators, and the mode of every layer.
+
+    All else that a fit changes for a while has a block of its own: the handlers of signals (`stopping.py`), the factor
+    of a schedule in learning rates (`optim/schedules.py`), warnings and compilation during the first look.
+    """
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    with preserved(), modes_kept(model):
+        try:
+            yield
+        finally:
+            if on_gpus:
+                torch.cuda.set_rng_state_all(on_gpus)
 
 
 def _train(given: Given, comm: Communicator) -> TrainState:
@@ -320,8 +334,7 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, stop: Stop
     with contextlib.ExitStack() as until_end:
         until_end.callback(state.rates.take_schedule_out)
         if store is not None:  # before a callback changes a file there
-            lock = partial(_lock, store, until_end)
-            on_rank_zero(state.comm, lock, label="locking the folder of the checkpoints")
+            on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
         if given.stop is None:
             until_end.enter_context(stop.listening())
         try:
@@ -366,8 +379,6 @@ def _callbacks(
         metrics = run.folder / "metrics.jsonl"
         watching += [MetricsFile(metrics, meters.throughput, meters.noise, every=keeps.log_every), checkpointer]
         last.append(AfterEvaluation(checkpointer))
-        if given.settings is None and not run.source.is_stream:  # the command line has noted its start
-            watching.append(StartNote(run.folder, run.source, given, goes_on=run.start is not None))
     if comm.host_partition.num_hosts > 1:
         watching.append(TrafficHint(partial(_say, given, comm)))
     if keeps.progress:  # after the others, so that it shows what is saved already
@@ -379,9 +390,11 @@ def _callbacks(
     return [*watching, *given.callbacks, *last]
 
 
-def _lock(store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
-    """Keeps other processes from writing into the folder. On rank 0 only."""
+def _begin(given: Given, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
+    """Keeps other processes from writing into the run's folder, and notes the start. On rank 0 only."""
     until_end.callback(store.hold().close)
+    if run.folder is not None and given.settings is None and not run.source.is_stream:  # a command has noted it
+        note_start_of_fit(run.folder, run.source, given, run.state, goes_on=run.start is not None)
 
 
 # -------------------------------------------------------------------------------------------------------- what is said

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp.policies import Averaging, Evaluation, Folder, Reading
 
@@ -83,3 +83,95 @@ def _holder(tree: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]
     above, _, last = key.rpartition(".")
     holder = tree.get(above) if above else tree
     return (holder if isinstance(holder, dict) else None), last
+
+
+# --- Words of other libraries ----------------------------------------------------------------------------------------
+#
+# A reader who types `ddp.fit(…, batch_size=64)`, `scripts/ddp train batch_size=64` or `ddp.launch(train, nprocs=2)` is
+# told the word that belongs there. A misspelt word needs no row, because the nearest word is told anyway.
+
+
+class Meaning(NamedTuple):
+    """Tells what a foreign word is called in three places; "" where it has no name of its own.
+
+    Attributes:
+        setting: key on the command line.
+        fit: argument of `ddp.fit`.
+        launch: argument of `ddp.launch`.
+        instead: what takes the place of an argument that `ddp.fit` does not have.
+    """
+
+    setting: str = ""
+    fit: str = ""
+    launch: str = ""
+    instead: str = ""
+
+
+_PROCESSES = "ddp.launch has the number of processes, as ddp.launch(train, workers=2), or torchrun"
+_ACCUMULATED = "batches are accumulated where micro_size is less than a rank's share of global_batch"
+_ROWS = {
+    ("batch_size", "train_batch_size", "per_device_train_batch_size"): Meaning("batch.global_size", "global_batch"),
+    ("validation_batch_size", "eval_batch_size"): Meaning(
+        "evaluate.batch", instead="say evaluation=ddp.Evaluation(batch=…)"
+    ),
+    ("accumulate_grad_batches", "gradient_accumulation_steps"): Meaning("batch.micro_size", instead=_ACCUMULATED),
+    ("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"): Meaning("epochs", "epochs"),
+    ("steps_per_epoch", "steps"): Meaning("max_steps", "max_steps"),
+    ("loss_fn", "loss_function", "criterion", "task"): Meaning("loss", "loss"),
+    ("optimizer",): Meaning("optim", "optimizer"),
+    ("learning_rate", "lr"): Meaning(
+        "optim.lr", instead="the optimizer has it, as torch.optim.Adam(model.parameters(), lr=0.01)"
+    ),
+    ("scheduler", "lr_scheduler"): Meaning("schedule", "schedule"),
+    ("grad_clip", "max_grad_norm", "max_norm", "gradient_clip_val"): Meaning("clip_norm", "clip_norm"),
+    ("amp", "use_amp", "fp16", "bf16", "mixed_precision"): Meaning("precision", "precision"),
+    ("random_state", "random_seed"): Meaning("seed", instead="say batches=ddp.Batches(seed=…)"),
+    ("dataset", "train_data", "train_dataset", "train_dataloader", "train_loader"): Meaning("data", "data"),
+    ("validation_split", "val_split"): Meaning("data.validation", "validation_data"),
+    ("val_data", "valid_data", "eval_data", "validation", "eval_dataset"): Meaning(
+        "data.validation", "validation_data"
+    ),
+    ("validation_freq", "check_val_every_n_epoch"): Meaning(
+        "evaluate.every_epochs", instead="say evaluation=ddp.Evaluation(every_epochs=…)"
+    ),
+    ("val_check_interval", "eval_steps"): Meaning(
+        "evaluate.every_steps", instead="say evaluation=ddp.Evaluation(every_steps=…)"
+    ),
+    ("collate_fn",): Meaning(instead="say batches=ddp.Batches(collate=…)"),
+    ("sampler",): Meaning("data.order", instead="say batches=ddp.Batches(order=…)"),
+    ("shuffle",): Meaning(
+        "data.order",
+        instead="samples are shuffled in each epoch; without: batches=ddp.Batches(order=ddp.data.Fixed(len(data)))",
+    ),
+    ("sample_weight",): Meaning(
+        instead="batches=ddp.Batches(order=ddp.data.Weighted(weights)) draws samples as often as their weights say"
+    ),
+    ("class_weight",): Meaning(
+        instead="the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or an order, ddp.data.Weighted(weights)"
+    ),
+    ("drop_last",): Meaning(instead="give it to a DataLoader, and that as data"),
+    ("metrics",): Meaning(instead="a ddp.Task has them, such as loss=ddp.Classification()"),
+    ("sync_batchnorm", "sync_bn"): Meaning(
+        "replica.sync_batchnorm", instead="give ddp.SyncBatchNorm.convert(model) as the model"
+    ),
+    ("transform", "augment"): Meaning(
+        "data.transform", instead="give data that apply it, such as ddp.data.Transformed(samples, transform)"
+    ),
+    ("device",): Meaning("device", instead="the model's device is taken, or that of ddp.init(device=…)"),
+    ("num_workers",): Meaning("loader.num_workers", launch="workers"),
+    ("workers",): Meaning("cluster.workers", launch="workers", instead=_PROCESSES),
+    ("nprocs", "num_processes", "nproc_per_node", "world_size", "np"): Meaning(
+        "cluster.workers", launch="workers", instead=_PROCESSES
+    ),
+    ("gpus", "devices"): Meaning("cluster.workers", launch="workers", instead=_PROCESSES),
+    ("logging_steps", "log_every_n_steps"): Meaning("report.log_every", instead="say folder=ddp.Folder(log_every=…)"),
+    ("verbose",): Meaning("report.progress", instead="say folder=ddp.Folder(progress=…)"),
+    ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "folder"),
+    ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", instead="say folder=ddp.Folder(path, resume=…)"),
+}
+MEANINGS = {word: meaning for words, meaning in _ROWS.items() for word in words}
+
+
+def meaning(word: str) -> Meaning:
+    """Returns what another library's word is called here; empty of any other word."""
+    return MEANINGS.get(word, Meaning())

@@ -13,8 +13,7 @@ from rich.text import Text
 from ddp.data.loading.iterable import ENDLESS
 from ddp.process.clock import now_s
 from ddp.process.log import log
-from ddp.train.callbacks import Callback, ThroughputMeter
-from ddp.train.early_stopping import EARLY
+from ddp.train.callbacks import EARLY, Callback, ThroughputMeter
 from ddp.train.state import StepReport, TrainState, agreed_reason
 from ddp.train.stopping import StopFlag, has_obeyed
 

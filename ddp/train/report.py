@@ -15,9 +15,7 @@ from rich.table import Table
 from ddp.process.arguments import program, shown
 from ddp.process.files import json_object, whole_file, write_whole
 from ddp.setting import Precision
-from ddp.train.callbacks import NoiseMeter, ThroughputMeter
-from ddp.train.data_checks import EpochCheck
-from ddp.train.early_stopping import EARLY
+from ddp.train.callbacks import EARLY, EpochCheck, NoiseMeter, ThroughputMeter
 from ddp.train.state import TrainState
 from ddp.units import counted
 
@@ -58,9 +56,7 @@ def summary_of(
         "unreadable_samples": len(state.unreadable),
         "epochs_as_promised": [epochs_seen.num_as_promised, epochs_seen.num_checked],
         "samples_per_s": round(whole.samples_per_s, 1),
-        "compute_fraction": round(whole.compute_fraction, 4),
-        "wait_fraction": round(whole.wait_fraction, 4),
-        "data_fraction": round(whole.data_fraction, 4),
+        **{name: round(share, 4) for name, share in whole.shares.items()},
         "train_loss": state.train_loss,
         "seconds": round(seconds, 2),
         "stopped_by": state.stopped_by or None,

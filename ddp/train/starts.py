@@ -6,7 +6,8 @@
         dealt                what a sampler asks of samples that only the program has
         order                identity of the order that these must give; null: they give it by themselves
 
-The command line writes it, which has not imported torch then, and so does `ddp.fit`.
+The command line writes it, and so does `ddp.fit`, of what it knows. An order or a sharding that is an object of the
+program cannot be written. Then the noted identity of the order is another one than `where` finds, which says so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ddp.data.loading.cache import cache_of
+from ddp.data.loading.source import Source
+from ddp.data.orders.order import Fixed, Permutation
+from ddp.data.sets.validation import selection_in
 from ddp.process.files import read_own, write_whole
+from ddp.train.arguments import Given
+from ddp.train.state import TrainState
 
 STARTS = "starts.jsonl"
 
@@ -26,3 +35,58 @@ def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> Non
     path = run_dir / STARTS
     noted = read_own(path) if goes_on and path.exists() else ""
     write_whole(path, f"{noted}{json.dumps(start, default=int)}\n")  # of NumPy's
+
+
+_WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}
+
+
+def note_start_of_fit(run_dir: Path, source: Source, given: Given, state: TrainState, *, goes_on: bool) -> None:
+    """Notes the start of a run that was made from Python. On rank 0 only.
+
+    Args:
+        goes_on: the run is one that was resumed.
+    """
+    samples, sampler, batches = _whole(source.samples), state.sampler, given.batches
+    sizes = getattr(samples, "file_sizes", None)
+    data = {
+        "name": "digits",  # any, because `dealt` stands for the samples
+        "order": _WORDS.get(type(batches.order), "auto"),
+        "sharding": batches.sharding if isinstance(batches.sharding, str) else "auto",
+        "skip_steps": list(batches.skip_steps or ()),
+        "validation": given.validation_data if isinstance(given.validation_data, float) else None,
+    }
+    parts = {"num_shards": sampler.num_shards, "micro_size": sampler.micro_size}
+    settings = {
+        "seed": batches.seed,
+        "epochs": given.epochs,
+        "max_steps": given.max_steps,
+        "cluster": {"workers": state.comm.world_size},
+        "batch": _batch(sampler.sizes.setting) | parts,
+        "loader": {"num_workers": source.num_workers},
+        "data": data,
+    }
+    start = {
+        "folder": str(Path.cwd()),
+        "position": {"step": state.step, "sampler": sampler.state_dict()} if goes_on else None,
+        "settings": settings,
+        "dealt": {"num_samples": len(samples)} | ({} if sizes is None else {"file_sizes": np.asarray(sizes).tolist()}),
+        "order": sampler.order.identity,
+    }
+    note_start(run_dir, start, goes_on=goes_on)
+
+
+def _whole(samples: Any) -> Any:
+    """Returns the data set of which a share may have been set apart, and which may be cached."""
+    kept = cache_of(samples)
+    samples = samples if kept is None else kept.samples
+    part = selection_in(samples)
+    return samples if part is None else part.samples
+
+
+def _batch(setting: Any) -> dict[str, Any]:
+    """Returns the global batch, or how it grows, as `Steps.setting` has it, in the words of the settings."""
+    if isinstance(setting, int):
+        return {"global_size": setting}
+    if isinstance(setting, list) and len(setting) == 3:
+        return {"warmup_size": setting[0], "global_size": setting[1], "warmup_samples": setting[2]}
+    return {}  # a budget of tokens, which has an order of its own

@@ -33,7 +33,7 @@ class TrainState:
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
         main_metric: the one of them that everything goes by that chooses, such as which checkpoint is the best
-            (`held_out.py`); higher_is_better: in which direction.
+            (`evaluate.py`); higher_is_better: in which direction.
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
         rates: of the groups, with and without the schedule.

@@ -36,8 +36,8 @@ from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_wa
 from ddp.process.arguments import whole
 from ddp.setting import Scaling
 from ddp.train.callbacks import NoiseMeter
-from ddp.train.monitor.noise_scale import Estimate
-from ddp.train.tasks.classification import Classification
+from ddp.train.noise_scale import Estimate
+from ddp.train.tasks.cross_entropy import Classification
 from ddp.units import counted
 
 CONTEXT = 8  # bytes before the one that is predicted

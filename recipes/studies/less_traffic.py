@@ -34,8 +34,7 @@ from ddp.models.gpt import GPT
 from ddp.models.images import CNN
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
-from ddp.train.tasks.classification import Classification
-from ddp.train.tasks.language_model import ByteModel
+from ddp.train.tasks.cross_entropy import ByteModel, Classification
 from ddp.train.tasks.task import Task
 
 SEEDS = (0, 1, 2, 3, 4)

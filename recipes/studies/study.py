@@ -27,7 +27,7 @@ from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.files import json_object, to_append, write_whole
 from ddp.train.callbacks import NoiseMeter
-from ddp.train.monitor.noise_scale import Estimate
+from ddp.train.noise_scale import Estimate
 from ddp.train.state import TrainState
 
 WORKERS = 2

@@ -23,7 +23,7 @@ from ddp.strategies import Agreement, Replicated, Sharded, Strategy, step
 from ddp.train.loop import train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.classification import Classification
+from ddp.train.tasks.cross_entropy import Classification
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,7 @@ from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.classification import Classification
+from ddp.train.tasks.cross_entropy import Classification
 
 SIZES = [1, 2, 3, 5, 12, 13]
 

@@ -12,10 +12,10 @@ import torch
 
 import ddp
 import ddp.data
-from ddp.run.launch.function_call import OURS
+from ddp.run.launch.from_python import OURS
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import _homes
-from ddp.train.foreign_words import MEANINGS, meaning
+from ddp.train.moved import MEANINGS, meaning
 
 ARGUMENTS = inspect.signature(ddp.fit).parameters.keys()
 POLICIES = (ddp.Averaging, ddp.Batches, ddp.Evaluation, ddp.Folder, ddp.Reading)

@@ -13,8 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ddp.train.callbacks import ThroughputMeter
-from ddp.train.monitor.throughput import Throughput
+from ddp.train.callbacks import Throughput, ThroughputMeter
 from ddp.train.progress import ProgressBar, fitting
 from ddp.train.report import draw_curves, print_summary
 

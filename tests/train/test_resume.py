@@ -20,6 +20,7 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
+from ddp.run.build.load import load_initial_weights
 from ddp.strategies.replicated import Replicated
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
@@ -29,12 +30,11 @@ from ddp.train.checkpoint import (
     restore,
     save_checkpoint,
 )
-from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.checkpoint_store import CheckpointStore, load
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
-from ddp.train.stored_checkpoint import load, load_initial_weights
-from ddp.train.tasks.classification import Classification
+from ddp.train.tasks.cross_entropy import Classification
 from recipes.tutorial.simulated import SimulatedNetwork
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges

@@ -22,8 +22,7 @@ from ddp.models.images import CNN, MLP
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
-from ddp.train.tasks.classification import Classification
-from ddp.train.tasks.language_model import LanguageModel
+from ddp.train.tasks.cross_entropy import Classification, LanguageModel
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 100, 10, 3, 1.0
 NUM_SPARSE_STEPS, SPARSE_CLIP = 12, 0.2  # two epochs' ends, where one of four ranks has no sample

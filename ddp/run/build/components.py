@@ -7,11 +7,14 @@ is imported from its address here, in the parent before any worker starts, and i
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ddp import streams
 from ddp.collectives import catalog
@@ -32,15 +35,11 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.run.build.own_model import own_model
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import called, from_address, is_address, told
 from ddp.run.settings.config import Config
-from ddp.train.callbacks import Callback
-from ddp.train.early_stopping import EarlyStopping
-from ddp.train.ema import EMA
-from ddp.train.tasks.classification import Classification
-from ddp.train.tasks.language_model import ByteModel, LanguageModel
+from ddp.train.callbacks import EMA, Callback, EarlyStopping
+from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.loss_function import LossFunction, as_task
 from ddp.train.tasks.task import Task
 
@@ -341,3 +340,26 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
         )
     replica.verify_replicas(every=config.replica.verify_every)
     return replica
+
+
+# --- A model of the user's own ---------------------------------------------------------------------------------------
+
+
+def own_model(address: str, arguments: Mapping[str, Any], *, key: str, folder: str | Path) -> nn.Module:
+    """Returns what the class or function MODULE:NAME makes of the arguments.
+
+    Args:
+        key: the setting that holds the address, for errors.
+        folder: searched after everything else on `sys.path`.
+
+    Raises:
+        ConfigError: it cannot be imported or called, or what it returns is no model, or has parameters without a size.
+    """
+    found = from_address(address, key=key, folder=folder)
+    model = called(found, arguments, address=address, key=key)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"{key}={address}: returned an object of type {kind}; return a torch.nn.Module")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ConfigError(f"{key}={address}: {lazy[0]} has no size yet; give it one, because replicas begin equal")
+    return model

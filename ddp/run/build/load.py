@@ -11,6 +11,7 @@ A run from Python has the weights alone, because only its program knows how to b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +23,20 @@ from torch import Tensor, nn
 from ddp.data.samples import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.run.build import components
-from ddp.run.settings.address import own_parts
+from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain, settings_of
-from ddp.run.settings.trust import check_trust
-from ddp.train.ema import averages_in
-from ddp.train.stored_checkpoint import StoredCheckpoint, best_of, checkpoints_of
-from ddp.train.stored_checkpoint import load as load_checkpoint
+from ddp.train.callbacks import averages_in
+from ddp.train.checkpoint_store import (
+    StoredCheckpoint,
+    best_of,
+    cause_of,
+    check_fits,
+    checkpoints_of,
+    is_extra,
+    shape_or_type,
+)
+from ddp.train.checkpoint_store import load as load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -104,3 +112,67 @@ def load(path: str | Path, which: Literal["best", "latest"] = "best", *, average
     if averaged and (name := found.meta.get("averages")) is not None:
         weights |= averages_in(load_checkpoint(found.path, names=["callbacks"]).parts["callbacks"][name])
     return Trained(found.path, found.step, found.score, weights, found.meta["identity"])
+
+
+# --- Weights to start from -------------------------------------------------------------------------------------------
+#
+# Starting from given weights: at step 0, with a fresh optimizer, unlike a run that is resumed. A file's keys may be
+# renamed by their prefixes, and parts of the model may keep their fresh values. So a model can take over a trained body
+# and learn a new head.
+
+
+def load_initial_weights(
+    path: Path, module: nn.Module, *, strict: bool, rename: Mapping[str, str], skip: list[str]
+) -> None:
+    """Gives a fresh module weights from a file or a checkpoint.
+
+    Args:
+        path: a checkpoint of a run, a folder of them, or a file of `torch.save(module.state_dict())`.
+        strict: every tensor of the module that is not skipped must be found, and every key of the file be used.
+        rename: prefix of a key in the file → prefix in the module.
+        skip: prefixes (in the module) that keep their fresh values, such as a new head.
+
+    Raises:
+        CheckpointError: nothing there, or, if strict, the first tensor that does not fit.
+    """
+    weights: dict[str, Any] = {_renamed(key, rename): value for key, value in _read_weights(path).items()}
+    weights = {key: value for key, value in weights.items() if not key.startswith(tuple(skip))}
+    own = {key: value for key, value in module.state_dict().items() if not key.startswith(tuple(skip))}
+    if strict:
+        kept = {key: value for key, value in module.state_dict().items() if key not in own}
+        check_fits({**weights, **kept}, module, source=path)
+    fitting = {
+        key: value
+        for key, value in weights.items()
+        if key in own and (is_extra(key) or shape_or_type(value) == shape_or_type(own[key]))
+    }
+    if not any(isinstance(value, Tensor) for value in fitting.values()):
+        raise CheckpointError(f"{path} has no tensor that fits the model; see init_from.rename and init_from.skip")
+    module.load_state_dict(fitting, strict=False)
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    """Returns plain keys and their values from a checkpoint, or from a file of a state dict."""
+    if path.is_dir():
+        return dict(load_checkpoint(path, names=["model"]).parts["model"])
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; init_from.path takes a checkpoint folder or a file of weights")
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as weights ({cause_of(error)}); init_from.path takes a file of "
+            "torch.save(model.state_dict(), PATH), or a checkpoint folder"
+        ) from error
+    if not isinstance(weights, Mapping) or any(
+        not isinstance(value, Tensor) and not is_extra(name) for name, value in weights.items()
+    ):
+        raise CheckpointError(f"{path} holds no state dict; save it with torch.save(model.state_dict(), PATH)")
+    return {str(key).removeprefix("module."): value for key, value in weights.items()}
+
+
+def _renamed(key: str, rename: Mapping[str, str]) -> str:
+    for old, new in rename.items():
+        if key.startswith(old):
+            return new + key.removeprefix(old)
+    return key

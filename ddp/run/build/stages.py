@@ -32,17 +32,18 @@ from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.run.build import components
 from ddp.run.build import optimizer as optimization
 from ddp.run.build.load import load as load_trained
+from ddp.run.build.load import load_initial_weights
 from ddp.run.build.sampling import batches_of, check_dealing, noted, sampler_for
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import origins
 from ddp.run.settings.config import Config, folder_of
 from ddp.train.arguments import Given
+from ddp.train.callbacks import EARLY
 from ddp.train.checkpoint import check_optimizer
-from ddp.train.early_stopping import EARLY
+from ddp.train.checkpoint_store import check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
 from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.stopping import StopFlag
-from ddp.train.stored_checkpoint import check_fits, checkpoints_of, load, load_initial_weights, resume_from
 from ddp.train.tasks import ngram
 
 # ------------------------------------------------------------------------------------------- the three entry points

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp.comm.meeting.secret import private_folder
+from ddp.errors import ConfigError
 from ddp.process.memory import available_cores
 from ddp.process.memory import variables as memory_variables
-from ddp.run.launch.function_call import temporary_folder
 from ddp.run.launch.report import Failure
 from ddp.train.stopping import stop_signals
 
@@ -172,3 +173,18 @@ def _children() -> list[int]:
 
 
 _SILENCE = logging.NullHandler()
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Makes a folder for the duration of the block.
+
+    Raises:
+        ConfigError: no disk has room for one.
+    """
+    with contextlib.ExitStack() as until_end:
+        try:
+            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
+        except OSError as error:
+            raise ConfigError(f"{error.strerror}; make room, or set TMPDIR to another folder") from error
+        yield Path(folder)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ddp.comm.meeting.place import refuse_workers
-from ddp.errors import ConfigError, WorkersFailed
+from ddp.errors import ConfigError, WorkersFailed, nearest
 from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.run.launch.engine import run_workers
-from ddp.run.launch.function_call import CALL, check_call, folder_for_call, result_file
+from ddp.run.launch.engine import run_workers, temporary_folder
 from ddp.run.launch.report import Failure, describe_failures
 from ddp.run.settings.checks import most_workers
+from ddp.train.moved import meaning
 from ddp.units import counted
 
 
@@ -81,3 +86,153 @@ def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
     """Returns the signal on which the workers have left in agreement, if only they got it."""
     statuses = {failure.status for failure in failures.values()}
     return next((number for number in signal.Signals if statuses == {128 + number}), None)
+
+
+# --- The call on its way to the workers, and its results on their way back -------------------------------------------
+#
+#     call.pkl               world size and `sys.path`; then function, arguments and keywords
+#     result-rank-R.pkl      what the function returned on rank R
+#
+# What cannot be sent, or does not fit on the disk, is one sentence: on the way there before a worker starts.
+
+
+CALL = "call.pkl"
+OURS = ("workers", "threads_per_worker", "timeout_s")
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Returns the file in which a rank leaves its result."""
+    return folder / f"result-rank-{rank}.pkl"
+
+
+def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless `function(*args, **kwargs)` can be called."""
+    if not callable(function):
+        raise ConfigError(
+            f"ddp.launch needs a function, and got {function!r:.60}: give it train, and not train(), which runs it here"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = _name(function)
+        strange = [key for key in kwargs if key not in signature.parameters]
+        meant = {key: nearest(meaning(key).launch or key, OURS) for key in strange}
+        hint = next((f". Did you mean {near}={kwargs[key]!r}?" for key, near in meant.items() if near), "")
+        if not hint and args and isinstance(args[-1], int):
+            hint = f". Did you mean ddp.launch({name}, workers={args[-1]})?"
+        raise ConfigError(f"ddp.launch calls {name}{signature} with the other arguments: {error}{hint}") from None
+
+
+@contextlib.contextmanager
+def folder_for_call(workers: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Path]:
+    """Makes a folder with the call in it, for the duration of the block.
+
+    Raises:
+        ConfigError: something of the call cannot be sent, or the disk is full.
+    """
+    sent = _pickled(function, args, kwargs)
+    with temporary_folder("ddp-launch-") as folder:
+        try:
+            (folder / CALL).write_bytes(pickle.dumps((workers, sys.path)) + sent)
+        except OSError as error:
+            raise _no_room(error, folder) from error
+        yield folder
+
+
+def _no_room(error: OSError, folder: Path) -> ConfigError:
+    """Returns the error for a temporary folder in which nothing more can be written."""
+    return ConfigError(f"{folder.parent}: {error.strerror}; make room there, or set TMPDIR to another folder")
+
+
+def write_result(folder: Path, rank: int, function: Callable[..., Any], result: Any) -> None:
+    """Leaves a rank's result for the launcher.
+
+    Raises:
+        ConfigError: it cannot be sent, or the disk is full.
+    """
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(result)
+    except Exception as error:
+        hint = ", such as state.evaluation or state.step" if type(result).__name__ == "TrainState" else ""
+        raise ConfigError(
+            f"{_name(function)} returned a {type(result).__name__}, which cannot be sent to another process ({error}): "
+            f"return what you need of it{hint}"
+        ) from error
+    try:
+        result_file(folder, rank).write_bytes(data)
+    except OSError as error:
+        result_file(folder, rank).unlink(missing_ok=True)  # makes room for the report
+        raise _no_room(error, folder) from error
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    import cloudpickle
+
+    with _by_value(_strange_modules(function)):
+        try:
+            data: bytes = cloudpickle.dumps((function, args, kwargs))
+        except Exception as error:
+            parts = {f"argument {i + 1}": each for i, each in enumerate(args)} | {f"{k}=": v for k, v in kwargs.items()}
+            raise _not_sendable(parts, function, error) from error
+    return data
+
+
+def _not_sendable(parts: Mapping[str, Any], function: Callable[..., Any], error: Exception) -> ConfigError:
+    """Returns the error that names what cannot be sent: an argument, or a variable that the function uses."""
+    name = _name(function)
+    with contextlib.suppress(TypeError, ValueError):
+        used = inspect.getclosurevars(function)
+        variables = {**used.globals, **used.nonlocals}
+        parts = {**parts, **{f"{key}, which {name} uses": each for key, each in variables.items()}}
+    what = next((key for key, each in parts.items() if not _can_be_sent(each)), "the function")
+    return ConfigError(
+        f"ddp.launch({name}, …): {what} cannot be sent to another process ({error}); make it inside of the function"
+    )
+
+
+def _can_be_sent(value: Any) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _strange_modules(function: Callable[..., Any]) -> list[ModuleType]:
+    """Returns modules that are loaded here and cannot be imported in a worker: a main program that was spawned, say."""
+    names = ["__mp_main__", *filter(None, [getattr(function, "__module__", None)])]
+    found = [sys.modules[name] for name in dict.fromkeys(names) if name != "__main__" and name in sys.modules]
+    return [module for module in found if not _is_importable(module.__name__.partition(".")[0])]
+
+
+def _is_importable(name: str) -> bool:
+    """Returns True if an import finds such a module, whether or not it is loaded."""
+    importlib.invalidate_caches()
+    return any(finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+
+
+@contextlib.contextmanager
+def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Sends what these modules define whole, and not as a name to be imported, for the duration of the block."""
+    import cloudpickle
+
+    ours = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    for module in ours:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in ours:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -35,12 +35,10 @@ from ddp.process.files import (
     write_whole,
 )
 from ddp.process.log import log
-from ddp.run.settings.address import own_parts
+from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain, settings_of
-from ddp.run.settings.trust import check_trust
-from ddp.train.starts import STARTS, note_start
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
@@ -84,6 +82,8 @@ def _note_start(
     config: Config, run_dir: Path, position: Mapping[str, Any] | None, dealt: Mapping[str, Any] | None
 ) -> None:
     """Adds a line to starts.jsonl, from which `where.py` knows the settings of every step."""
+    from ddp.train.starts import note_start  # torch, which is imported by now
+
     start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config), "dealt": dealt}
     note_start(run_dir, start, goes_on=config.resume != "none")
 
@@ -126,6 +126,8 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
 
 def forget_trial(run_dir: Path) -> None:
     """Removes what says that a run is here, so that a run, or the next trial, may have the folder's name."""
+    from ddp.train.starts import STARTS
+
     for name in ("config.yaml", STARTS):
         (run_dir / name).unlink(missing_ok=True)
 

@@ -43,7 +43,7 @@ from ddp.process.memory import collect_from_now_on, collect_later
 from ddp.process.parent_death import ask_for_signal
 from ddp.process.stack import stack_of
 from ddp.process.terminal import keep_writing
-from ddp.run.launch.function_call import write_result
+from ddp.run.launch.from_python import write_result
 from ddp.run.launch.report import Report
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain

@@ -18,8 +18,7 @@ from ddp.errors import ConfigError, did_you_mean, nearest
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
-from ddp.train.foreign_words import meaning
-from ddp.train.moved import KEYS, translated
+from ddp.train.moved import KEYS, meaning, translated
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:

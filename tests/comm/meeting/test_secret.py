@@ -25,7 +25,7 @@ from ddp.comm.meeting.private_store import Folder, Sealed, part_of, sealed
 from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError, PeerLost
-from ddp.run.launch.function_call import folder_for_call
+from ddp.run.launch.from_python import folder_for_call
 
 ROOT = Path(__file__).parents[3]
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -19,8 +19,7 @@ import torch
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.run.launch.from_python import _left_by
-from ddp.run.launch.function_call import CALL, folder_for_call, write_result
+from ddp.run.launch.from_python import CALL, _left_by, folder_for_call, write_result
 from ddp.run.launch.report import Failure
 from ddp.train.state import TrainState
 

@@ -40,11 +40,10 @@ from ddp.run.build.components import (
 )
 from ddp.run.launch.command_line import composed, main, translated
 from ddp.run.launch.run_folder import continued, prepare
-from ddp.run.settings.address import from_address, own_parts
+from ddp.run.settings.address import check_trust, from_address, own_parts
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config, OwnData, OwnModel
 from ddp.run.settings.reader import from_plain
-from ddp.run.settings.trust import check_trust
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.vision import torchvision
 
@@ -167,7 +166,7 @@ def test_own_parts_become_components(folder: Path) -> None:
         loss_sum, count = make_task(config).loss(model, batch)
         torch.testing.assert_close(loss_sum, expected)
         assert count == 2
-    config.loss = "ddp.train.tasks.classification:Classification"
+    config.loss = "ddp.train.tasks.cross_entropy:Classification"
     assert make_task(config).main_metric == "accuracy"
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp.errors import ConfigError
-from ddp.train.tasks.classification import Classification
-from ddp.train.tasks.language_model import IGNORE, ByteModel, LanguageModel
+from ddp.train.tasks.cross_entropy import IGNORE, ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import Batch, Task
 
 Member = tuple[Task, nn.Module, Batch]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.gradients.totals import Parts, Totals
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.train.monitor.noise_scale import FEWEST, Estimate, NoiseScale
+from ddp.train.noise_scale import FEWEST, Estimate, NoiseScale
 
 
 def measured(

@@ -1,1 +1,0 @@
-"""Measurements of a run. Monitors hold numbers; the training loop acts on them."""
