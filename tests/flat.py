@@ -13,7 +13,9 @@ from ddp.replica.sharded import ShardedDataParallel
 POLICIES = {"evaluation": ddp.Evaluation, "batches": ddp.Batches, "reading": ddp.Reading}
 
 
-def grouped(*, every: str | None = None, reduction: Any = None, sharded: bool = False, **flat: Any) -> dict[str, Any]:
+def grouped(
+    *, every: str | None = None, reduction: Any = None, sharded: bool = False, **flat: Any
+) -> dict[str, Any]:
     """Returns the arguments of `ddp.fit`, with each field of a policy in its policy.
 
     Args:

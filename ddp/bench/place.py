@@ -1,7 +1,7 @@
 """Says where a benchmark runs: on this host or on a bed of network namespaces, alone or beside strangers.
 
---netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
---beside 1                 one process that only computes runs on the same cores as the ranks
+    --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; every link carries 1 Gbit/s each way; 1 ms from host to host
+    --beside 1                 one process that only computes runs on the same cores as the ranks
 """
 
 from __future__ import annotations

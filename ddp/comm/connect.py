@@ -1,7 +1,7 @@
 """Connects one rank with the others: by links, in the memory of its host, and by both together.
 
-join        finds out which ranks share a host, and connects this rank with those on its host, through memory
-connect     does the same, and adds links to the other hosts: everything that a communicator uses
+    join        finds out which ranks share a host, and connects this rank with those on its host, through memory
+    connect     does the same, and adds links to the other hosts: everything that a communicator uses
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chooses where a communicator's tensors are, and by which of torch's backends they travel.
 
-device            what was asked for; or where a replica's parameters are; or a GPU if the program has begun to use
-                  one; or the CPU. One communicator for each kind of device, over the same ranks
-backend "auto"    NCCL where every local rank has a GPU of its own, else Gloo (CUDA tensors staged through the host)
+    device            what was asked for; or where a replica's parameters are; or a GPU if the program has begun to use
+                      one; or the CPU. One communicator for each kind of device, over the same ranks
+    backend "auto"    NCCL where every local rank has a GPU of its own, else Gloo (CUDA tensors staged through the host)
 """
 
 from __future__ import annotations

@@ -76,16 +76,12 @@ def on_each_rank(folder: Path) -> tuple[torch.Tensor, bool, dict[str, float]]:
         for tensor in (ordinary, allocated):
             time.sleep(pause_s)
             assert torch.equal(comm.all_reduce(tensor.copy_(numbers), algorithm=way), sums)
-    return (
-        gradients[comm.rank] / NUM_SAMPLES,
-        way == "shared_memory",
-        {
-            "by hand": seconds_of(comm, lambda: all_reduce(comm, large)),
-            "library, memory of all": seconds_of(comm, lambda: comm.all_reduce(allocated, algorithm=way)),
-            "library, ordinary memory": seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm=way)),
-            "library, ring of messages": seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm="ring")),
-        },
-    )
+    return gradients[comm.rank] / NUM_SAMPLES, way == "shared_memory", {
+        "by hand": seconds_of(comm, lambda: all_reduce(comm, large)),
+        "library, memory of all": seconds_of(comm, lambda: comm.all_reduce(allocated, algorithm=way)),
+        "library, ordinary memory": seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm=way)),
+        "library, ring of messages": seconds_of(comm, lambda: comm.all_reduce(ordinary, algorithm="ring")),
+    }
 
 
 if __name__ == "__main__":

@@ -53,18 +53,9 @@ def train(run_dir: Path, *callbacks: ddp.Callback) -> tuple[int, Tensor, float]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
     begins, keep = Beginning(), ddp.Folder(run_dir, resume="auto", every_steps=SAVE_EVERY, progress=False, curves=False)
-    state = ddp.fit(
-        model,
-        batch(),
-        optimizer,
-        loss=F.cross_entropy,
-        global_batch=5,
-        max_steps=NUM_STEPS,
-        folder=keep,
-        schedule=ddp.optim.TorchSchedule(rates, every="step"),
-        test_data=batch(),
-        callbacks=[begins, *callbacks],
-    )
+    state = ddp.fit(model, batch(), optimizer, loss=F.cross_entropy, global_batch=5, max_steps=NUM_STEPS, folder=keep,
+                    schedule=ddp.optim.TorchSchedule(rates, every="step"), test_data=batch(),
+                    callbacks=[begins, *callbacks])
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     return begins.num_steps, weights, state.evaluation["test_loss"]
 

@@ -256,7 +256,9 @@ TYPICAL = {
     "buckets: before it is full": Typical(
         "07", UNTIL_FULL, "            if waits_for_end:\n                return\n", "got a gradient in step 2 after"
     ),
-    "buckets: all at the end": Typical("07", ">= reduction.check_at", "> reduction.check_at", "launched: no bucket"),
+    "buckets: all at the end": Typical(
+        "07", ">= reduction.check_at", "> reduction.check_at", "launched: no bucket"
+    ),
     "buckets: another order": Typical(
         "07",
         UNTIL_FULL,
@@ -502,7 +504,9 @@ TREE = SCHEDULES["tree"]
         (whole_or(SCHEDULES["tree_broadcast"], above=6), "not each contribution once"),
     ],
 )
-def test_a_wrong_schedule_is_refused_also_if_it_is_right_for_few_ranks(schedule: Schedule, says: str) -> None:
+def test_a_wrong_schedule_is_refused_also_if_it_is_right_for_few_ranks(
+    schedule: Schedule, says: str
+) -> None:
     with pytest.raises(Mistake, match=says):
         list(open_exercise("x:y", schedule, sys.modules[__name__]))
 

@@ -15,6 +15,8 @@ the table of all of them. Data and models of the user's own have an address as t
 Components never see these classes: `components.py` and `optimizer.py` take them apart into plain arguments.
 """
 
+
+
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, replace

@@ -1,17 +1,17 @@
 """Finds the chapters of the read-along, and takes each apart into a title and pairs of prose and code.
 
-\"\"\"02 · Ring all-reduce          title, because of the number; other modules are called by their file's name
+    \"\"\"02 · Ring all-reduce          title, because of the number; other modules are called by their file's name
 
-Who sends what, and when?        prose of the first pair: Markdown
-\"\"\"
+    Who sends what, and when?        prose of the first pair: Markdown
+    \"\"\"
 
-import torch                     code of the first pair
+    import torch                     code of the first pair
 
-# ## The ring                    prose of the second pair: comments at the margin, a hash and a space before each
-#                                line; Markdown as well
-# Every rank sends to …
+    # ## The ring                    prose of the second pair: comments at the margin, a hash and a space before each
+    #                                line; Markdown as well
+    # Every rank sends to …
 
-def ring(): …                    code of the second pair
+    def ring(): …                    code of the second pair
 """
 
 from __future__ import annotations
