@@ -1,7 +1,7 @@
 """Evaluates a finished run on the samples that were held out from it, or on others.
 
-python -m ddp evaluate runs/mine                       the metrics, over all samples
-… data.test_path=other.csv cluster.workers=4           with settings other than those of the run
+    python -m ddp evaluate runs/mine                       the metrics, over all samples
+    … data.test_path=other.csv cluster.workers=4           with settings other than those of the run
 """
 
 from __future__ import annotations

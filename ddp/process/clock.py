@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-Result = TypeVar("Result")
 
 now_s = time.perf_counter
 LONGEST_S = 1e9  # of a deadline; operating systems count it in whole numbers
@@ -36,32 +32,6 @@ class Patience:
             self._start_s = now
         self._last_s = now
         return max(0.0, self._start_s + self.limit_s - now)
-
-
-def within(limit_s: float, work: Callable[[], Result]) -> Result:
-    """Returns the result of `work`, or raises its error. A thread works, which is left alone after the deadline.
-
-    Raises:
-        TimeoutError: it has not ended within `limit_s` seconds of running.
-    """
-    found: list[Result] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except Exception as error:
-            failed.append(error)
-
-    working, patience = threading.Thread(target=run, name="ddp-within", daemon=True), Patience(limit_s)
-    working.start()
-    while working.is_alive() and (left_s := patience.left_s()):
-        working.join(min(left_s, PAUSED_S / 3))
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"no answer within {limit_s:g} s")
-    return found[0]
 
 
 class Stopwatch:

@@ -1,8 +1,8 @@
 """The memory of a process, and its cores.
 
-what the host has        cores, and bytes that are left; whether a tensor fills its own memory without gaps
-garbage collection       kept from what importing torch leaves for good
-the C library            keeps large blocks in the process
+    what the host has        cores, and bytes that are left; whether a tensor fills its own memory without gaps
+    garbage collection       kept from what importing torch leaves for good
+    the C library            keeps large blocks in the process
 """
 
 from __future__ import annotations

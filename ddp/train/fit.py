@@ -119,7 +119,7 @@ def fit(
             is on a GPU already, a module is moved to the device of `ddp.init`; unless that was called, to a GPU where
             there is one.
         data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, of which all is
-            honoured or refused but the size of its batches (`data/loading/torch_loader.py`). The same on every rank: a
+            honoured or refused but the size of its batches (`data/loading/source.py`). The same on every rank: a
             random split needs a seed. Or an iterable without a length (`ddp/data/loading/iterable.py`).
         optimizer: over the model's parameters.
         loss: a function loss(outputs, targets) → scalar, the mean over a batch of pairs (inputs, targets); with

@@ -22,7 +22,8 @@ from ddp.comm.meeting.place import Place, launcher_serves
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.secret import VARIABLE, private_part, secret
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.process.clock import Patience, within
+from ddp.process.clock import Patience
+from ddp.process.helper_thread import within
 from ddp.process.log import log
 
 Result = TypeVar("Result")

@@ -25,7 +25,8 @@ from ddp.comm.watch.board import Board, Wait
 from ddp.comm.watch.call import Call, Envelope
 from ddp.comm.watch.status import STALE_S, Culprit, StatusSnapshot
 from ddp.errors import PeerLost
-from ddp.process.clock import now_s, within
+from ddp.process.clock import now_s
+from ddp.process.helper_thread import within
 from ddp.process.log import log
 
 INTERVAL_S = 0.5

@@ -22,12 +22,11 @@ import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ddp.data.helper_thread import HelperThread
 from ddp.errors import ConfigError
+from ddp.process.helper_thread import within
 
 
 class Facts(NamedTuple):
@@ -278,7 +277,7 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
         if attempt:
             time.sleep(retries.first_pause_s * 2 ** (attempt - 1))
         try:
-            return _within(retries.deadline_s, call)
+            return within(retries.deadline_s, call)
         except _FINAL as error:
             status = getattr(error.__cause__, "status", None)  # fsspec calls whatever a web server answers "not found"
             if status in (401, 403):
@@ -294,29 +293,6 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
         f"{address}: {what} in {retries.num_retries + 1} tries, each with a deadline of {retries.deadline_s:g} s "
         f"({cause}): check the network and the service, or copy the files to a disk of this host"
     ) from failure
-
-
-_idle: list[HelperThread] = []
-os.register_at_fork(after_in_child=_idle.clear)  # threads do not exist in a forked child
-
-
-def _within(deadline_s: float, call: Callable[[], T]) -> T:
-    """Returns the result of a call that another thread makes, or gives it up after `deadline_s`."""
-    try:
-        helper = _idle.pop()
-    except IndexError:
-        helper = HelperThread("ddp-remote-read")
-    future = helper.submit(call)
-    try:
-        wait([future], timeout=deadline_s)
-    finally:
-        if future.done():
-            _idle.append(helper)
-        else:
-            helper.end()
-    if not future.done():
-        raise TimeoutError("no answer")
-    return future.result()
 
 
 # ------------------------------------------------------------------------------------------------- one remote file

@@ -1,8 +1,8 @@
 """One way to read a file, wherever it lies, and a check that it is the version that is meant.
 
-address                          without cache_dir         with cache_dir
-/data/a.tar, file:///data/a.tar  LocalReader               LocalReader
-s3://bucket/a.tar                RemoteReader: streamed    LocalReader of a copy, downloaded once per host
+    address                          without cache_dir         with cache_dir
+    /data/a.tar, file:///data/a.tar  LocalReader               LocalReader
+    s3://bucket/a.tar                RemoteReader: streamed    LocalReader of a copy, downloaded once per host
 """
 
 from __future__ import annotations

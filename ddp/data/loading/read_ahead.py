@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ddp.data.helper_thread import HelperThread
+from ddp.process.helper_thread import HelperThread
 
 THREAD = "ddp-read-ahead"  # its name
 AHEAD = 2  # batches

@@ -1,9 +1,9 @@
 """A run: checked before any worker starts, made by every worker, and completed afterwards.
 
-check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
-                         the checkpoint to be resumed; so one process says once what is wrong
-run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
-finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
+    check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
+                             the checkpoint to be resumed; so one process says once what is wrong
+    run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+    finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
 """
 
 from __future__ import annotations

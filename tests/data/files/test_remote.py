@@ -22,6 +22,7 @@ from ddp.data.files.listing import listed
 from ddp.data.files.readers import Facts, ReadFailed, RemoteReader, Retries, patiently, remote_facts
 from ddp.data.files.storage import DIRECT, Storage, local_copy
 from ddp.errors import ConfigError
+from ddp.process import helper_thread
 
 AT_ONCE = Retries(first_pause_s=0.0)
 FORK = multiprocessing.get_context("fork")
@@ -146,7 +147,7 @@ def test_helper_threads_are_used_again(memory: Any) -> None:
     memory.pipe_file("/a.bin", b"abc")
     for _ in range(20):
         remote_facts("memory://a.bin", retries=AT_ONCE)
-    assert sum(thread.name == "ddp-remote-read" for thread in threading.enumerate()) <= 3
+    assert sum(thread.name == "ddp-within" for thread in threading.enumerate()) <= 3
 
 
 def test_a_missing_file_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_local_reading_needs_neither_fsspec_nor_threads(tmp_path: Path) -> None:
         "before = 'fsspec' in sys.modules\n"
         "(facts,) = DIRECT.facts([address]); reader = DIRECT.reader(address, facts)\n"
         "assert reader.read(1, 2) == b'bc' and ('fsspec' in sys.modules) == before\n"
-        "assert not any(each.name == 'ddp-remote-read' for each in threading.enumerate())"
+        "assert not any(each.name == 'ddp-within' for each in threading.enumerate())"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
@@ -187,7 +188,7 @@ def test_a_process_ends_while_a_read_hangs(tmp_path: Path) -> None:
 def test_a_forked_child_has_threads_of_its_own(memory: Any) -> None:
     memory.pipe_file("/a.bin", b"abc")
     remote_facts("memory://a.bin", retries=AT_ONCE)
-    assert remote._idle
+    assert helper_thread._idle
     child = os.fork()
     if child == 0:
         os._exit(0 if remote.remote_range("memory://a.bin", 0, 3, retries=Retries(5.0, 0)) == b"abc" else 1)

@@ -197,11 +197,9 @@ HARMLESS = {
     "lane = int(left.argmin())": "words",
     "raise ConfigError": "words",
     "f'": "words",
-    **dict.fromkeys(("np.flatnonzero(files == file)", "begin[0] + found[0]", "starts[slot:slot + 1]"), "one number"),
 }
 MUTATED: list[Any] = [
-    *(Lanes.__init__, Lanes.samples, Lanes._position),
-    *(Blocks.samples, Blocks.positions, Blocks._windows, Blocks._sequence),
+    *(Lanes.__init__, Lanes.samples, Blocks.samples, Blocks._windows, Blocks._sequence),
     *(_equal_lanes, key_of, TrainSampler._steps_from, Skips.past, TrainSampler.commit),
 ]
 

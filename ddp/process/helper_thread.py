@@ -6,11 +6,14 @@ process alive. This one is a daemon.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
+
+from ddp.process.clock import PAUSED_S, Patience
 
 T = TypeVar("T")
 
@@ -46,3 +49,31 @@ def _make(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> N
             except BaseException as error:
                 future.set_exception(error)
         del job, call, future  # results may be large
+
+
+_idle: list[HelperThread] = []
+os.register_at_fork(after_in_child=_idle.clear)  # threads do not exist in a forked child
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """Returns the result of a call that another thread makes, or raises its error. After the deadline it is left alone.
+
+    Raises:
+        TimeoutError: it has not ended within `limit_s` seconds of running.
+    """
+    try:
+        helper = _idle.pop()
+    except IndexError:
+        helper = HelperThread("ddp-within")
+    future, patience = helper.submit(call), Patience(limit_s)
+    try:
+        while not future.done() and (left_s := patience.left_s()):
+            wait([future], timeout=min(left_s, PAUSED_S / 3))
+    finally:
+        if future.done():
+            _idle.append(helper)
+        else:
+            helper.end()
+    if not future.done():
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return future.result()
