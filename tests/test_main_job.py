@@ -277,6 +277,7 @@ def train_in_worker(run_dir: Path) -> None:
     run(from_plain(yaml.safe_load((run_dir / "config.yaml").read_text())), run_dir)
 
 
+@pytest.mark.engine
 def test_three_ways_in_give_the_same_bits(finished: Finished, tmp_path: Path) -> None:
     expected = final_model(finished.run_dirs[2])
 
@@ -295,6 +296,7 @@ def test_three_ways_in_give_the_same_bits(finished: Finished, tmp_path: Path) ->
 # -------------------------------------------------------------------------------------------- stopped and resumed
 
 
+@pytest.mark.engine
 def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
     finished: Finished, tmp_path: Path, command: Command
 ) -> None:
@@ -438,6 +440,7 @@ def children(parent: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------- a worker fails
 
 
+@pytest.mark.engine
 def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) -> None:
     run_dir = command.folder / "runs" / "mine"
     killed_at_s = []
@@ -455,6 +458,7 @@ def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) 
     assert not workers(run_dir)
 
 
+@pytest.mark.engine
 def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = command.folder / "runs" / "mine"
     # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default. A
@@ -492,6 +496,7 @@ if "--rank" in sys.argv and sys.argv[sys.argv.index("--rank") + 1] == "1":
 """
 
 
+@pytest.mark.engine
 def test_a_worker_that_raises_is_the_last_block(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     (command.folder / "sitecustomize.py").write_text(FAULT)
     monkeypatch.setenv("PYTHONPATH", first_on_path(command.folder))

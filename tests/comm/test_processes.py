@@ -139,7 +139,8 @@ def ways_are_right(comm: Communicator) -> None:
 
     Of the schedules some: ranks that are threads have run them all (`test_communicator.py`).
     """
-    cases: list[tuple[Op, int]] = [("sum", 0), ("sum", 9), ("sum", 40_000), ("mean", 50), ("product", 1), ("max", 7)]
+    longest = 40_000 if len(comm.hosts) == 1 else 5_000  # segments are short where there are several hosts
+    cases: list[tuple[Op, int]] = [("sum", 0), ("sum", 9), ("sum", longest), ("mean", 50), ("product", 1), ("max", 7)]
     reference: dict[str, Callable[[Tensor], Tensor]] = {
         "sum": lambda x: x.sum(0),
         "mean": lambda x: x.mean(0),
@@ -161,7 +162,7 @@ def ways_are_right(comm: Communicator) -> None:
             torch.testing.assert_close(results[-1], reference[op](terms), rtol=1e-12, atol=1e-12)
         for divisor in (3, Later()):  # known now, or when its turn has come
             for async_op in (False, True):
-                terms = torch.stack([normal(rank, 40_000) for rank in range(comm.world_size)])
+                terms = torch.stack([normal(rank, longest) for rank in range(comm.world_size)])
                 mine = terms[comm.rank].clone()
                 answer = comm.all_reduce(mine, algorithm=route, divide_by=divisor, async_op=async_op)
                 results.append(answer.wait() if async_op else answer)
@@ -214,9 +215,9 @@ def memory_is_freed_from_any_thread(comm: Communicator) -> None:
     divide_and_free = Later(lambda: comm.free(inside))
     finalizer = threading.Thread(target=lambda: [comm.free(each) for each in others])
     finalizer.start()
-    for numel in range(3000, 3300):
+    for numel in range(3000, 3150):
         flat = torch.full((numel,), 4096.0)
-        assert (comm.all_reduce(flat, divide_by=divide_and_free if numel == 3100 else 4096) == comm.world_size).all()
+        assert (comm.all_reduce(flat, divide_by=divide_and_free if numel == 3070 else 4096) == comm.world_size).all()
     finalizer.join()
     with pytest.raises(ConfigError, match="a tensor that allocate has given, once"):
         comm.free(inside)

@@ -90,8 +90,8 @@ CASES = [(kind, option) for kind, options in OPTIONS.items() for option in optio
 
 @pytest.mark.parametrize(("kind", "option"), CASES, ids=lambda value: str(value))
 @pytest.mark.parametrize("maximize", [False, True])
-def test_equals_the_formulas_over_200_steps(kind: str, option: dict[str, Any], maximize: bool) -> None:
-    equals_the_formulas(kind, option, maximize=maximize, num_steps=200)
+def test_equals_the_formulas_over_50_steps(kind: str, option: dict[str, Any], maximize: bool) -> None:
+    equals_the_formulas(kind, option, maximize=maximize, num_steps=50)
 
 
 def equals_the_formulas(kind: str, option: dict[str, Any], *, maximize: bool, num_steps: int) -> None:

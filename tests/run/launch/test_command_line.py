@@ -34,6 +34,8 @@ from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).parents[3]
 TRAIN = [sys.executable, str(ROOT / "recipes" / "train.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
