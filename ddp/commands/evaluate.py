@@ -6,31 +6,22 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ddp.commands.command import respond
-from ddp.commands.finished import checked, launched, parsed, reading
-from ddp.run.build import components
-from ddp.run.build.load import load
-from ddp.run.build.stages import joined
-from ddp.run.settings.config import Config
+from ddp.commands.finished import at_all_ranks, checked, parsed
 from ddp.train.evaluate import evaluate
 from ddp.train.report import metric_in_words, words_of
+from ddp.train.tasks.task import Task
 from ddp.units import counted
 
 
 def main(words: Sequence[str]) -> int:
     """Says how good the run is that the words name."""
     parser, options = parsed("evaluate", words)
-    return respond(parser, options, answer)
-
-
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
-    return evaluate_run(options.run, options.settings)
+    return respond(parser, options, lambda options: evaluate_run(options.run, options.settings))
 
 
 def evaluate_run(run: Path, words: Sequence[str]) -> str:
@@ -44,17 +35,12 @@ def evaluate_run(run: Path, words: Sequence[str]) -> str:
         WorkersFailed: a worker raised or died.
     """
     config, trained, splits = checked(run, words, is_evaluation=True)
-    means: Mapping[str, float] = launched(config, partial(_evaluate, config, trained.path))
+    means: Mapping[str, float] = at_all_ranks(config, trained.path, _evaluate)
     rows = {words_of(f"test_{name}"): metric_in_words(f"test_{name}", value) for name, value in means.items()}
     width = max(map(len, rows))
-    samples = counted(len(splits.test), "sample")
-    return "\n".join(
-        [f"{trained.path}, on {samples} of data={config.data.name}:"]
-        + [f"  {name:>{width}}  {value}" for name, value in rows.items()]
-    )
+    title = f"{trained.path}, on {counted(len(splits.test), 'sample')} of data={config.data.name}:"
+    return "\n".join([title, *(f"  {name:>{width}}  {value}" for name, value in rows.items())])
 
 
-def _evaluate(config: Config, checkpoint: Path) -> dict[str, float] | None:
-    with joined(config) as comm:
-        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
-        return evaluate(model, splits.test, loss=components.make_task(config), comm=comm, **reading(config, splits))
+def _evaluate(model: Any, samples: Any, task: Task, **reading: Any) -> dict[str, float] | None:
+    return evaluate(model, samples, loss=task, **reading)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import Parser, program
 from ddp.run.build import components
 from ddp.run.build.load import Trained, load
+from ddp.run.build.stages import joined
 from ddp.run.launch.from_python import launch
 from ddp.run.launch.run_folder import read_settings
 from ddp.run.settings.address import check_trust, own_parts, told
@@ -66,9 +68,29 @@ def parsed(name: str, words: Sequence[str], *, writes: bool = False) -> tuple[Pa
     return parser, options
 
 
-def launched(config: Config, work: Any) -> Any:
-    """Returns what rank 0 has returned."""
-    return launch(work, workers=config.cluster.workers, threads_per_worker=config.cluster.threads_per_worker)[0]
+def at_all_ranks(config: Config, checkpoint: Path, work: Callable[..., Any]) -> Any:
+    """Calls `work` with model, held-out samples, task, communicator and how to read, at all ranks.
+
+    Returns:
+        What rank 0 has returned.
+    """
+    call = partial(_at_a_rank, config, checkpoint, work)
+    return launch(call, workers=config.cluster.workers, threads_per_worker=config.cluster.threads_per_worker)[0]
+
+
+def _at_a_rank(config: Config, checkpoint: Path, work: Callable[..., Any]) -> Any:
+    with joined(config) as comm:
+        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
+        return work(
+            model,
+            splits.test,
+            components.make_task(config),
+            comm=comm,
+            collate=splits.collate,
+            batch_size=config.evaluate.batch,
+            num_workers=config.loader.num_workers,
+            precision=config.precision,
+        )
 
 
 def checked(run: Path, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
@@ -177,13 +199,3 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
             f"data={config.data.name}: the model of {trained.path} cannot take their first sample ({told(error)}): "
             "take data like those of the run"
         ) from error
-
-
-def reading(config: Config, splits: Splits) -> dict[str, Any]:
-    """Returns how samples are read and computed, as arguments of `evaluate` and `predict`."""
-    return {
-        "collate": splits.collate,
-        "batch_size": config.evaluate.batch,
-        "num_workers": config.loader.num_workers,
-        "precision": config.precision,
-    }

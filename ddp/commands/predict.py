@@ -8,7 +8,6 @@ Rank 0 writes the file, whole or not at all.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -20,14 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from ddp.commands.command import respond
-from ddp.commands.finished import checked, launched, parsed, reading
+from ddp.commands.finished import at_all_ranks, checked, parsed
 from ddp.errors import ConfigError
 from ddp.process.files import whole_file
-from ddp.run.build import components
-from ddp.run.build.load import load
-from ddp.run.build.stages import joined
-from ddp.run.settings.config import Config
 from ddp.train.evaluate import predict
+from ddp.train.tasks.task import Task
 from ddp.units import counted
 
 ENDINGS = (".csv", ".npy")
@@ -36,12 +32,7 @@ ENDINGS = (".csv", ".npy")
 def main(words: Sequence[str]) -> int:
     """Writes what the run that the words name makes of each sample."""
     parser, options = parsed("predict", words, writes=True)
-    return respond(parser, options, answer)
-
-
-def answer(options: argparse.Namespace) -> str:
-    """Returns what was written."""
-    return predict_run(options.run, options.settings, options.out)
+    return respond(parser, options, lambda options: predict_run(options.run, options.settings, options.out))
 
 
 def predict_run(run: Path, words: Sequence[str], out: Path) -> str:
@@ -57,7 +48,7 @@ def predict_run(run: Path, words: Sequence[str], out: Path) -> str:
     """
     _check_writable(out)
     config, trained, _ = checked(run, words, is_evaluation=False)
-    shape: Sequence[int] = launched(config, partial(_predict, config, trained.path, out.absolute()))
+    shape: Sequence[int] = at_all_ranks(config, trained.path, partial(_predict, out.absolute()))
     form = " × ".join(map(str, shape[1:])) or "1"
     return f"{out}: {counted(shape[0], 'row')}, each with {form} of {trained.path}"
 
@@ -72,14 +63,12 @@ def _check_writable(out: Path) -> None:
         raise ConfigError(f"--out {out}: {folder} cannot be written; take another folder")
 
 
-def _predict(config: Config, checkpoint: Path, out: Path) -> list[int]:
-    with joined(config) as comm:
-        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
-        outputs = predict(model, splits.test, task=components.make_task(config), comm=comm, **reading(config, splits))
-        if comm.rank == 0:
-            plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
-            write_out(out, plain.cpu().numpy())
-        return list(outputs.shape)
+def _predict(out: Path, model: Any, samples: Any, task: Task, **reading: Any) -> list[int]:
+    outputs = predict(model, samples, task=task, **reading)
+    if reading["comm"].rank == 0:
+        plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
+        write_out(out, plain.cpu().numpy())
+    return list(outputs.shape)
 
 
 def write_out(out: Path, rows: NDArray[Any]) -> None:

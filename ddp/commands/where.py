@@ -13,7 +13,6 @@ what a sampler asks of them.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,12 +43,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=whole(1), help="number of a step, from 1")
     parser.add_argument("--sample", type=whole(0), help="number of a training sample, from 0")
     parser.add_argument("--epoch", type=whole(0), help="the epoch in which to look for it, from 0")
-    return respond(parser, parser.parse_args(words), answer)
-
-
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
-    return where(options.run, step=options.step, sample=options.sample, epoch=options.epoch)
+    return respond(parser, parser.parse_args(words), lambda options: where(**vars(options)))
 
 
 class Start(NamedTuple):

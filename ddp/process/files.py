@@ -215,31 +215,27 @@ def new_file(path: Path) -> IO[bytes]:
 
 def write_whole(path: Path, text: str) -> None:
     """Puts `text` in place of a file's content, so that a reader finds all of the old or all of the new."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        with new_file(temporary) as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path, temporary=f".tmp-{path.name}") as file:
+        file.write(text.encode())
     flush_folder(path.parent)
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a file that takes the place of `path` if the block ends well. Several processes may write one at once."""
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
+def whole_file(path: Path, *, temporary: str = "") -> Iterator[IO[bytes]]:
+    """Yields a file that takes the place of `path` if the block ends well.
+
+    Args:
+        temporary: its name until then, of a single writer; "": several processes may write one at once.
+    """
+    written = path.with_name(temporary or f".tmp-{uuid.uuid4().hex}-{path.name}")
     try:
-        with temporary.open("xb") as file:
+        with new_file(written) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        written.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:

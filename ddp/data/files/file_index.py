@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -73,6 +73,22 @@ def index_place(given: Path) -> Path:
     if why := why_shared(private, private.stat()):
         raise ConfigError(f"{why}, so no index can be there: make it yours alone, or give another index_dir")
     return private / given.name
+
+
+def write_index(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Writes an index so that it is found whole, or not at all.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        make_folder(path.parent)
+        with whole_file(path) as file:
+            file.writelines(parts)
+    except OSError as error:
+        raise ConfigError(
+            f"index_dir {path.parent} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
 
 
 _ALIGNMENT = 64
@@ -229,20 +245,10 @@ def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage) -> Lay
 
 
 def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout]) -> None:
-    """Writes an index so that it is found whole, or not at all."""
     files = [IndexedFile(*file, len(each.spans), each.notes) for file, each in layouts.items()]
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
-    try:
-        make_folder(path.parent)
-        with whole_file(path) as file:
-            file.write(line)
-            for each in layouts.values():
-                file.write(np.ascontiguousarray(each.spans, dtype="<i8").data)
-    except OSError as error:
-        raise ConfigError(
-            f"index_dir {path.parent} cannot be written ({error.strerror}): give a folder that can be"
-        ) from error
+    write_index(path, [line, *(np.ascontiguousarray(each.spans, dtype="<i8").data for each in layouts.values())])
 
 
 def _name(format: Format) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ddp.data.files.readers import (
     remote_range,
 )
 from ddp.errors import ConfigError
-from ddp.process.files import make_folder, new_file, opened, to_read, why_shared
+from ddp.process.files import make_folder, opened, to_read, whole_file, why_shared
 
 # --- Local copies of remote files ------------------------------------------------------------------------------------
 #
@@ -102,17 +102,10 @@ def _base_name(address: str) -> str:
 
 
 def _download(address: str, facts: Facts, copy: Path, retries: Retries) -> None:
-    part = copy.with_name(f".part-{copy.name}")
-    try:
-        with new_file(part) as file:  # in the place of what a killed process has left
-            for start in range(0, facts.size, BLOCK_BYTES):
-                file.write(remote_range(address, start, min(start + BLOCK_BYTES, facts.size), retries=retries))
-            file.flush()
-            os.fsync(file.fileno())
+    with whole_file(copy, temporary=f".part-{copy.name}") as file:  # in the place of what a killed process has left
+        for start in range(0, facts.size, BLOCK_BYTES):
+            file.write(remote_range(address, start, min(start + BLOCK_BYTES, facts.size), retries=retries))
         check_unchanged(address, facts, remote_facts(address, retries=retries))
-        part.rename(copy)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import ismemberdescriptor
@@ -158,13 +158,13 @@ class Generators:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restores them at the end of the block, but for objects that can only be seeded."""
-        states = [(each, _state(each)) for each in self._found if isinstance(each, _KINDS)]
+        restorers = [_restorer(each) for each in self._found if isinstance(each, _KINDS)]
         with preserved():
             try:
                 yield
             finally:
-                for each, state in states:
-                    _restore(each, state)
+                for restore in restorers:
+                    restore()
 
 
 def _seed(each: Any, value: int) -> None:
@@ -180,21 +180,13 @@ def _seed(each: Any, value: int) -> None:
         each.set_random_seed(value & _32_BITS)
 
 
-def _state(each: Any) -> Any:
+def _restorer(each: Any) -> Callable[[], None]:
+    """Returns a function that sets a generator back to its present state."""
     if isinstance(each, np.random.Generator):
-        return each.bit_generator.state
+        return partial(setattr, each.bit_generator, "state", each.bit_generator.state)
     if isinstance(each, random.Random):
-        return each.getstate()
-    return each.get_state()
-
-
-def _restore(each: Any, state: Any) -> None:
-    if isinstance(each, np.random.Generator):
-        each.bit_generator.state = state
-    elif isinstance(each, random.Random):
-        each.setstate(state)
-    else:
-        each.set_state(state)
+        return partial(each.setstate, each.getstate())
+    return partial(each.set_state, each.get_state())
 
 
 # -------------------------------------------------------------------------------------------------------- the search

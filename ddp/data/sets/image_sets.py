@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp.data.files.file_index import index_place
+from ddp.data.files.file_index import index_place, write_index
 from ddp.data.files.listing import identity_of
 from ddp.data.samples import OnInput, Splits, TensorSet, Transformed
 from ddp.errors import ConfigError
-from ddp.process.files import make_folder, read_own, whole_file
+from ddp.process.files import read_own
 from ddp.vision import torchvision
 
 # --- The images of a folder, listed once: by the parent, for every process -------------------------------------------
@@ -58,11 +58,7 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
     if build:
         _write(index, path)
     try:
-        text = read_own(index)
-    except OSError:
-        text = ""
-    try:
-        listed = json.loads(text)
+        listed = json.loads(_text(index))
         classes, files = list(listed["classes"]), [(str(path / name), int(label)) for name, label in listed["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -120,17 +116,16 @@ def _write(index: Path, path: Path) -> None:
             "data=digits needs no files"
         ) from error
     files = [[os.path.relpath(file, path), label] for file, label in found.samples]
-    text = json.dumps({"classes": found.classes, "files": files}).encode()
+    text = json.dumps({"classes": found.classes, "files": files})
+    if text != _text(index):
+        write_index(index, [text.encode()])
+
+
+def _text(index: Path) -> str:
     try:
-        make_folder(index.parent)
-        if index.exists() and read_own(index).encode() == text:
-            return
-        with whole_file(index) as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(
-            f"index_dir {index.parent} cannot be written ({error.strerror}): give a folder that can be"
-        ) from error
+        return read_own(index)
+    except OSError:
+        return ""
 
 
 _MNIST_STATISTICS = (0.1307,), (0.3081,)
