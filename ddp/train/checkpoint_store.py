@@ -310,12 +310,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        keep_last: int = 3,
-        keep_best: int = 1,
-        best: Literal["max", "min"] | None = "max",
+        self, folder: Path | str, *, keep_last: int = 3, keep_best: int = 1, best: Literal["max", "min"] | None = "max"
     ) -> None:
         self.folder, self.keep_last, self.keep_best, self.best = Path(folder), keep_last, keep_best, best
 

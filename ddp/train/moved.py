@@ -25,10 +25,7 @@ KEYS = {
 }
 """Old key → new key."""
 
-VALUES: dict[str, dict[Any, Any]] = {
-    "strategy": {True: "sharded", False: "replicated"},
-    "replica.wire": {"none": None},
-}
+VALUES: dict[str, dict[Any, Any]] = {"strategy": {True: "sharded", False: "replicated"}, "replica.wire": {"none": None}}
 """New key → old value → new value."""
 
 _ARGUMENTS = {

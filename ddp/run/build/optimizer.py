@@ -30,10 +30,7 @@ def learning_rate(config: Config) -> float:
     """Returns the configured learning rate, scaled for the global batch."""
     optim = config.optim
     return schedules.scaled_rate(
-        optim.lr,
-        global_batch=config.batch.global_size,
-        base_batch=optim.base_batch,
-        rule=optim.lr_scaling,
+        optim.lr, global_batch=config.batch.global_size, base_batch=optim.base_batch, rule=optim.lr_scaling
     )
 
 

@@ -239,9 +239,7 @@ class Schedule:
 
     name: str
     warmup_steps: int | None = setting(
-        None,
-        "steps in which lr rises linearly at the start; set this or another below",
-        at_least=0,
+        None, "steps in which lr rises linearly at the start; set this or another below", at_least=0
     )
     warmup_samples: int | None = setting(None, "the same as samples of all workers", at_least=0)
     warmup_epochs: float | None = setting(None, "the same as epochs", at_least=0)
@@ -297,10 +295,7 @@ class HookChoice:
 class TopKChoice(HookChoice):
     name: str = "top_k"
     ratio: float = setting(
-        0.01,
-        "share of the numbers of a tensor that is sent, above 0 and at most 1",
-        above=0,
-        at_most=1,
+        0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1", above=0, at_most=1
     )
     momentum: float = setting(0.0, "momentum that the hook applies in the place of the optimizer", at_least=0, below=1)
     warmup_steps: int = setting(0, "steps in which the ratio falls from 1/4 to this one", at_least=0)
@@ -310,10 +305,7 @@ class TopKChoice(HookChoice):
 class RandomKChoice(HookChoice):
     name: str = "random_k"
     ratio: float = setting(
-        0.1,
-        "share of the numbers of a tensor that is sent, above 0 and at most 1",
-        above=0,
-        at_most=1,
+        0.1, "share of the numbers of a tensor that is sent, above 0 and at most 1", above=0, at_most=1
     )
 
 
@@ -353,10 +345,7 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
             LayerwiseOptim(name="lars", lr=4.0, weight_decay=None, preset="paper"),
             "momentum whose rate follows the size of each tensor, for large batches",
         ),
-        (
-            LayerwiseOptim(name="larc", lr=0.2, weight_decay=None, preset="apex"),
-            "LARS whose rate is never above lr",
-        ),
+        (LayerwiseOptim(name="larc", lr=0.2, weight_decay=None, preset="apex"), "LARS whose rate is never above lr"),
         (
             LayerwiseOptim(name="lamb", lr=0.01, weight_decay=None, preset="paper"),
             "Adam whose rate follows the size of each tensor, for large batches",
@@ -423,9 +412,7 @@ class Cluster:
     workers: int = setting(2, "number of workers, the world size", at_least=1)
     local_workers: int | None = None  # of these, on this host; set by the launcher
     threads_per_worker: int | None = setting(
-        None,
-        "CPU threads of a worker; null: cores ÷ workers of the host",
-        at_least=1,
+        None, "CPU threads of a worker; null: cores ÷ workers of the host", at_least=1
     )
 
 
@@ -440,9 +427,7 @@ class Batch:
         at_least=1,
     )
     warmup_samples: int | None = setting(
-        None,
-        "samples of all workers in which it grows; set this or warmup_epochs",
-        at_least=1,
+        None, "samples of all workers in which it grows; set this or warmup_epochs", at_least=1
     )
     warmup_epochs: float | None = setting(None, "the same as epochs", above=0)
     tokens: int | None = setting(
@@ -473,15 +458,10 @@ class Comm:
     shared_memory: bool = setting(True, "use shared memory inside a host; false: messages only")
     debug: bool = setting(False, "before each collective, compare what the workers call")
     segment_bytes: int = setting(
-        SEGMENT_BYTES,
-        "size of the pieces in which a long message travels, in bytes",
-        at_least=1024,
+        SEGMENT_BYTES, "size of the pieces in which a long message travels, in bytes", at_least=1024
     )
     warn_s: float = setting(
-        10.0,
-        "seconds after which a waiting worker says whom it waits for",
-        above=0,
-        at_most=LONGEST_S,
+        10.0, "seconds after which a waiting worker says whom it waits for", above=0, at_most=LONGEST_S
     )
     abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run", above=0, at_most=LONGEST_S)
 
@@ -501,9 +481,7 @@ class EarlyStopping:
     """The end of a run whose main metric no longer becomes better."""
 
     patience: int | None = setting(
-        None,
-        "evaluations in a row without a better main metric that end a run; null: off",
-        at_least=1,
+        None, "evaluations in a row without a better main metric that end a run; null: off", at_least=1
     )
     min_delta: float = setting(0.0, "a metric is better if it is better by more than this", at_least=0)
 
@@ -513,10 +491,7 @@ class Ema:
     """An exponential moving average of the weights, which evaluations and ddp.load use."""
 
     decay: float | None = setting(
-        None,
-        "share of the average that a step keeps, such as 0.999; null: no average",
-        at_least=0,
-        below=1,
+        None, "share of the average that a step keeps, such as 0.999; null: no average", at_least=0, below=1
     )
 
 
@@ -525,9 +500,7 @@ class Config(Training):
     """The settings of one run."""
 
     seed: int = setting(
-        0,
-        "seed of all random numbers: first weights, order of samples, augmentation, dropout",
-        at_least=0,
+        0, "seed of all random numbers: first weights, order of samples, augmentation, dropout", at_least=0
     )
     epochs: int | None = 15
     deterministic: bool = setting(False, "use deterministic kernels only, which can be slower")
