@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from ddp.train.tasks.cross_entropy import ByteModel as ByteModel
     from ddp.train.tasks.cross_entropy import Classification as Classification
     from ddp.train.tasks.cross_entropy import LanguageModel as LanguageModel
-    from ddp.train.tasks.loss_function import LossFunction as LossFunction
+    from ddp.train.tasks.task import LossFunction as LossFunction
     from ddp.train.tasks.task import Task as Task
 
 _HOMES = {
@@ -126,7 +126,7 @@ _HOMES = {
     "LanguageModel": "ddp.train.tasks.cross_entropy",
     "launch": "ddp.run.launch.from_python",
     "load": "ddp.run.build.load",
-    "LossFunction": "ddp.train.tasks.loss_function",
+    "LossFunction": "ddp.train.tasks.task",
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
     "predict": "ddp.train.evaluate",

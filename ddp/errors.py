@@ -75,6 +75,10 @@ class UnusedParameters(RuntimeError):
     """Some parameters took no part in producing the loss, and `find_unused_parameters` is off."""
 
 
+USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters)
+"""Errors that the message alone explains; a traceback would hide it."""
+
+
 class HookFailed(RuntimeError):
     """A communication hook raised, or did not return a future of a tensor like its bucket; names hook and bucket."""
 

@@ -8,6 +8,7 @@ The command line, its errors, --help and docs/settings.md read these lines, and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import field, fields, is_dataclass
@@ -39,12 +40,8 @@ class Bounds(NamedTuple):
 
     def admit(self, value: float) -> bool:
         """Returns True if the value is within the bounds."""
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.at_most is None or value <= self.at_most)
-        )
+        pairs = zip(self, (operator.ge, operator.gt, operator.lt, operator.le), strict=True)
+        return all(bound is None or holds(value, bound) for bound, holds in pairs)
 
     def __str__(self) -> str:
         words = ("at least", "greater than", "below", "at most")
@@ -66,7 +63,7 @@ def setting(default: Any, meaning: str, **bounds: float) -> Any:
 
 
 def metadata_of(kind: type, name: str) -> Mapping[str, Any]:
-    """Returns what the line of a setting says, also where a subclass has only given it another default."""
+    """Returns meaning and bounds of a setting, also where a subclass has only given it another default."""
     lines = (getattr(each, "__dataclass_fields__", {}).get(name) for each in kind.__mro__)
     return next((line.metadata for line in lines if line is not None and line.metadata), {})
 

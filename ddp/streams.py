@@ -42,7 +42,7 @@ def stream_seed(seed: int, *keys: int | str) -> int:
 
 
 def _text(key: int | str) -> str:
-    # A string carries its length, so that no two lists of keys are written alike.
+    # A string carries its length, so that no two lists of keys give the same text.
     return f"s{len(key)}:{key};" if isinstance(key, str) else f"i{operator.index(key)};"
 
 

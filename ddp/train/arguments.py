@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -50,8 +50,7 @@ from ddp.train.checkpoint_store import identity_of, resume_from
 from ddp.train.evaluate import HeldOut, held_out_of
 from ddp.train.moved import meaning, moved_argument
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.loss_function import as_task, name_of
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import Task, as_task, name_of
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -80,8 +79,8 @@ class Given(Training):
     batches: Batches = Batches()
     reading: Reading = Reading()
     schedule: Any = None
-    strategy: Any = "replicated"
-    folder: Any = Folder()
+    strategy: Averaging = Averaging()
+    folder: Folder = Folder()
     callbacks: Sequence[Callback] = ()
     stop: StopFlag | None = None
     settings: Mapping[str, Any] | None = None
@@ -99,9 +98,9 @@ class Given(Training):
         for name, kind in (("evaluation", Evaluation), ("batches", Batches), ("reading", Reading)):
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name}={value!r:.60}: give a ddp.{kind.__name__}, such as ddp.{kind.__name__}()")
-        if not isinstance(self.strategy, Averaging):
+        if not isinstance(self.strategy, Averaging):  # but a word
             self.strategy = Averaging(strategy=self.strategy)
-        if not isinstance(self.folder, Folder):
+        if not isinstance(self.folder, Folder):  # but a path
             self.folder = Folder(self.folder)
         _check_callbacks(self)
         own = self.optimizer.clip_norm if isinstance(self.optimizer, Layerwise) else None
@@ -110,16 +109,6 @@ class Given(Training):
                 f"clip_norm={self.clip_norm!r}: {type(self.optimizer).__name__} clips by itself, at {own:g}; leave "
                 "clip_norm out, or make the optimizer with clip_norm=None"
             )
-
-    @property
-    def averaging(self) -> Averaging:
-        """Returns how gradients are averaged."""
-        return cast(Averaging, self.strategy)
-
-    @property
-    def keeps(self) -> Folder:
-        """Returns what the run keeps and shows."""
-        return cast(Folder, self.folder)
 
 
 def _check_callbacks(given: Given) -> None:
@@ -137,24 +126,23 @@ def _check_callbacks(given: Given) -> None:
 
 
 class Inputs(NamedTuple):
-    """Holds what is given, taken apart.
+    """Task, samples, replica and schedule, made of the arguments.
 
     Attributes:
-        source: the training samples, without those that are set apart; order: the user's, None for the usual one.
+        source: the training samples, without those that are set apart.
         schedule: one of ours; scheduler: one of torch's.
     """
 
     task: Task
     source: Source
     held_out: HeldOut
-    order: Order | None
     replica: Replica
     schedule: RateSchedule | None
     scheduler: TorchSchedule | None
 
 
 def inputs_of(given: Given, comm: Communicator) -> Inputs:
-    """Returns what is given, taken apart. The model is a replica on the rank's device then.
+    """Returns task, samples, replica and schedule. The model is on the rank's device then.
 
     Raises:
         ConfigError: something cannot be trained, or not with the rest.
@@ -164,19 +152,19 @@ def inputs_of(given: Given, comm: Communicator) -> Inputs:
     source, held_out = held_out_of(
         source, given.validation_data, given.test_data, collate=collate, seed=given.batches.seed
     )
-    order = order_of(given.batches.order, source)
-    replica = replica_of(given.model, given.optimizer, comm, given.averaging)
+    replica = replica_of(given.model, given.optimizer, comm, given.strategy)
     schedule, scheduler = schedules_of(given.schedule, given.optimizer, task=task, is_evaluated=held_out.is_evaluated)
-    return Inputs(task, source, held_out, order, replica, schedule, scheduler)
+    return Inputs(task, source, held_out, replica, schedule, scheduler)
 
 
 def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[TrainSampler, str]:
-    """Returns the sampler, and in words how samples are dealt, if that is not as usual. Collective.
+    """Returns the sampler, and a note of how samples are dealt, if that is not as usual. Collective.
 
     Raises:
         ConfigError: the samples cannot be dealt like this.
     """
-    dealing = {**given.batches.dealing, "order": inputs.order, "global_batch": given.global_batch}
+    order = order_of(given.batches.order, inputs.source)
+    dealing = {**given.batches.dealing, "order": order, "global_batch": given.global_batch}
     dealing |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
     if not inputs.source.is_stream:
         return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, **dealing)
@@ -189,7 +177,7 @@ def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[Train
 
 def _num_shards(given: Given, comm: Communicator) -> int | None:
     """Returns the number of shards; unless given, that of the run to be resumed, while it still fits. Collective."""
-    keeps, size = given.keeps, given.global_batch
+    keeps, size = given.folder, given.global_batch
     if given.batches.num_shards is not None or keeps.resume is None:
         return given.batches.num_shards
 
@@ -311,9 +299,9 @@ def schedules_of(
 def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first argument that `fit` does not have, with the one that is probably meant."""
     for name in mistyped:
-        if now := moved_argument(name):
-            raise ConfigError(f"fit() has no argument {name!r}: say {now}")
         here = meaning(name)
+        if now := moved_argument(name) or moved_argument(here.fit):
+            raise ConfigError(f"fit() has no argument {name!r}: say {now}")
         if here.instead:
             raise ConfigError(f"fit() has no argument {name!r}: {here.instead}")
         near = here.fit or nearest(name, known)
@@ -326,7 +314,7 @@ def settings_of(given: Given, inputs: Inputs, sampler: TrainSampler) -> dict[str
     before = "initial_lr" if inputs.scheduler is not None else "lr"  # a scheduler may have begun by itself
     groups = [{**group, "lr": group.get(before, group["lr"])} for group in given.optimizer.param_groups]
     hidden, kind = ("params", "initial_lr"), type(given.optimizer).__name__
-    hook, evaluation = given.averaging.hook, given.evaluation
+    hook, evaluation = given.strategy.hook, given.evaluation
     return {
         "loss": _task_in_words(inputs.task),
         "optimizer": [
@@ -345,7 +333,7 @@ def settings_of(given: Given, inputs: Inputs, sampler: TrainSampler) -> dict[str
         "precision": given.precision,
         "clip_norm": given.clip_norm,
         "skip_steps": given.batches.skip_steps,
-        "wire": given.averaging.wire,
+        "wire": given.strategy.wire,
         "hook": None if hook is None else repr(corrected(hook)),
         "evaluation": {"every_epochs": evaluation.every_epochs, "every_steps": evaluation.every_steps},
         "chooses by": None if inputs.held_out.validation is None else "validation_data",
@@ -360,7 +348,7 @@ def _task_in_words(task: Task) -> str:
 
 
 def _schedule_in_words(inputs: Inputs) -> str:
-    """Returns a schedule in words that are the same in every process, and in only a few for another schedule."""
+    """Returns a text that is the same in every process, and the same for few other schedules."""
     if inputs.scheduler is not None:
         settings = inputs.scheduler.state_dict()["state"].items()
         return f"{inputs.scheduler.name} {[each for each in settings if isinstance(each[1], (int, float, list))]}"
@@ -373,7 +361,7 @@ def refuse_disagreement(comm: Communicator, given: Given, inputs: Inputs, argume
     source, held_out = inputs.source, inputs.held_out.given()
     lengths = {"len(data)": None if source.is_stream else len(source.samples)}
     lengths |= {f"len({name})": len(each.samples) for name, each in held_out.items()}
-    alike = {"reading": asdict(given.reading), "uneven": given.batches.uneven, "strategy": given.averaging.strategy}
+    alike = {"reading": asdict(given.reading), "uneven": given.batches.uneven, "strategy": given.strategy.strategy}
     arguments = {**arguments, **alike}
     everyone = all_gather_object(comm, flat({**arguments, **lengths, "own schedules": sorted(own_schedules())}))
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):

@@ -10,7 +10,7 @@ model: an image has many values per channel. So the first batch is tried with on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -48,14 +48,10 @@ def may_have_one(comm: Communicator, sampler: TrainSampler, *, num_steps: int) -
     """
     if isinstance(sampler, IterableSampler):
         return []
-    sizes = {plan.size for plan in _first(sampler, num_steps)} if num_steps < sampler.num_steps_per_epoch else None
-    sizes = sampler.sizes.all() if sizes is None else sizes
+    is_short = num_steps < sampler.num_steps_per_epoch
+    sizes = {plan.size for plan in islice(sampler.plans(), num_steps)} if is_short else sampler.sizes.all()
     mine = [size for size in sizes if any(len(micro.positions) == 1 for micro in sampler.parts(range(size)))]
     return sorted(set[int]().union(*all_gather_object(comm, mine)))
-
-
-def _first(sampler: TrainSampler, num_steps: int) -> Iterable[Any]:
-    return (plan for plan, _ in zip(sampler.plans(), range(num_steps), strict=False))
 
 
 def try_one_sample(module: nn.Module, one: Any, sizes: list[int]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +164,14 @@ class EpochCheck(Callback):
             )
 
 
+class Meters(NamedTuple):
+    """Measures a run, on every rank."""
+
+    throughput: ThroughputMeter
+    noise: NoiseMeter
+    epochs: EpochCheck
+
+
 class MetricsFile(Callback):
     """Appends to metrics.jsonl on rank 0: one object per logged step, per evaluation, and per report of the test set.
 
@@ -171,8 +179,8 @@ class MetricsFile(Callback):
     is complete already reports the same once more, which is not written twice.
     """
 
-    def __init__(self, path: Path, meter: ThroughputMeter, noise: NoiseMeter, *, every: int) -> None:
-        self._path, self._meter, self._noise, self._every = path, meter, noise, every
+    def __init__(self, path: Path, meters: Meters, *, every: int) -> None:
+        self._path, self._meter, self._noise, self._every = path, meters.throughput, meters.noise, every
 
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank == 0 and self._path.exists():

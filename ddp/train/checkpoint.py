@@ -42,7 +42,6 @@ from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
 from ddp.gradients.hooks.compression import gathered, give_out
 from ddp.optim.schedules import Rates
-from ddp.process.files import Hold
 from ddp.process.log import log
 from ddp.replica.replica import Replica
 from ddp.train.callbacks import Callback
@@ -300,30 +299,17 @@ class Checkpointer(Callback):
     """Saves every few steps, or at the end of each epoch, and at the end of the run.
 
     A checkpoint that is due together with an evaluation waits for `AfterEvaluation`: the metric decides which one is
-    the best. While a fit runs, no other process may save into the store's folder.
+    the best.
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        *,
-        identity: Mapping[str, Any],
-        every_steps: int | None,
-        score_metric: str | None = None,
-        kept: Kept | None = None,
+        self, store: CheckpointStore, *, identity: Mapping[str, Any], every_steps: int | None, kept: Kept | None = None
     ) -> None:
-        self._store, self._identity = store, identity
-        self._every_steps, self._score_metric, self._kept = every_steps, score_metric, kept
-        self._due = False
-        self._saved_step = -1
-        self._held: Hold | None = None  # on rank 0, while a fit runs
+        self._store, self._identity, self._every_steps, self._kept = store, identity, every_steps, kept
+        self._due, self._saved_step = False, -1
 
     def fit_start(self, state: TrainState) -> None:
-        on_rank_zero(state.comm, self._hold, label="locking the folder of the checkpoints")
         self._saved_step = state.step  # resumed from there, or nothing to save yet
-
-    def _hold(self) -> None:
-        self._held = self._store.hold()
 
     def step_start(self, state: TrainState) -> None:
         if self._due:
@@ -338,25 +324,15 @@ class Checkpointer(Callback):
     def fit_end(self, state: TrainState) -> None:
         if self._saved_step != state.step:
             self._save(state)
-        self._release()
-
-    def exception(self, state: TrainState, error: BaseException) -> None:
-        self._release()
 
     def scored(self, state: TrainState) -> None:
         """Saves what has waited for an evaluation, or was saved when the run stopped, and not yet scored."""
         if self._due or self._saved_step == state.step:
             self._save(state)
 
-    def _release(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
-
     def _save(self, state: TrainState) -> None:
         self._due = False
-        scored = self._score_metric is not None and state.evaluated_at == state.step
-        score = state.evaluation.get(self._score_metric or "") if scored else None
+        score = state.evaluation.get(state.main_metric) if state.evaluated_at == state.step else None
         save_checkpoint(self._store, state, identity=self._identity, score=score, kept=self._kept)
         self._saved_step = state.step
 

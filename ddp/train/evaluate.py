@@ -1,4 +1,4 @@
-"""Evaluation and prediction: every sample exactly once, whatever the world size.
+"""Evaluation and prediction: every sample exactly once, whatever the world size; and the held-out samples of a run.
 
 Each rank reads its own contiguous share of the data set (shares differ by at most one sample and may be empty). Ranks
 add up each metric as (sum, count) and divide once: no padding, no mean of means.
@@ -34,8 +34,7 @@ from ddp.train.kept import loss_modules
 from ddp.train.state import TrainState, limits_of
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.loss_function import as_task
-from ddp.train.tasks.task import Task, outputs_of
+from ddp.train.tasks.task import Task, as_task, outputs_of
 
 _SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"
 POLL_EVERY = 16  # batches between two polls of the stop flag
@@ -254,37 +253,6 @@ class HeldOut(NamedTuple):
         """Returns the samples by the name of their argument."""
         both = {"validation_data": self.validation, "test_data": self.test}
         return {name: source for name, source in both.items() if source is not None}
-
-
-def check_held_out(comm: Communicator, model: nn.Module, held_out: HeldOut, *, batch_size: int) -> None:
-    """Raises ConfigError if the model cannot be evaluated on these samples by this number of workers."""
-    for source in held_out.given().values():
-        check_evaluation(model, len(source.samples), batch_size=batch_size, world_size=comm.world_size)
-
-
-class Evaluator:
-    """Evaluates the model of a run on its held-out samples.
-
-    Args:
-        task, batch_size, precision, stop: as in `evaluate`.
-    """
-
-    def __init__(self, held_out: HeldOut, task: Task, *, batch_size: int, precision: Precision, stop: StopFlag) -> None:
-        self.held_out, self._task = held_out, task
-        self._options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "stop": stop}
-
-    def choosing(self, state: TrainState) -> dict[str, float] | None:
-        """Returns the metrics that choose, or None if a rank wants to stop. Collective."""
-        return self._on(self.held_out.chooser, state)
-
-    def reported(self, state: TrainState) -> dict[str, float] | None:
-        """Returns the metrics for the report alone, or None if a rank wants to stop. Collective."""
-        return self._on("test", state)
-
-    def _on(self, side: Side, state: TrainState) -> dict[str, float] | None:
-        source = self.held_out.side(side)
-        found = evaluate(state.model, source, loss=self._task, comm=state.comm, **self._options)
-        return None if found is None else {f"{side}_{name}": value for name, value in found.items()}
 
 
 def note_of_choice(state: TrainState, held_out: HeldOut, callbacks: Sequence[Callback], *, saves: bool) -> str:

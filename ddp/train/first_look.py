@@ -1,4 +1,4 @@
-"""A look at a task's first batch: does its loss add up, so that ranks and micro-batches may share a batch?
+"""Checks of the first batches: does the loss add up, so that ranks and micro-batches may share a batch?
 
     whole batch of n       (L, c)            sum: L = L₁ + L₂         mean: L = (k·L₁ + (n−k)·L₂) / n
     its first k samples    (L₁, c₁)          counts: c = c₁ + c₂
@@ -38,8 +38,7 @@ from ddp.train.kept import loss_modules
 from ddp.train.state import StepReport, TrainState
 from ddp.train.step import sum_and_count
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
-from ddp.train.tasks.loss_function import LossFunction, length_of, name_of
-from ddp.train.tasks.task import Task, outputs_of
+from ddp.train.tasks.task import LossFunction, Task, length_of, name_of, outputs_of
 
 # --- Probabilities in the place of logits ----------------------------------------------------------------------------
 #
@@ -160,7 +159,9 @@ class FirstLook:
                 each.eval()
             with _evaluating():
                 _refuse_broadcast(task, module, copy.deepcopy(batch))
-                (whole, count), *both = (_sum_and_count(task, module, copy.deepcopy(each)) for each in (batch, *parts))
+                (whole, count), *both = (
+                    sum_and_count(task, task.loss(module, copy.deepcopy(each))) for each in (batch, *parts)
+                )
                 _check_metrics(task, module, copy.deepcopy(batch))
                 warn_of_probabilities(task, copy.deepcopy(module), copy.deepcopy(batch))
                 if (first := _cut(batch, num_samples, 1)) is not None:
@@ -171,18 +172,14 @@ class FirstLook:
             log.info("the first batch was not looked at: %s", error)
             return
         counts = [number for _, number in both]
-        _judge(task, whole, [loss for loss, _ in both], num_samples, counts, tolerance=_tolerance(module))
+        losses = [float(loss) for loss, _ in both]
+        _judge(task, float(whole), losses, num_samples, counts, tolerance=_tolerance(module))
         is_whole = all(isinstance(each, int) for each in (count, *counts))
         if not math.isclose(count, sum(counts), rel_tol=0 if is_whole else _tolerance(module)):
             raise ConfigError(
                 f"{name_of(task)}.loss returned the count {count} for {num_samples} samples, but {counts[0]} and "
                 f"{counts[1]} for two parts of them: return how many terms are in the sum, such as len(targets)"
             )
-
-
-def _sum_and_count(task: Task, module: nn.Module, batch: Any) -> tuple[float, float]:
-    loss, count = sum_and_count(task, task.loss(module, batch))
-    return float(loss), count
 
 
 def _check_metrics(task: Task, module: nn.Module, batch: Any) -> None:

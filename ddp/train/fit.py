@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Never
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -42,32 +42,21 @@ from ddp.process.log import log
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.choice import ranks_of
 from ddp.streams import preserved
-from ddp.train.arguments import (
-    NEEDED,
-    Given,
-    Inputs,
-    idle_notes,
-    inputs_of,
-    refuse_disagreement,
-    refuse_unknown,
-    sampler_for,
-    settings_of,
-    strategy_of,
-    with_cache,
-)
-from ddp.train.callbacks import Callback, EpochCheck, MetricsFile, NoiseMeter, ThroughputMeter
+from ddp.train import arguments
+from ddp.train.arguments import NEEDED, Given, Inputs
+from ddp.train.batch_statistics import check_evaluation
+from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter
 from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
-from ddp.train.evaluate import Evaluator, check_held_out, modes_kept, note_of_choice
+from ddp.train.evaluate import modes_kept, note_of_choice
 from ddp.train.kept import Kept
 from ddp.train.loop import end_of_run, train_loop
-from ddp.train.progress import ProgressBar, StopNote
+from ddp.train.progress import ProgressBar, StopNote, TrafficHint
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.tasks.task import Task
-from ddp.train.traffic_hint import TrafficHint
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted
 
@@ -159,7 +148,7 @@ def fit(
         PeerLost: a rank was lost.
     """
     given = {name: value for name, value in locals().items() if name != "mistyped"}
-    refuse_unknown(mistyped, given)
+    arguments.refuse_unknown(mistyped, given)
     return train(Given(**given))
 
 
@@ -171,7 +160,7 @@ def train(given: Given) -> TrainState:
     """
     with _given_back(given.model):
         comm = ranks_of(given.model)
-        return tried(_train, given, comm) if given.keeps.trial else _train(given, comm)
+        return tried(_train, given, comm) if given.folder.trial else _train(given, comm)
 
 
 @contextlib.contextmanager
@@ -193,7 +182,7 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 def _train(given: Given, comm: Communicator) -> TrainState:
     # 1  what is given
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
-    inputs = inputs_of(given, comm)
+    inputs = arguments.inputs_of(given, comm)
 
     # 2  the state
     run = open_run(given, inputs, comm)
@@ -214,9 +203,9 @@ def _train(given: Given, comm: Communicator) -> TrainState:
         size = binary_size(kept.num_bytes)
         _say(given, comm, f"the cache holds {counted(kept.num_cached, 'sample')} in {size}")
     seconds = now_s() - start_s
-    summary = summary_of(state, *meters, precision=given.precision, clip_norm=given.clip_norm, seconds=seconds)
+    summary = summary_of(state, meters, given, seconds=seconds)
     if run.folder is not None:
-        write = partial(_write_results, run.folder, summary, curves=given.keeps.curves)
+        write = partial(_write_results, run.folder, summary, curves=given.folder.curves)
         on_rank_zero(comm, write, label="writing the results")
     return state
 
@@ -224,7 +213,7 @@ def _train(given: Given, comm: Communicator) -> TrainState:
 def _say(given: Given, comm: Communicator, text: str) -> None:
     """Tells the user, and the logs of all ranks."""
     log.info("%s", text)
-    if comm.rank == 0 and given.keeps.progress:
+    if comm.rank == 0 and given.folder.progress:
         print(text, flush=True)
 
 
@@ -258,20 +247,22 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     Raises:
         ConfigError, CheckpointError: as `fit`. The model and the optimizer are as they were then.
     """
-    sampler, dealing = sampler_for(given, inputs, comm)
-    arguments = settings_of(given, inputs, sampler)
-    refuse_disagreement(comm, given, inputs, arguments)
-    check_held_out(comm, inputs.replica, inputs.held_out, batch_size=given.evaluation.batch)
-    source = with_cache(inputs.source, comm) if given.reading.cache else inputs.source
-    strategy = strategy_of(given, inputs.replica)
+    sampler, dealing = arguments.sampler_for(given, inputs, comm)
+    settings = arguments.settings_of(given, inputs, sampler)
+    arguments.refuse_disagreement(comm, given, inputs, settings)
+    for each in inputs.held_out.given().values():
+        size, num_samples = given.evaluation.batch, len(each.samples)
+        check_evaluation(inputs.replica, num_samples, batch_size=size, world_size=comm.world_size)
+    source = arguments.with_cache(inputs.source, comm) if given.reading.cache else inputs.source
+    strategy = arguments.strategy_of(given, inputs.replica)
     state = TrainState(comm, strategy, given.optimizer, sampler, schedule=inputs.scheduler)
     state.main_metric = f"{inputs.held_out.chooser}_{inputs.task.main_metric}"
     state.higher_is_better = inputs.task.higher_is_better
-    identity = run_identity(comm, inputs.replica, arguments if given.settings is None else given.settings)
-    saves = given.keeps.path is not None
+    identity = run_identity(comm, inputs.replica, settings if given.settings is None else given.settings)
+    saves = given.folder.path is not None
     beside = Kept(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
-        folder, start = on_rank_zero(comm, lambda: _folder_and_start(given.keeps), label="looking for a checkpoint")
+        folder, start = on_rank_zero(comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint")
         if start is not None:
             checkpoint = read_checkpoint(comm, start)
             restore(checkpoint, state, identity=identity)
@@ -282,8 +273,8 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     except BaseException:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
-    notes = [*_headline(state, num_steps), *([dealing] if dealing else []), *idle_notes(inputs.replica)]
-    begins_anew = given.keeps.resume is not None and start is None
+    notes = [*_headline(state, num_steps), *([dealing] if dealing else []), *arguments.idle_notes(inputs.replica)]
+    begins_anew = given.folder.resume is not None and start is None
     notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
     return OpenRun(state, source, identity, beside, folder, start, num_steps, notes)
 
@@ -313,24 +304,14 @@ def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None]:
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
-class Meters(NamedTuple):
-    """Measures a run, on every rank."""
-
-    throughput: ThroughputMeter
-    noise: NoiseMeter
-    epochs: EpochCheck
-
-
 def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, stop: StopFlag) -> None:
     """Makes the steps of the run, while no other process may write into its folder."""
-    state, keeps, held_out = run.state, given.keeps, inputs.held_out
+    state, keeps = run.state, given.folder
     store = None
     if run.folder is not None:
         best: Literal["max", "min"] = "max" if inputs.task.higher_is_better else "min"
         counts = {"keep_last": keeps.keep_last, "keep_best": keeps.keep_best}
         store = CheckpointStore(run.folder / "checkpoints", best=best, **counts)
-    options: dict[str, Any] = {"batch_size": given.evaluation.batch, "precision": given.precision, "stop": stop}
-    evaluator = Evaluator(held_out, inputs.task, **options)
     with contextlib.ExitStack() as until_end:
         until_end.callback(state.rates.take_schedule_out)
         if store is not None:  # before a callback changes a file there
@@ -338,25 +319,10 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, stop: Stop
         if given.stop is None:
             until_end.enter_context(stop.listening())
         try:
-            train_loop(
-                state,
-                inputs.task,
-                run.source,
-                epochs=given.epochs,
-                max_steps=given.max_steps,
-                schedule=inputs.schedule,
-                precision=given.precision,
-                reading=given.reading,
-                uneven=given.batches.uneven,
-                noise_scale_every=keeps.noise_scale_every,
-                evaluate=evaluator.choosing if held_out.is_evaluated else None,
-                report=evaluator.reported if held_out.is_reported else None,
-                when=given.evaluation,
-                callbacks=_callbacks(given, inputs, run, meters, store, stop),
-                stop=stop,
-            )
+            callbacks = _callbacks(given, inputs, run, meters, store, stop)
+            train_loop(state, given, inputs._replace(source=run.source), callbacks, stop)
         except BaseException as error:
-            # What all ranks raise alike has changed nothing, so that the optimizer can go on.
+            # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
             raise
 
@@ -364,20 +330,14 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, stop: Stop
 def _callbacks(
     given: Given, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None, stop: StopFlag
 ) -> list[Callback]:
-    """Returns what runs beside the loop, in its order: what measures and saves, the user's own, what shows."""
-    comm, keeps = run.state.comm, given.keeps
+    """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
+    comm, keeps = run.state.comm, given.folder
     watching: list[Callback] = [*meters]
     last: list[Callback] = [run.beside]
     if run.folder is not None and store is not None:
-        checkpointer = Checkpointer(
-            store,
-            identity=run.identity,
-            every_steps=keeps.every_steps,
-            score_metric=run.state.main_metric,
-            kept=run.beside,
-        )
-        metrics = run.folder / "metrics.jsonl"
-        watching += [MetricsFile(metrics, meters.throughput, meters.noise, every=keeps.log_every), checkpointer]
+        every_steps, metrics = keeps.every_steps, run.folder / "metrics.jsonl"
+        checkpointer = Checkpointer(store, identity=run.identity, every_steps=every_steps, kept=run.beside)
+        watching += [MetricsFile(metrics, meters, every=keeps.log_every), checkpointer]
         last.append(AfterEvaluation(checkpointer))
     if comm.host_partition.num_hosts > 1:
         watching.append(TrafficHint(partial(_say, given, comm)))
@@ -427,7 +387,7 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
 def _notes(
     sampler: TrainSampler, source: Source, run_dir: Path | None, *, num_left: int, begins_anew: bool
 ) -> list[str]:
-    """Returns what the user may not expect, a line each."""
+    """Returns a line for each fact that the user may not expect."""
     notes = []
     if source.ignored:
         order = "" if source.is_stream or source.order else "each epoch is shuffled, in "

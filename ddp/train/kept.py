@@ -34,8 +34,7 @@ from ddp.process.log import log
 from ddp.train.callbacks import EMA, Callback
 from ddp.train.checkpoint_store import cause_of
 from ddp.train.state import TrainState
-from ddp.train.tasks.loss_function import name_of
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import Task, name_of
 
 
 class Kept(Callback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,42 +12,24 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.loading.iterable import IterableLoader, IterableSampler
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.loading.source import Source
-from ddp.data.orders.sampler import StepPlan, TrainSampler
+from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError
-from ddp.optim.schedules import RateSchedule, constant
-from ddp.policies import Evaluation, Reading
+from ddp.optim.schedules import constant
+from ddp.policies import Evaluation
 from ddp.process.log import log
-from ddp.setting import Precision, Uneven
+from ddp.setting import Uneven
+from ddp.train.arguments import Given, Inputs
 from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import EARLY, Callback
+from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
 from ddp.train.state import TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.task import Task
 from ddp.units import counted
 
-Evaluate = Callable[[TrainState], dict[str, float] | None]
 
-
-def train_loop(
-    state: TrainState,
-    task: Task,
-    source: Source,
-    *,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-    schedule: RateSchedule | None = None,
-    precision: Precision = "fp32",
-    reading: Reading = Reading(),
-    uneven: Uneven = "join",
-    noise_scale_every: int = 0,
-    evaluate: Evaluate | None = None,
-    report: Evaluate | None = None,
-    when: Evaluation = Evaluation(),
-    callbacks: Sequence[Callback] = (),
-    stop: StopFlag | None = None,
-) -> TrainState:
+def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Sequence[Callback], stop: StopFlag) -> None:
     """Trains from `state` on, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
 
     If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on.
@@ -63,17 +45,8 @@ def train_loop(
 
     Args:
         state: model, optimizer, sampler and step; the sampler's seed is that of every random stream.
-        task: turns a batch into (loss_sum, count).
-        source: the training samples.
-        epochs, max_steps: of the whole run, whichever is reached first; one is needed.
-        schedule: a factor, by samples, on the optimizer's first rates; not used if `state` has torch's scheduler.
-        reading: how many samples may be unreadable, and whether equal batches are refused.
-        uneven: what happens where the stream of one rank ends before that of another.
-        noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
-        evaluate: returns the held-out metrics by name, `state.main_metric` among them; collective, called on all
-            ranks after the same step. It returns None if the ranks gave it up because one of them wants to stop.
-        report: the same for what is evaluated once, at the end of the run, and chooses nothing.
-        when: to evaluate, besides at the end.
+        given: length of the run, precision, reading, and when to evaluate.
+        inputs: task, samples and schedule.
         callbacks: run at the six moments of `callbacks.py`, in this order.
         stop: this rank's wish to stop. It is the caller's: a flag that is still set stops the next call, too.
 
@@ -83,9 +56,9 @@ def train_loop(
         UnusedParameters: some parameters got no gradient.
         PeerLost: a rank was lost.
     """
-    num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=max_steps)
-    seed = state.sampler.state.seed
-    factor = schedule or constant()
+    task, source, held_out, factor = inputs.task, inputs.source, inputs.held_out, inputs.schedule or constant()
+    epochs, when, reading, uneven = given.epochs, given.evaluation, given.reading, given.batches.uneven
+    num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=given.max_steps)
     is_wanted = not reading.max_unreadable and _all_have_several_samples(state)  # else a batch may have less
     with_one = may_have_one(state.comm, state.sampler, num_steps=num_steps - state.step)
     looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=is_wanted, with_one=with_one)]
@@ -94,13 +67,13 @@ def train_loop(
         looks, callbacks = [equal_batches, *looks], [equal_batches, *callbacks]
     rules = StepRules(
         task=task,
-        schedule=state.schedule or (lambda plan: factor(_middle(plan, state.sampler), num_samples)),
-        precision=precision,
-        seed=seed,
-        noise_scale_every=noise_scale_every,
+        schedule=state.schedule or (lambda plan: factor(state.sampler.position_of(plan) + plan.size / 2, num_samples)),
+        precision=given.precision,
+        seed=state.sampler.state.seed,
+        noise_scale_every=given.folder.noise_scale_every,
         looks=looks,
     )
-    stop = StopFlag() if stop is None else stop  # not `or`, because a flag that is not set counts as false
+    evaluator, evaluates = Evaluator(given, inputs, callbacks, stop), held_out.is_evaluated
     feed = _feed(state, source, uneven, reading.max_unreadable, stop)
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
@@ -109,8 +82,8 @@ def train_loop(
     running_step = None
     try:
         _start(state, callbacks)
-        if evaluate and 0 < state.step != state.evaluated_at and _is_time(state, when):  # it was stopped before that
-            _evaluate(state, evaluate, callbacks, stop)
+        if evaluates and 0 < state.step != state.evaluated_at and _is_time(state, when):  # it was stopped before that
+            evaluator.choose(state)
         while state.step < num_steps and not state.stopped_by and (epochs is None or state.epoch < epochs):
             for plan, batches in feed.epoch():
                 running_step = state.step + 1
@@ -123,14 +96,14 @@ def train_loop(
                     callback.step_end(state, step)
                 if someone_stops:
                     state.stopped_by = agreed_reason(state.comm, stop) or "stopped"
-                elif evaluate and _is_time(state, when):
-                    _evaluate(state, evaluate, callbacks, stop)
+                elif evaluates and _is_time(state, when):
+                    evaluator.choose(state)
                 if state.step >= num_steps or state.stopped_by:
                     break
-        if evaluate and not state.stopped_by and state.evaluated_at != state.step:
-            _evaluate(state, evaluate, callbacks, stop)
-        if report and state.stopped_by in ("", EARLY):  # a run that a signal has stopped will go on
-            state.evaluation |= _measured(state, report, callbacks, stop) or {}
+        if evaluates and not state.stopped_by and state.evaluated_at != state.step:
+            evaluator.choose(state)
+        if held_out.is_reported and state.stopped_by in ("", EARLY):  # a run that a signal has stopped will go on
+            state.evaluation |= evaluator.measured(state, "test") or {}
         if reading.max_unreadable:
             state.unreadable = set[int]().union(*all_gather_object(state.comm, state.unreadable))
         for callback in callbacks:
@@ -142,7 +115,6 @@ def train_loop(
         raise
     finally:
         feed.close()
-    return state
 
 
 def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
@@ -158,7 +130,7 @@ def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
 def _feed(
     state: TrainState, source: Source, uneven: Uneven, max_unreadable: int, stop: StopFlag
 ) -> TrainLoader | StreamFeed:
-    """Returns what yields steps with their batches, epoch by epoch."""
+    """Returns the loader, or the feed of a stream, which yields steps with their batches, epoch by epoch."""
     choices: dict[str, Any] = {
         "collate": source.collate,
         "num_workers": source.num_workers,
@@ -209,11 +181,6 @@ def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) 
     return state.step + left, num_samples
 
 
-def _middle(plan: StepPlan, sampler: TrainSampler) -> float:
-    """Returns how many samples the run has trained on when half of a step's are done, which schedules go by."""
-    return sampler.position_of(plan) + plan.size / 2
-
-
 def _all_have_several_samples(state: TrainState) -> bool:
     """Returns True if the next step's first forward has two samples or more on every rank."""
     micros = next(iter(state.sampler.plans())).micros
@@ -227,30 +194,37 @@ def _is_time(state: TrainState, when: Evaluation) -> bool:
     return when.every_steps is not None and state.step % when.every_steps == 0
 
 
-def _evaluate(state: TrainState, evaluate: Evaluate, callbacks: Sequence[Callback], stop: StopFlag) -> None:
-    """Evaluates, and tells whatever goes by the metrics."""
-    metrics = _measured(state, evaluate, callbacks, stop)
-    if metrics is None:
-        return
-    state.evaluation, state.evaluated_at = metrics, state.step
-    log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-    if state.schedule is not None:
-        state.schedule.evaluated(metrics[state.main_metric])
-    for callback in callbacks:
-        callback.evaluated(state)
+class Evaluator:
+    """Evaluates the model of a run on its held-out samples, with the weights that callbacks evaluate."""
 
+    def __init__(self, given: Given, inputs: Inputs, callbacks: Sequence[Callback], stop: StopFlag) -> None:
+        self._held_out, self._callbacks, self._stop = inputs.held_out, callbacks, stop
+        self._options: dict[str, Any] = {"loss": inputs.task, "precision": given.precision, "stop": stop}
+        self._options["batch_size"] = given.evaluation.batch
 
-def _measured(
-    state: TrainState, evaluate: Evaluate, callbacks: Sequence[Callback], stop: StopFlag
-) -> dict[str, float] | None:
-    """Returns the metrics with the weights that callbacks evaluate; None if the ranks have agreed to stop instead."""
-    with ExitStack() as contexts:
-        for callback in callbacks:
-            contexts.enter_context(callback.evaluating(state))
-        metrics = evaluate(state)
-    if metrics is None:
-        state.stopped_by = agreed_reason(state.comm, stop) or "stopped"
-    return metrics
+    def choose(self, state: TrainState) -> None:
+        """Takes the metrics that choose, and tells whatever goes by them. Collective."""
+        metrics = self.measured(state, self._held_out.chooser)
+        if metrics is None:
+            return
+        state.evaluation, state.evaluated_at = metrics, state.step
+        log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        if state.schedule is not None:
+            state.schedule.evaluated(metrics[state.main_metric])
+        for callback in self._callbacks:
+            callback.evaluated(state)
+
+    def measured(self, state: TrainState, side: Side) -> dict[str, float] | None:
+        """Returns the metrics of one side by name; None if the ranks have agreed to stop instead. Collective."""
+        source = self._held_out.side(side)
+        with ExitStack() as contexts:
+            for callback in self._callbacks:
+                contexts.enter_context(callback.evaluating(state))
+            metrics = evaluate(state.model, source, comm=state.comm, **self._options)
+        if metrics is None:
+            state.stopped_by = agreed_reason(state.comm, self._stop) or "stopped"
+            return None
+        return {f"{side}_{name}": value for name, value in metrics.items()}
 
 
 # --- A stream, whose end nobody knows --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Says where a setting has gone: keys of the command line, and arguments of `ddp.fit`, that older versions had.
+"""Says where a setting has gone: keys and arguments that older versions had; and what words of other libraries mean.
 
 Files of a run that were written before hold the old keys; `translated` brings them up to date, wherever one is read:
 `config.yaml`, `starts.jsonl`, and the identity in a checkpoint.
@@ -45,7 +45,7 @@ _BATCHES = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "unev
 
 
 def moved_argument(name: str) -> str:
-    """Returns what is written in the place of an argument that `ddp.fit` had once; "" if it had none of this name."""
+    """Returns the argument that replaces one that `ddp.fit` had once; "" if it had none of this name."""
     if name in _ARGUMENTS:
         return _ARGUMENTS[name]
     if name in _BATCHES:
@@ -93,7 +93,7 @@ class Meaning(NamedTuple):
 
     Attributes:
         setting: key on the command line.
-        fit: argument of `ddp.fit`.
+        fit: argument of `ddp.fit`, today's or one that has moved.
         launch: argument of `ddp.launch`.
         instead: what takes the place of an argument that `ddp.fit` does not have.
     """
@@ -106,63 +106,46 @@ class Meaning(NamedTuple):
 
 _PROCESSES = "ddp.launch has the number of processes, as ddp.launch(train, workers=2), or torchrun"
 _ACCUMULATED = "batches are accumulated where micro_size is less than a rank's share of global_batch"
+_RATE = "the optimizer has it, as torch.optim.Adam(model.parameters(), lr=0.01)"
+_SHUFFLED = "samples are shuffled in each epoch; without: batches=ddp.Batches(order=ddp.data.Fixed(len(data)))"
+_DRAWN = "batches=ddp.Batches(order=ddp.data.Weighted(weights)) draws samples as often as their weights say"
+_WEIGHED = "the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or an order, ddp.data.Weighted(weights)"
+_CONVERTED = "give ddp.SyncBatchNorm.convert(model) as the model"
+_APPLIED = "give data that apply it, such as ddp.data.Transformed(samples, transform)"
 _ROWS = {
     ("batch_size", "train_batch_size", "per_device_train_batch_size"): Meaning("batch.global_size", "global_batch"),
-    ("validation_batch_size", "eval_batch_size"): Meaning(
-        "evaluate.batch", instead="say evaluation=ddp.Evaluation(batch=…)"
-    ),
+    ("validation_batch_size", "eval_batch_size"): Meaning("evaluate.batch", "evaluation_batch"),
     ("accumulate_grad_batches", "gradient_accumulation_steps"): Meaning("batch.micro_size", instead=_ACCUMULATED),
     ("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"): Meaning("epochs", "epochs"),
     ("steps_per_epoch", "steps"): Meaning("max_steps", "max_steps"),
     ("loss_fn", "loss_function", "criterion", "task"): Meaning("loss", "loss"),
     ("optimizer",): Meaning("optim", "optimizer"),
-    ("learning_rate", "lr"): Meaning(
-        "optim.lr", instead="the optimizer has it, as torch.optim.Adam(model.parameters(), lr=0.01)"
-    ),
+    ("learning_rate", "lr"): Meaning("optim.lr", instead=_RATE),
     ("scheduler", "lr_scheduler"): Meaning("schedule", "schedule"),
     ("grad_clip", "max_grad_norm", "max_norm", "gradient_clip_val"): Meaning("clip_norm", "clip_norm"),
     ("amp", "use_amp", "fp16", "bf16", "mixed_precision"): Meaning("precision", "precision"),
-    ("random_state", "random_seed"): Meaning("seed", instead="say batches=ddp.Batches(seed=…)"),
+    ("random_state", "random_seed"): Meaning("seed", "seed"),
     ("dataset", "train_data", "train_dataset", "train_dataloader", "train_loader"): Meaning("data", "data"),
-    ("validation_split", "val_split"): Meaning("data.validation", "validation_data"),
-    ("val_data", "valid_data", "eval_data", "validation", "eval_dataset"): Meaning(
-        "data.validation", "validation_data"
-    ),
-    ("validation_freq", "check_val_every_n_epoch"): Meaning(
-        "evaluate.every_epochs", instead="say evaluation=ddp.Evaluation(every_epochs=…)"
-    ),
-    ("val_check_interval", "eval_steps"): Meaning(
-        "evaluate.every_steps", instead="say evaluation=ddp.Evaluation(every_steps=…)"
-    ),
-    ("collate_fn",): Meaning(instead="say batches=ddp.Batches(collate=…)"),
-    ("sampler",): Meaning("data.order", instead="say batches=ddp.Batches(order=…)"),
-    ("shuffle",): Meaning(
-        "data.order",
-        instead="samples are shuffled in each epoch; without: batches=ddp.Batches(order=ddp.data.Fixed(len(data)))",
-    ),
-    ("sample_weight",): Meaning(
-        instead="batches=ddp.Batches(order=ddp.data.Weighted(weights)) draws samples as often as their weights say"
-    ),
-    ("class_weight",): Meaning(
-        instead="the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or an order, ddp.data.Weighted(weights)"
-    ),
+    ("validation_split", "val_split", "val_data"): Meaning("data.validation", "validation_data"),
+    ("valid_data", "eval_data", "validation", "eval_dataset"): Meaning("data.validation", "validation_data"),
+    ("validation_freq", "check_val_every_n_epoch"): Meaning("evaluate.every_epochs", "evaluate_every_epochs"),
+    ("val_check_interval", "eval_steps"): Meaning("evaluate.every_steps", "evaluate_every_steps"),
+    ("collate_fn",): Meaning(fit="collate"),
+    ("sampler",): Meaning("data.order", "order"),
+    ("shuffle",): Meaning("data.order", instead=_SHUFFLED),
+    ("sample_weight",): Meaning(instead=_DRAWN),
+    ("class_weight",): Meaning(instead=_WEIGHED),
     ("drop_last",): Meaning(instead="give it to a DataLoader, and that as data"),
     ("metrics",): Meaning(instead="a ddp.Task has them, such as loss=ddp.Classification()"),
-    ("sync_batchnorm", "sync_bn"): Meaning(
-        "replica.sync_batchnorm", instead="give ddp.SyncBatchNorm.convert(model) as the model"
-    ),
-    ("transform", "augment"): Meaning(
-        "data.transform", instead="give data that apply it, such as ddp.data.Transformed(samples, transform)"
-    ),
+    ("sync_batchnorm", "sync_bn"): Meaning("replica.sync_batchnorm", instead=_CONVERTED),
+    ("transform", "augment"): Meaning("data.transform", instead=_APPLIED),
     ("device",): Meaning("device", instead="the model's device is taken, or that of ddp.init(device=…)"),
     ("num_workers",): Meaning("loader.num_workers", launch="workers"),
-    ("workers",): Meaning("cluster.workers", launch="workers", instead=_PROCESSES),
-    ("nprocs", "num_processes", "nproc_per_node", "world_size", "np"): Meaning(
+    ("workers", "nprocs", "num_processes", "nproc_per_node", "world_size", "np", "gpus", "devices"): Meaning(
         "cluster.workers", launch="workers", instead=_PROCESSES
     ),
-    ("gpus", "devices"): Meaning("cluster.workers", launch="workers", instead=_PROCESSES),
-    ("logging_steps", "log_every_n_steps"): Meaning("report.log_every", instead="say folder=ddp.Folder(log_every=…)"),
-    ("verbose",): Meaning("report.progress", instead="say folder=ddp.Folder(progress=…)"),
+    ("logging_steps", "log_every_n_steps"): Meaning("report.log_every", "log_every"),
+    ("verbose",): Meaning("report.progress", "progress"),
     ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "folder"),
     ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", instead="say folder=ddp.Folder(path, resume=…)"),
 }
@@ -170,5 +153,5 @@ MEANINGS = {word: meaning for words, meaning in _ROWS.items() for word in words}
 
 
 def meaning(word: str) -> Meaning:
-    """Returns what another library's word is called here; empty of any other word."""
+    """Returns the meaning of another library's word; an empty one of any other word."""
     return MEANINGS.get(word, Meaning())

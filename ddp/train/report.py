@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ddp.policies import Training
 from ddp.process.arguments import program, shown
 from ddp.process.files import json_object, whole_file, write_whole
-from ddp.setting import Precision
-from ddp.train.callbacks import EARLY, EpochCheck, NoiseMeter, ThroughputMeter
+from ddp.train.callbacks import EARLY, Meters
 from ddp.train.state import TrainState
 from ddp.units import counted
 
@@ -23,18 +23,9 @@ LINES_WRITTEN = 8  # of what a language model writes
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 
-def summary_of(
-    state: TrainState,
-    meter: ThroughputMeter,
-    noise: NoiseMeter,
-    epochs_seen: EpochCheck,
-    *,
-    precision: Precision,
-    clip_norm: float | None,
-    seconds: float,
-) -> dict[str, Any]:
+def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: float) -> dict[str, Any]:
     """Returns the figures of a run, as JSON can hold them."""
-    whole, comm, checks = meter.whole, state.comm, state.model.num_verified
+    whole, comm, checks = meters.throughput.whole, state.comm, state.model.num_verified
     return {
         **state.evaluation,
         "main_metric": state.main_metric,
@@ -45,16 +36,16 @@ def summary_of(
         "all_reduce": comm.plan.describe(),
         "choices": dict(comm.plan.choices),
         "global_batch": state.sampler.global_batch,
-        **noise.figures(),
+        **meters.noise.figures(),
         "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-        "precision": precision,
-        "clip_norm": clip_norm,
+        "precision": given.precision,
+        "clip_norm": given.clip_norm,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "verified": [checks, checks] if checks else None,  # a check that fails ends the run
         "steps": state.step,
         "epochs": round(state.epochs_done, 2),
         "unreadable_samples": len(state.unreadable),
-        "epochs_as_promised": [epochs_seen.num_as_promised, epochs_seen.num_checked],
+        "epochs_as_promised": [meters.epochs.num_as_promised, meters.epochs.num_checked],
         "samples_per_s": round(whole.samples_per_s, 1),
         **{name: round(share, 4) for name, share in whole.shares.items()},
         "train_loss": state.train_loss,

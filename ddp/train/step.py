@@ -38,8 +38,7 @@ from ddp.setting import Precision
 from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
-from ddp.train.tasks.loss_function import name_of
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import Task, name_of
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def _forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> t
 
 
 def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float]:
-    """Returns what `task.loss` returned, once it has the right form.
+    """Returns the sum and the count that `task.loss` has returned, once they have the right form.
 
     Raises:
         ConfigError: it is not a scalar tensor and a finite number from 0 up.

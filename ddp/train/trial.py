@@ -27,7 +27,7 @@ def tried(train: Callable[[Given, Communicator], TrainState], given: Given, comm
 
     Its files lie beside the run's folder, on the same disk, until it is over.
     """
-    keeps, folder, until_end = given.keeps, None, contextlib.ExitStack()
+    keeps, folder, until_end = given.folder, None, contextlib.ExitStack()
     if keeps.path is not None:
         run_dir = Path(keeps.path)
         folder = on_rank_zero(comm, lambda: _folder_beside(run_dir, until_end), label="making a folder")

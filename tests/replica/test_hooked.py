@@ -29,10 +29,10 @@ from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.gradients.totals import Totals
 from ddp.replica.broadcast import tensor_hash
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train import traffic_hint
+from ddp.train import progress
 from ddp.train.arguments import idle_notes
+from ddp.train.progress import TrafficHint
 from ddp.train.state import StepReport, TrainState
-from ddp.train.traffic_hint import TrafficHint
 
 X = torch.randn(43, 20, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))
@@ -260,7 +260,7 @@ def hinted() -> None:
     ):
         lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(traffic_hint, "predicted", partial(on_links, encoding_s))
+            patch.setattr(progress, "predicted", partial(on_links, encoding_s))
             fitted(hook(), max_steps=11, callbacks=[Timed(lines.append, wait_s)], **how)
         assert len(lines) == bool(says), (says, lines)
         assert not says or re.search(says, lines[0]), lines

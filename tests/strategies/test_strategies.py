@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,9 @@ from ddp.errors import ConfigError, Diverged
 from ddp.optim.precision import forward_precision
 from ddp.replica.broadcast import tensor_hash
 from ddp.strategies import Agreement, Replicated, Sharded, Strategy, step
+from ddp.train.arguments import Given, Inputs
+from ddp.train.callbacks import Callback
+from ddp.train.evaluate import HeldOut
 from ddp.train.loop import train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
@@ -28,6 +31,16 @@ from ddp.train.tasks.cross_entropy import Classification
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
 NUM_STEPS = 5  # an epoch
+
+
+def train_on(
+    state: TrainState, data: Any, *, callbacks: Sequence[Callback] = (), stop: StopFlag | None = None, **options: Any
+) -> None:
+    """Trains from `state` on, without evaluations."""
+    task = Classification()
+    inputs = Inputs(task, Source(data), HeldOut(None, None), state.model, None, None)
+    given = Given(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
+    train_loop(state, given, inputs, callbacks, StopFlag() if stop is None else stop)
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -178,7 +191,7 @@ def seldom(kind: Any) -> tuple[list[str], list[float], str, int]:
     strategy: Strategy = kind(Replicated(module, optimizer)) if kind else Replicated(module, optimizer)
     notes = Notes(stop)
     state = TrainState(comm, strategy, optimizer, sampler_of(comm))
-    train_loop(state, Classification(), Source(TensorSet(X, CLASSES)), max_steps=4, callbacks=[notes], stop=stop)
+    train_on(state, TensorSet(X, CLASSES), max_steps=4, callbacks=[notes], stop=stop)
     ddp.shutdown()
     return bits(module, optimizer), [report.num_items for report in notes.reports], state.stopped_by, state.step
 

@@ -15,7 +15,7 @@ import ddp.data
 from ddp.run.launch.from_python import OURS
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import _homes
-from ddp.train.moved import MEANINGS, meaning
+from ddp.train.moved import MEANINGS, meaning, moved_argument
 
 ARGUMENTS = inspect.signature(ddp.fit).parameters.keys()
 POLICIES = (ddp.Averaging, ddp.Batches, ddp.Evaluation, ddp.Folder, ddp.Reading)
@@ -27,13 +27,15 @@ LIBRARIES = {"ddp": ddp, "torch": torch}
 @pytest.mark.parametrize("word", MEANINGS)
 def test_what_a_foreign_word_means_is_there(word: str) -> None:
     here = meaning(word)
-    assert {here.setting} <= SETTINGS | {""} and {here.fit} <= {*ARGUMENTS, ""} and {here.launch} <= {*OURS, ""}
+    instead = here.instead or moved_argument(here.fit)
+    assert {here.setting} <= SETTINGS | {""} and {here.launch} <= {*OURS, ""}
+    assert here.fit in {*ARGUMENTS, ""} or instead
     assert word not in ARGUMENTS or (not here.instead and here.fit == word), "a word of ours needs no other"
     assert word not in SETTINGS or here.setting in (word, "")
     assert any(here) and not (here.fit and here.instead)
-    for library, name in re.findall(r"\b(ddp|torch)\.([\w.]*\w)", here.instead):
+    for library, name in re.findall(r"\b(ddp|torch)\.([\w.]*\w)", instead):
         assert attrgetter(name)(LIBRARIES[library]) is not None
-    assert set(re.findall(r"\b[a-z]+_[a-z]+\b", here.instead)) - {"cross_entropy"} <= ARGUMENTS | FIELDS
+    assert set(re.findall(r"\b[a-z]+_[a-z]+\b", instead)) - {"cross_entropy"} <= ARGUMENTS | FIELDS
 
 
 def test_any_other_word_means_nothing() -> None:

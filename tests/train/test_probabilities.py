@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.train.first_look import FirstLook
-from ddp.train.tasks.loss_function import as_task
+from ddp.train.tasks.task import as_task
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 CLASSES, ONE = torch.arange(6) % 3, (torch.arange(6) % 2).float()[:, None]

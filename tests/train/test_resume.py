@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.run.build.load import load_initial_weights
 from ddp.strategies.replicated import Replicated
+from ddp.train.arguments import Given, Inputs
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
     Checkpointer,
@@ -31,6 +34,7 @@ from ddp.train.checkpoint import (
     save_checkpoint,
 )
 from ddp.train.checkpoint_store import CheckpointStore, load
+from ddp.train.evaluate import HeldOut
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
@@ -38,6 +42,16 @@ from ddp.train.tasks.cross_entropy import Classification
 from recipes.tutorial.simulated import SimulatedNetwork
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges
+
+
+def train_on(
+    state: TrainState, data: Any, *, callbacks: Sequence[Callback] = (), stop: StopFlag | None = None, **options: Any
+) -> None:
+    """Trains from `state` on, without evaluations."""
+    task = Classification()
+    inputs = Inputs(task, Source(data), HeldOut(None, None), state.model, None, None)
+    given = Given(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
+    train_loop(state, given, inputs, callbacks, StopFlag() if stop is None else stop)
 
 
 def model() -> nn.Module:
@@ -89,10 +103,9 @@ def part_of_a_run(
     callbacks: list[Callback] = [Checkpointer(store, identity={}, every_steps=4)]
     if stop_at is not None:
         callbacks.append(StopAt(stop_at, stop))
-    train_loop(
+    train_on(
         state,
-        Classification(),
-        Source(data),
+        data,
         max_steps=NUM_STEPS,
         callbacks=callbacks,
         stop=stop,
@@ -220,9 +233,9 @@ def test_a_run_goes_on_after_an_agreed_stop() -> None:
     state, data = in_one_process(40)
     stop = StopFlag()
     stop.request("enough")
-    train_loop(state, Classification(), Source(data), max_steps=9, stop=stop)
+    train_on(state, data, max_steps=9, stop=stop)
     assert (state.step, state.stopped_by) == (1, "enough")
-    train_loop(state, Classification(), Source(data), max_steps=9)
+    train_on(state, data, max_steps=9)
     assert (state.step, state.stopped_by) == (9, "")
 
 
@@ -240,8 +253,9 @@ def test_while_a_fit_runs_no_other_process_saves_into_its_folder(tmp_path: Path)
             self.said = done.stderr.splitlines()[-1]
 
     intruder = Intruder()
-    callbacks = [Checkpointer(store, identity={}, every_steps=1), intruder]
-    train_loop(state, Classification(), Source(data), max_steps=1, callbacks=callbacks)
+    folder = ddp.Folder(tmp_path, every_steps=1, progress=False)
+    how: dict[str, Any] = {"global_batch": 8, "max_steps": 1, "folder": folder, "callbacks": [intruder]}
+    ddp.fit(state.model, data, state.optimizer, loss=Classification(), **how)
     assert f"{store.folder} is being written by process {os.getpid()} on host" in intruder.said
     assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000001"]
 
@@ -249,13 +263,11 @@ def test_while_a_fit_runs_no_other_process_saves_into_its_folder(tmp_path: Path)
 def test_a_grown_data_set_is_told_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state, data = in_one_process(40)
     store = CheckpointStore(tmp_path)
-    train_loop(
-        state, Classification(), Source(data), max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
-    )
+    train_on(state, data, max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)])
     with pytest.raises(ConfigError, match=r"permutation \(40 positions, .* samples would be read twice or never"):
         restore(load(store.folder), in_one_process(41)[0], identity={})
-    train_loop(  # to the end of the epoch
-        state, Classification(), Source(data), max_steps=4, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
+    train_on(  # to the end of the epoch
+        state, data, max_steps=4, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
     )
     for num_samples, words in [(40, ""), (41, "training_samples was 40, is 41")]:
         caplog.clear()
@@ -333,9 +345,7 @@ def test_weights_load_plain_and_wrapped_and_a_renamed_head(tmp_path: Path) -> No
 def test_a_checkpoint_of_the_first_version_can_be_resumed(tmp_path: Path) -> None:
     state, data = in_one_process(40)
     store = CheckpointStore(tmp_path)
-    train_loop(
-        state, Classification(), Source(data), max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)]
-    )
+    train_on(state, data, max_steps=1, callbacks=[Checkpointer(store, identity={}, every_steps=1)])
     checkpoint = load(store.folder)
     for name in ("evaluation", "evaluated_at"):
         del checkpoint.parts["position"][name]

@@ -7,8 +7,10 @@ is imported from its address here, in the parent before any worker starts, and i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,8 +42,7 @@ from ddp.run.settings.address import called, from_address, is_address, told
 from ddp.run.settings.config import Config
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
-from ddp.train.tasks.loss_function import LossFunction, as_task
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import LossFunction, Task, as_task
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 _NUM_TRIED = 100  # samples, of which one must be readable
@@ -177,7 +178,7 @@ def _first_readable(samples: Any) -> Any:
 
 
 def make_callbacks(config: Config) -> list[Callback]:
-    """Returns what runs beside the training."""
+    """Returns the callbacks of the run."""
     patience, decay = config.early_stopping.patience, config.ema.decay
     averages = [] if decay is None else [EMA(decay)]
     stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
@@ -234,7 +235,7 @@ def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
 
 
 def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, ...], int]:
-    """Returns what a shipped model must know about samples: their shape, and the number of classes.
+    """Returns the shape of a sample, and the number of classes, from which a shipped model is built.
 
     Args:
         of: the dimensions that the model reads; "": any.
@@ -294,19 +295,16 @@ def add_own_algorithm(config: Config, *, check: bool = False) -> None:
 
 def make_hook(config: Config) -> Hook | None:
     """Returns the hook that sends less than all of the gradients, if there is one."""
-    corrects = config.hook.error_feedback
-    match config.hook:
-        case settings.TopKChoice(ratio=ratio, momentum=momentum, warmup_steps=warmup_steps):
-            hook: Hook = TopK(ratio, momentum=momentum, warmup_steps=warmup_steps, error_feedback=corrects)
-        case settings.RandomKChoice(ratio=ratio):
-            hook = RandomK(ratio, seed=config.seed, error_feedback=corrects)
-        case settings.PowerSgdChoice(rank=rank, warm_start=warm_start):
-            hook = PowerSGD(rank, warm_start=warm_start, seed=config.seed, error_feedback=corrects)
-        case settings.HookChoice(name="sign"):
-            hook = Sign()
-        case _:
-            return None
-    return DenseStart(hook, config.hook.dense_start_steps) if config.hook.dense_start_steps else hook
+    options = asdict(config.hook)
+    name, dense_start_steps = options.pop("name"), options.pop("dense_start_steps")
+    kinds: dict[str, Callable[..., Hook]] = {
+        "sign": lambda error_feedback: Sign(), "top_k": TopK,
+        "random_k": partial(RandomK, seed=config.seed), "powersgd": partial(PowerSGD, seed=config.seed),
+    }
+    if name not in kinds:
+        return None
+    hook = kinds[name](**options)
+    return DenseStart(hook, dense_start_steps) if dense_start_steps else hook
 
 
 def synchronised(config: Config, module: nn.Module) -> nn.Module:
@@ -346,7 +344,7 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
 
 
 def own_model(address: str, arguments: Mapping[str, Any], *, key: str, folder: str | Path) -> nn.Module:
-    """Returns what the class or function MODULE:NAME makes of the arguments.
+    """Returns the model that the class or function MODULE:NAME makes of the arguments.
 
     Args:
         key: the setting that holds the address, for errors.

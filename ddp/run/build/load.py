@@ -26,17 +26,8 @@ from ddp.run.build import components
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain, settings_of
+from ddp.train import checkpoint_store as store
 from ddp.train.callbacks import averages_in
-from ddp.train.checkpoint_store import (
-    StoredCheckpoint,
-    best_of,
-    cause_of,
-    check_fits,
-    checkpoints_of,
-    is_extra,
-    shape_or_type,
-)
-from ddp.train.checkpoint_store import load as load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Trained:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns what the model was built for: shape of one input, and number of classes; None where unknown."""
+        """Returns the shape of one input, and the number of classes, of which the model was built; None: unknown."""
         shape = self._identity.get("sample_shape")
         return {"sample_shape": shape and tuple(shape), "num_classes": self._identity.get("num_classes")}
 
@@ -105,12 +96,12 @@ def load(path: str | Path, which: Literal["best", "latest"] = "best", *, average
     """
     if which not in ("best", "latest"):
         raise ConfigError(f'which={which!r}: take "best" or "latest"')
-    folder = checkpoints_of(Path(path))
-    best = best_of(folder) if which == "best" else None
-    found: StoredCheckpoint = load_checkpoint(best or folder, names=["model"])
+    folder = store.checkpoints_of(Path(path))
+    best = store.best_of(folder) if which == "best" else None
+    found: store.StoredCheckpoint = store.load(best or folder, names=["model"])
     weights = dict(found.parts["model"])
     if averaged and (name := found.meta.get("averages")) is not None:
-        weights |= averages_in(load_checkpoint(found.path, names=["callbacks"]).parts["callbacks"][name])
+        weights |= averages_in(store.load(found.path, names=["callbacks"]).parts["callbacks"][name])
     return Trained(found.path, found.step, found.score, weights, found.meta["identity"])
 
 
@@ -140,11 +131,11 @@ def load_initial_weights(
     own = {key: value for key, value in module.state_dict().items() if not key.startswith(tuple(skip))}
     if strict:
         kept = {key: value for key, value in module.state_dict().items() if key not in own}
-        check_fits({**weights, **kept}, module, source=path)
+        store.check_fits({**weights, **kept}, module, source=path)
     fitting = {
         key: value
         for key, value in weights.items()
-        if key in own and (is_extra(key) or shape_or_type(value) == shape_or_type(own[key]))
+        if key in own and (store.is_extra(key) or store.shape_or_type(value) == store.shape_or_type(own[key]))
     }
     if not any(isinstance(value, Tensor) for value in fitting.values()):
         raise CheckpointError(f"{path} has no tensor that fits the model; see init_from.rename and init_from.skip")
@@ -154,18 +145,18 @@ def load_initial_weights(
 def _read_weights(path: Path) -> dict[str, Any]:
     """Returns plain keys and their values from a checkpoint, or from a file of a state dict."""
     if path.is_dir():
-        return dict(load_checkpoint(path, names=["model"]).parts["model"])
+        return dict(store.load(path, names=["model"]).parts["model"])
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; init_from.path takes a checkpoint folder or a file of weights")
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read as weights ({cause_of(error)}); init_from.path takes a file of "
+            f"{path} cannot be read as weights ({store.cause_of(error)}); init_from.path takes a file of "
             "torch.save(model.state_dict(), PATH), or a checkpoint folder"
         ) from error
     if not isinstance(weights, Mapping) or any(
-        not isinstance(value, Tensor) and not is_extra(name) for name, value in weights.items()
+        not isinstance(value, Tensor) and not store.is_extra(name) for name, value in weights.items()
     ):
         raise CheckpointError(f"{path} holds no state dict; save it with torch.save(model.state_dict(), PATH)")
     return {str(key).removeprefix("module."): value for key, value in weights.items()}

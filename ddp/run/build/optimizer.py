@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import cast
 
 from torch import nn
@@ -28,10 +29,8 @@ from ddp.units import counted
 
 def learning_rate(config: Config) -> float:
     """Returns the configured learning rate, scaled for the global batch."""
-    optim = config.optim
-    return schedules.scaled_rate(
-        optim.lr, global_batch=config.batch.global_size, base_batch=optim.base_batch, rule=optim.lr_scaling
-    )
+    optim, size = config.optim, config.batch.global_size
+    return schedules.scaled_rate(optim.lr, global_batch=size, base_batch=optim.base_batch, rule=optim.lr_scaling)
 
 
 def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
@@ -119,7 +118,7 @@ def _samples_of_run(config: Config, sizes: Steps) -> int:
 
 
 def derived(config: Config, sizes: Steps) -> list[str]:
-    """Returns what follows from the rules for large batches, a line each."""
+    """Returns the rate and the warm-up that the rules for large batches give, a line each."""
     rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, sizes)
     notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
     if rise:
@@ -131,16 +130,13 @@ def derived(config: Config, sizes: Steps) -> list[str]:
 
 def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
     """Returns the learning-rate schedule for the steps of a run."""
-    schedule = config.schedule
-    match schedule:
-        case settings.Cosine(final_factor=final_factor):
-            factor = schedules.cosine(final_factor=final_factor)
-        case settings.Polynomial(power=power, final_factor=final_factor):
-            factor = schedules.polynomial(power=power, final_factor=final_factor)
-        case settings.Wsd(decay_fraction=decay_fraction, final_factor=final_factor):
-            factor = schedules.wsd(decay_fraction=decay_fraction, final_factor=final_factor)
-        case settings.StepDecay(milestones=milestones, gamma=gamma):
-            factor = schedules.step(milestones=milestones, gamma=gamma)
-        case _:
-            factor = schedules.constant()
-    return schedules.with_warmup(factor, num_samples=warmup_samples(config, sizes))
+    schedule, shared = config.schedule, {item.name for item in fields(settings.Schedule)}
+    own = {item.name: getattr(schedule, item.name) for item in fields(schedule) if item.name not in shared}
+    kinds: dict[str, Callable[..., schedules.RateSchedule]] = {
+        "constant": schedules.constant,
+        "cosine": schedules.cosine,
+        "polynomial": schedules.polynomial,
+        "wsd": schedules.wsd,
+        "step": schedules.step,
+    }
+    return schedules.with_warmup(kinds[schedule.name](**own), num_samples=warmup_samples(config, sizes))

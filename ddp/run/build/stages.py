@@ -95,17 +95,7 @@ def joined(config: Config) -> Iterator[Communicator]:
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
     components.add_own_algorithm(config)
-    comm = init(
-        device=config.device,
-        backend=config.backend,
-        algorithm=config.comm.algorithm,
-        order=config.comm.order,
-        shared_memory=config.comm.shared_memory,
-        debug=config.comm.debug,
-        segment_bytes=config.comm.segment_bytes,
-        warn_s=config.comm.warn_s,
-        abort_s=config.comm.abort_s,
-    )
+    comm = init(device=config.device, backend=config.backend, **asdict(config.comm))
     try:
         yield comm
     except BaseException as error:
@@ -214,7 +204,7 @@ def _load_given_weights(config: Config, module: nn.Module) -> None:
 
 
 def _yardsticks() -> Mapping[str, float]:
-    """Returns what simple models of bytes reach on the same held-out text, in bits per byte."""
+    """Returns the bits per byte of simple models on the same held-out text."""
     text = standard_library.corpus()
     orders = {"bigram": 2, "trigram": 3, "5-gram": 5}
     found = {

@@ -35,20 +35,20 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp.comm.meeting.place import refuse_workers
-from ddp.errors import ConfigError, first_line
+from ddp.errors import USER_ERRORS, ConfigError, first_line
 from ddp.process.arguments import program, setting_for, shown, train_command
 from ddp.process.files import json_object
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import keep_writing
 from ddp.run.launch import sweep
 from ddp.run.launch.engine import run_workers
-from ddp.run.launch.report import USER_ERRORS, Report, describe_failures
+from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.settings.address import is_address
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
@@ -91,9 +91,9 @@ def main() -> NoReturn:
                 with leave_out():
                     importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
                 prepare(config, run_dir)
-                jobs[-1] = jobs[-1]._replace(status=train(config, run_dir))
+                jobs[-1] = replace(jobs[-1], status=train(config, run_dir))
         except KeyboardInterrupt:
-            jobs[-1] = jobs[-1]._replace(status=128 + signal.SIGINT)
+            jobs[-1] = replace(jobs[-1], status=128 + signal.SIGINT)
             raise
         finally:
             if settings.mode is RunMode.MULTIRUN:
@@ -255,7 +255,7 @@ def _checked(composed: Any, overrides: Sequence[str]) -> Config:
     return from_plain(plain)
 
 
-# ----------------------------------------------------------------------------------------------- bad input, in words
+# -------------------------------------------------------------------------------------------- sentences for bad input
 
 
 @contextlib.contextmanager

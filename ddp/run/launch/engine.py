@@ -65,13 +65,8 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) 
     ):
         # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
         bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.worker"]
-        launch = ["--parent", str(os.getpid()), "--private", str(private)]
-        command = [
-            *_environment(threads or max(1, available_cores() // workers), ON_LOOPBACK),
-            *bootstrap,
-            *launch,
-            *arguments,
-        ]
+        launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
+        command = [*_environment(threads or max(1, available_cores() // workers), ON_LOOPBACK), *bootstrap, *launch]
         command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
         can_wait = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
         patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_S} if can_wait else {}
@@ -99,7 +94,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) 
 
 
 def _environment(threads: int, on_loopback: Mapping[str, str]) -> list[str]:
-    """Returns what must be in a worker's environment before it starts, as NAME=VALUE.
+    """Returns the variables that a worker needs before it starts, as NAME=VALUE.
 
     Both thread counts, also for one worker, and MKL's reproducible mode are set, because without them many kernels
     change their bits with the number of threads and with the alignment of their input. The interface on which the

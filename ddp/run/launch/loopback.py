@@ -10,13 +10,7 @@ import socket
 import sys
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic import rendezvous
 
 ADDRESS, INTERFACE = "127.0.0.1", "lo0" if sys.platform == "darwin" else "lo"
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
@@ -24,13 +18,13 @@ ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
 BACKEND = "ddp-one-host"
 
 
-class OneHost(RendezvousHandler):
+class OneHost(rendezvous.RendezvousHandler):
     """Answers torchrun's engine at once: there is one agent, and a store for its workers."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Starts a store on a free port, for torch.distributed where the workers' program begins it itself.
 
         The engine does not use that one, and neither does `ddp.init`, because every user of this host reaches it.
@@ -40,7 +34,7 @@ class OneHost(RendezvousHandler):
         self._served = TCPStore(
             ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(ADDRESS, port))
+        return rendezvous.RendezvousInfo(HashStore(), 0, 1, rendezvous.RendezvousStoreInfo(ADDRESS, port))
 
     @property
     def use_agent_store(self) -> bool:
@@ -71,8 +65,8 @@ class OneHost(RendezvousHandler):
         return True
 
 
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+def _create(parameters: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
     return OneHost(parameters.run_id)
 
 
-rendezvous_handler_registry.register(BACKEND, _create)
+rendezvous.rendezvous_handler_registry.register(BACKEND, _create)

@@ -13,22 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.errors import (
-    CheckpointError,
-    CommunicatorBroken,
-    ConfigError,
-    Diverged,
-    LoaderLost,
-    PeerLost,
-    ReplicaMismatch,
-    UnusedParameters,
-)
+from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost
 from ddp.process.arguments import shown
 from ddp.process.files import make_folder, read_own, write_whole
 from ddp.process.stack import users_frame
-
-USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters)
-"""Errors that the message alone explains; a traceback would hide it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +76,7 @@ class Report:
 
 
 def user_line(error: BaseException) -> str:
-    """Returns the innermost line of the user's own code that an exception went through, in words; "" if none."""
+    """Returns file, number and text of the innermost line of the user's code in a traceback; "" if there is none."""
     frame = users_frame(error)
     if frame is None:
         return ""

@@ -23,17 +23,8 @@ from typing import Any
 import yaml
 
 from ddp.errors import ConfigError
+from ddp.process import files
 from ddp.process.arguments import setting_for
-from ddp.process.files import (
-    flush_folder,
-    hold,
-    make_folder,
-    new_file,
-    refuse_others_link,
-    refuse_unwritable_name,
-    to_read,
-    write_whole,
-)
 from ddp.process.log import log
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.checks import resolve
@@ -66,10 +57,10 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
         stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
     text, path = settings_text(config), run_dir / "config.yaml"
     if not path.is_file() or path.read_bytes() != text.encode():
-        write_whole(path, text)
+        files.write_whole(path, text)
     _note_start(config, run_dir, position, dealt)
     for parent in run_dir.absolute().parents[:3]:  # Hydra has made the folder: runs/NAME, or runs/SWEEP/JOB
-        flush_folder(parent)
+        files.flush_folder(parent)
 
 
 def settings_text(config: Config) -> str:
@@ -141,14 +132,14 @@ def only_writer(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run writes it: that run's launcher, or its rank 0, which may outlive the launcher.
     """
-    refuse_unwritable_name(run_dir)
+    files.refuse_unwritable_name(run_dir)
     try:
         with contextlib.ExitStack() as held:
             try:
-                make_folder(run_dir)
-                held.enter_context(contextlib.closing(hold(run_dir)))
+                files.make_folder(run_dir)
+                held.enter_context(contextlib.closing(files.hold(run_dir)))
                 if (run_dir / "checkpoints").is_dir():
-                    hold(run_dir / "checkpoints").close()
+                    files.hold(run_dir / "checkpoints").close()
             except OSError as error:
                 raise unwritable(run_dir, error) from error
             yield
@@ -186,17 +177,17 @@ def _is_of_trial(path: Path) -> bool:
 def _refuse_planted(run_dir: Path) -> None:
     """Raises ConfigError for a link or the like in the place of what workers will open; see `process/files.py`."""
     for folder in (run_dir / "logs", run_dir / "checkpoints"):
-        refuse_others_link(folder)
+        files.refuse_others_link(folder)
     for path in (run_dir / "metrics.jsonl", *run_dir.glob("logs/rank-*.log")):
         if path.exists() or path.is_symlink():
-            to_read(path).close()
+            files.to_read(path).close()
 
 
 def _try_writing(run_dir: Path) -> None:
     """Writes as much as a small run will, because a full disk should be found now and not at the first checkpoint."""
     trial = run_dir / ".trial"
     try:
-        with new_file(trial) as stream:
+        with files.new_file(trial) as stream:
             stream.write(os.urandom(8 << 20))  # random, because a file system may compress
             stream.flush()
             os.fsync(stream.fileno())

@@ -16,6 +16,8 @@ import math
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,8 @@ MOST_LETTERS = 120
 """A longer name of a folder is cut; file systems take 255 bytes for a name, and some of them less."""
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job:
     """One run of a sweep, and its exit status."""
 
     overrides: Sequence[str]
@@ -35,24 +38,28 @@ class Job(NamedTuple):
 
     @property
     def settings(self) -> dict[str, str]:
-        """Returns what the command line sets for this job, by key."""
+        """Returns the settings of the command line for this job, by key."""
         parts = (each.replace("\\:", ":").partition("=") for each in self.overrides)  # Hydra's sweeper adds the \
         return {key.lstrip("+~"): re.sub(r'^"(.*)"$', r"\1", value) for key, _, value in parts}  # paths are quoted
 
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """Returns the figures that the run has left."""
+        if self.status != 2:  # of a job that was refused, the folder may hold another run
+            with contextlib.suppress(OSError, ValueError):
+                return json_object((self.run_dir / "summary.json").read_text())
+        return {}
 
-class Row(NamedTuple):
-    """A job's settings and results."""
-
-    settings: Mapping[str, str]
-    status: int
-    folder: str
-    summary: Mapping[str, Any]
+    def number(self, key: str) -> float | None:
+        """Returns a figure of the summary; None if it is missing or not a number, as after training has diverged."""
+        value = self.summary.get(key)
+        return value if isinstance(value, (int, float)) and not math.isnan(value) else None
 
 
 class Results(NamedTuple):
-    """A sweep's rows, the best first; the keys that it varies; and the metric that orders it, "" if there is none."""
+    """A sweep's jobs, the best first; the keys that it varies; and the metric that orders it, "" if there is none."""
 
-    rows: Sequence[Row]
+    jobs: Sequence[Job]
     varied: Sequence[str]
     main_metric: str
 
@@ -67,32 +74,36 @@ def job_folder(overrides: Sequence[str], varied: Collection[str], *, number: int
 
 def gather(jobs: Sequence[Job], varied: Collection[str]) -> Results:
     """Reads what the jobs have left, and orders it. `varied`: the keys that the command line gives several values."""
-    rows = [Row(job.settings, job.status, job.run_dir.name, _summary(job)) for job in jobs]
-    main_metric, sign = next(filter(None, (_main_metric(row.summary) for row in rows)), ("", 0))
+    judged = next((job.summary for job in jobs if "main_metric" in job.summary), {})
+    main_metric, sign = judged.get("main_metric", ""), 1 if judged.get("higher_is_better") else -1
 
-    def place(row: Row) -> tuple[bool, float, float]:
-        metric, rate = _number(row, main_metric), _number(row, "samples_per_s")
-        return row.status != 0, math.inf if metric is None else -sign * metric, -(rate or 0.0)
+    def place(job: Job) -> tuple[bool, float, float]:
+        metric, rate = job.number(main_metric), job.number("samples_per_s")
+        return job.status != 0, math.inf if metric is None else -sign * metric, -(rate or 0.0)
 
-    keys = dict.fromkeys(key for row in rows for key in row.settings)
-    differ = [key for key in keys if key in varied or len({row.settings.get(key) for row in rows}) > 1]
-    return Results(sorted(rows, key=place), differ, main_metric)
+    keys = dict.fromkeys(key for job in jobs for key in job.settings)
+    differ = [key for key in keys if key in varied or len({job.settings.get(key) for job in jobs}) > 1]
+    return Results(sorted(jobs, key=place), differ, main_metric)
 
 
 def write(results: Results, folder: Path) -> None:
     """Writes sweep.csv, with a column for each setting that varies, and sweep.json, with all settings and summaries."""
     from ddp.train.report import is_metric
 
-    metrics = dict.fromkeys(key for row in results.rows for key in row.summary if is_metric(key))
+    metrics = dict.fromkeys(key for job in results.jobs for key in job.summary if is_metric(key))
     columns = [*metrics, "samples_per_s", "seconds"]
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow([*results.varied, *columns, "status", "folder"])
-    for row in results.rows:
-        values = [*(row.settings.get(key) for key in results.varied), *(row.summary.get(key) for key in columns)]
-        writer.writerow([*values, row.status, row.folder])
+    found = []
+    for job in results.jobs:
+        values = [*(job.settings.get(key) for key in results.varied), *(job.summary.get(key) for key in columns)]
+        writer.writerow([*values, job.status, job.run_dir.name])
+        found.append(
+            {"settings": job.settings, "status": job.status, "folder": job.run_dir.name, "summary": job.summary}
+        )
     write_whole(folder / "sweep.csv", table.getvalue())
-    write_whole(folder / "sweep.json", json.dumps([row._asdict() for row in results.rows], indent=2) + "\n")
+    write_whole(folder / "sweep.json", json.dumps(found, indent=2) + "\n")
 
 
 def show(results: Results, folder: Path) -> None:
@@ -111,16 +122,16 @@ def show(results: Results, folder: Path) -> None:
         table.add_column(words_of(results.main_metric), justify="right", no_wrap=True)
     table.add_column("samples/s", justify="right", no_wrap=True)
     table.add_column("ended", no_wrap=True)
-    for place, row in enumerate(results.rows):
-        decided = _number(row, results.main_metric or "samples_per_s")
-        is_best = place == 0 and row.status == 0 and decided is not None and len(results.rows) > 1
-        metric, rate = row.summary.get(results.main_metric), row.summary.get("samples_per_s")
+    for place, job in enumerate(results.jobs):
+        decided = job.number(results.main_metric or "samples_per_s")
+        is_best = place == 0 and job.status == 0 and decided is not None and len(results.jobs) > 1
+        metric, rate = job.summary.get(results.main_metric), job.summary.get("samples_per_s")
         table.add_row(
             ("best" if results.main_metric else "fastest") if is_best else "",
-            *(Text(row.settings.get(key, "")) for key in results.varied),
+            *(Text(job.settings.get(key, "")) for key in results.varied),
             *([metric_in_words(results.main_metric, metric)] if results.main_metric else []),
             "" if rate is None else f"{rate:,.0f}",
-            _ended(row.status),
+            _ended(job.status),
         )
     console = Console()
     if not console.is_terminal:
@@ -130,25 +141,7 @@ def show(results: Results, folder: Path) -> None:
 
 
 def _ended(status: int) -> str:
-    """Returns an exit status in words; `command_line.py` says which there are."""
+    """Returns the meaning of an exit status; `command_line.py` has the table."""
     if status > 128:
         return f"stopped by {signal.Signals(status - 128).name} (status {status})"
     return {0: "done", 2: "refused (status 2)"}.get(status, f"failed (status {status})")
-
-
-def _summary(job: Job) -> Mapping[str, Any]:
-    if job.status != 2:  # of a job that was refused, the folder may hold another run
-        with contextlib.suppress(OSError, ValueError):
-            return json_object((job.run_dir / "summary.json").read_text())
-    return {}
-
-
-def _main_metric(summary: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Returns the metric that orders the jobs, and 1 if a higher one is better or else -1."""
-    return (summary["main_metric"], 1 if summary["higher_is_better"] else -1) if "main_metric" in summary else None
-
-
-def _number(row: Row, key: str) -> float | None:
-    """Returns a number of the summary, or None if it is missing or not a number, as after training has diverged."""
-    value = row.summary.get(key)
-    return value if isinstance(value, (int, float)) and not math.isnan(value) else None

@@ -77,7 +77,7 @@ def main() -> NoReturn:
 
 
 def _received(here: Place) -> tuple[dict[str, Any], Any]:
-    """Returns what rank 0 has prepared, for all ranks, and the store; ends the process where anything failed."""
+    """Returns the run that rank 0 has prepared, and the store; ends the process where anything failed."""
     from torch.distributed import DistError
 
     from ddp.comm.meeting.private_store import part_of

@@ -153,7 +153,7 @@ def _imported(name: str, *, setting: str, folder: Path) -> ModuleType:
 
 
 def _search_last(folder: Path) -> None:
-    """Makes every process search alike: `python -m` has put the current folder first, and workers begin without it."""
+    """Searches the folder last in every process: `python -m` puts the current one first, workers begin without it."""
     if sys.path and Path(sys.path[0]).resolve() == folder:
         del sys.path[0]
     if str(folder) not in sys.path:
@@ -214,7 +214,7 @@ def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: b
 
 
 def _why_in_other_hands(parts: Mapping[str, str], code: Path, settings: Path) -> str:
-    """Returns in words why others decide what the settings say, or what the code does; "" if they do not."""
+    """Returns the reason for which others could have written the settings or the code; "" if there is none."""
     paths = [settings.parent, settings]
     if code != Path.cwd():
         paths += [path for address in parts.values() for path in _imported_from(code, address)]

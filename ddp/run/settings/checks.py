@@ -1,6 +1,7 @@
 """Settings that cannot work, each with the reason and the remedy; and settings that follow from others.
 
-A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts.
+A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts. Each function
+below yields those of one subject.
 """
 
 from __future__ import annotations
@@ -8,29 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
 from ddp.policies import ONE_EVALUATION
 from ddp.process.memory import available_cores
+from ddp.run.settings import config as settings
 from ddp.run.settings.address import is_address, own_parts
-from ddp.run.settings.config import (
-    Config,
-    DataFiles,
-    Falling,
-    Gpt,
-    ImageFolder,
-    Lines,
-    OwnData,
-    OwnModel,
-    Sgd,
-    StandardLibrary,
-    StepDecay,
-    Tokens,
-    TopKChoice,
-    folder_of,
-)
+from ddp.run.settings.config import Config, folder_of
 from ddp.setting import out_of_bounds
 
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
@@ -42,8 +28,12 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: a value cannot work, or two values contradict; the message names key, value and remedy.
     """
-    for problem in _problems(config):
-        raise ConfigError(problem)
+    for problems in (
+        *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
+        *(_device_problems, _course_problems),
+    ):
+        for problem in problems(config):
+            raise ConfigError(problem)
 
 
 def resolve(config: Config, *, local_workers: int | None = None, num_shards: int | None = None) -> None:
@@ -64,8 +54,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         fits = num_shards is not None and workers <= num_shards <= config.batch.global_size
         config.batch.num_shards = num_shards if fits else workers
     schedule = config.schedule
-    if all(_lookup(config, f"schedule.warmup_{unit}") is None for unit in WARMUPS):
-        schedule.warmup_fraction = 0.05 if isinstance(schedule, Falling) else 0.0
+    if all(getattr(schedule, f"warmup_{unit}") is None for unit in WARMUPS):
+        schedule.warmup_fraction = 0.05 if isinstance(schedule, settings.Falling) else 0.0
     if not own_parts(asdict(config)):
         config.run.code = ""
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
@@ -73,21 +63,15 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     validate(config)
 
 
-def _problems(config: Config) -> Iterator[str]:
-    """Yields one sentence per problem: key=value, what is wrong with it, the remedy."""
-    yield from out_of_bounds(config)
-    yield from _choice_problems(config)
-    yield from _order_problems(config)
-    yield from _warmup_problems(config)
-    yield from _algorithm_problems(config)
-    yield from _cluster_problems(config)
-    yield from _device_problems(config)
-    yield from _start_problems(config)
-    yield from _end_problems(config)
-
-
-def _end_problems(config: Config) -> Iterator[str]:
-    """Yields what is wrong with how a run ends."""
+def _course_problems(config: Config) -> Iterator[str]:
+    """Yields where a run cannot start, or would never end."""
+    if config.epochs is None and config.max_steps is None:
+        yield "epochs=null: with max_steps=null, too, the run would never end; set one of them"
+    if config.resume not in ("none", "auto") and config.init_from.path is not None:
+        yield (
+            f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
+            "weights; set one of them"
+        )
     stopping = config.early_stopping
     try:
         folder_of(config, "runs/mine")
@@ -100,14 +84,6 @@ def _end_problems(config: Config) -> Iterator[str]:
         )
     if stopping.patience is None and stopping.min_delta:
         yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
-
-
-def _lookup(config: Config, key: str) -> Any:
-    """Returns the value under a dotted key, or None if this choice of a group has no such field."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 WAYS = (
@@ -138,32 +114,35 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 def _choice_problems(config: Config) -> Iterator[str]:
     """Yields where a group's choice contradicts itself or another group's."""
-    is_text = isinstance(config.data, StandardLibrary | Tokens) or getattr(config.data, "text", None) is not None
-    is_own = isinstance(config.data, OwnData) or isinstance(config.model, OwnModel)
-    if not is_own and is_text != isinstance(config.model, Gpt):
+    is_text = (
+        isinstance(config.data, settings.StandardLibrary | settings.Tokens)
+        or getattr(config.data, "text", None) is not None
+    )
+    is_own = isinstance(config.data, settings.OwnData) or isinstance(config.model, settings.OwnModel)
+    if not is_own and is_text != isinstance(config.model, settings.Gpt):
         remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
         kind = "text" if is_text else "images"
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
     if config.loss != "auto" and not is_address(config.loss):
         yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME, as torch.nn.functional:cross_entropy"
     match config.data:
-        case ImageFolder(path=None):
+        case settings.ImageFolder(path=None):
             yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
-        case DataFiles(path=path, test_path=test_path) if path is None or test_path is None:
+        case settings.DataFiles(path=path, test_path=test_path) if path is None or test_path is None:
             key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
             yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
-        case DataFiles(validation=share, validation_path=path) if share is not None and path is not None:
+        case settings.DataFiles(validation=share, validation_path=path) if share is not None and path is not None:
             yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
-        case Lines(text=str(text), inputs=inputs, target=target):
+        case settings.Lines(text=str(text), inputs=inputs, target=target):
             if inputs or target is not None:
                 yield f"data.text={text}: is in place of data.inputs and data.target; leave them out"
-        case Lines(inputs=inputs, target=target) if not inputs or target is None:
+        case settings.Lines(inputs=inputs, target=target) if not inputs or target is None:
             key = "target" if inputs else "inputs"
             yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
-        case Lines(num_classes=None) if config.loss == "auto":
+        case settings.Lines(num_classes=None) if config.loss == "auto":
             yield "loss=auto: is for classes; give data.num_classes, or take loss=torch.nn.functional:mse_loss"
     match config.optim:
-        case Sgd(nesterov=True, momentum=0):
+        case settings.Sgd(nesterov=True, momentum=0):
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
     if config.strategy == "sharded" and config.replica.kind == "naive":
         yield "strategy=sharded: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
@@ -179,7 +158,7 @@ def _choice_problems(config: Config) -> Iterator[str]:
     if config.hook.name != "none":
         yield from _hook_problems(config)
     match config.schedule:
-        case StepDecay(milestones=each) if each != sorted(each) or not all(0 < share < 1 for share in each):
+        case settings.StepDecay(milestones=each) if each != sorted(each) or not all(0 < share < 1 for share in each):
             yield f"schedule.milestones={each}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
 
 
@@ -215,14 +194,14 @@ def _hook_problems(config: Config) -> Iterator[str]:
     if hook.name == "sign" and not hook.error_feedback:
         yield "hook.error_feedback=false: signs alone go astray; leave it out"
     match hook, config.optim:
-        case TopKChoice(momentum=momentum, error_feedback=False), _ if momentum:
+        case settings.TopKChoice(momentum=momentum, error_feedback=False), _ if momentum:
             yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
-        case TopKChoice(momentum=momentum), Sgd(momentum=other) if momentum and other:
+        case settings.TopKChoice(momentum=momentum), settings.Sgd(momentum=other) if momentum and other:
             yield (
                 f"hook.momentum={momentum:g}: contradicts optim.momentum={other:g}, both would act; set "
                 "optim.momentum=0 optim.nesterov=false"
             )
-        case TopKChoice(momentum=momentum), optim if momentum and not isinstance(optim, Sgd):
+        case settings.TopKChoice(momentum=momentum), optim if momentum and not isinstance(optim, settings.Sgd):
             yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
 
 
@@ -232,8 +211,8 @@ WARMUPS = ("steps", "samples", "epochs", "fraction")
 def _warmup_problems(config: Config) -> Iterator[str]:
     """Yields warm-ups of the rate and of the batch that contradict."""
     for group, units in (("schedule", WARMUPS), ("batch", WARMUPS[1:3])):
-        keys = [f"{group}.warmup_{unit}" for unit in units]
-        given = [f"{key}={value:g}" for key in keys if (value := _lookup(config, key)) is not None]
+        found = {f"{group}.warmup_{unit}": getattr(getattr(config, group), f"warmup_{unit}") for unit in units}
+        given = [f"{key}={value:g}" for key, value in found.items() if value is not None]
         for other in given[1:]:
             yield f"{given[0]}: contradicts {other}; leave one of them out"
     batch, optim, fraction = config.batch, config.optim, config.schedule.warmup_fraction
@@ -302,17 +281,6 @@ def _device_problems(config: Config) -> Iterator[str]:
         yield (
             f"backend=nccl: needs a GPU of its own for each of the {local_workers} workers here, and there are "
             f"{num_gpus}; take backend=gloo, or cluster.workers={num_gpus}"
-        )
-
-
-def _start_problems(config: Config) -> Iterator[str]:
-    """Yields what is wrong with where the run starts and when it ends."""
-    if config.epochs is None and config.max_steps is None:
-        yield "epochs=null: with max_steps=null, too, the run would never end; set one of them"
-    if config.resume not in ("none", "auto") and config.init_from.path is not None:
-        yield (
-            f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
-            "weights; set one of them"
         )
 
 

@@ -259,11 +259,6 @@ class Falling(Schedule):
 
 
 @dataclass(kw_only=True, slots=True)
-class Cosine(Falling):
-    name: str = "cosine"
-
-
-@dataclass(kw_only=True, slots=True)
 class Polynomial(Falling):
     name: str = "polynomial"
     power: float = setting(1.0, "power of what is left of the run; 1: a straight line", above=0)
@@ -353,7 +348,7 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
     ],
     "schedule": [
         (Schedule(name="constant"), "the same rate all the time, after the warm-up if there is one"),
-        (Cosine(), "half a cosine from lr down to lr · final_factor, after the warm-up"),
+        (Falling(name="cosine"), "half a cosine from lr down to lr · final_factor, after the warm-up"),
         (Polynomial(), "a line or a power from lr down to lr · final_factor, after the warm-up"),
         (Wsd(), "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)"),
         (StepDecay(), "lr is multiplied by gamma at each milestone"),
@@ -535,12 +530,12 @@ class Config(Training):
     data: Data = field(default_factory=lambda: choose("data", "digits"))
     model: Model = field(default_factory=Cnn)
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
-    schedule: Schedule = field(default_factory=Cosine)
+    schedule: Schedule = field(default_factory=lambda: choose("schedule", "cosine"))
     hook: HookChoice = field(default_factory=lambda: choose("hook", "none"))
 
 
 def folder_of(config: Config, path: str | Path) -> Folder:
-    """Returns what the run keeps and shows.
+    """Returns the policy of the run's folder.
 
     Raises:
         ConfigError: how it starts contradicts what it keeps.

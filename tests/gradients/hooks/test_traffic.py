@@ -14,7 +14,7 @@ from ddp.comm.communicator import Communicator
 from ddp.commands.explain import OFFERS, PLAIN, Gradients, table
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Cost, Traffic, predicted
-from ddp.train.traffic_hint import too_dear, worth_it
+from ddp.train.progress import too_dear, worth_it
 
 ROWS, COLUMNS = 192, 96  # whole rows and blocks, so that no padding blurs a formula
 NUMEL = ROWS * COLUMNS

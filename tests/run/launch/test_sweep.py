@@ -52,7 +52,7 @@ def test_the_best_job_comes_first_and_is_marked(
     summaries: dict[str, Any], order: str, mark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = gather(jobs_of(tmp_path, summaries), ["data.root"])
-    assert [row.settings["data.root"] for row in results.rows] == list(order)
+    assert [row.settings["data.root"] for row in results.jobs] == list(order)
     show(results, Path("runs"))
     out = capsys.readouterr().out
     marked = [line for line in out.splitlines() if "best" in line or "fastest" in line]
