@@ -72,10 +72,10 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator as Communicator
     from ddp.comm.session import init as init
     from ddp.comm.session import shutdown as shutdown
-    from ddp.data.orders.batches import Batches as Batches
     from ddp.data.orders.distributed_sampler import DistributedSampler as DistributedSampler
     from ddp.data.orders.sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.orders.sampler import TrainSampler as TrainSampler
+    from ddp.data.orders.steps import Batches as Batches
     from ddp.data.orders.steps import BatchWarmup as BatchWarmup
     from ddp.data.samples import Splits as Splits
     from ddp.errors import PeerLost as PeerLost
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Averaging": "ddp.policies",
-    "Batches": "ddp.data.orders.batches",
+    "Batches": "ddp.data.orders.steps",
     "BatchWarmup": "ddp.data.orders.steps",
     "BucketedDataParallel": "ddp.replica.bucketed",
     "ByteModel": "ddp.train.tasks.cross_entropy",

@@ -26,6 +26,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def one_line(error: BaseException) -> str:
+    """Returns the class of an error and all that it says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def nearest(word: object, known: Iterable[str]) -> str:
     """Returns the known word that is nearest, whatever its capitals; "" if none is near."""
     by_lower = {each.lower(): each for each in known}

@@ -90,32 +90,22 @@ def open_barrier(rank: int, world_size: int, *, is_crowded: bool) -> Iterator[Ba
     path = Path(os.fsdecode(bytes(name.tolist()).rstrip(b"\0")))
     is_shared = torch.tensor([path.exists()], dtype=torch.uint8)
     dist.all_reduce(is_shared, dist.ReduceOp.MIN)
-    counters = np.memmap(path, np.int64, "r+", shape=(world_size, 8)) if is_shared else None
+    counters = np.memmap(path, np.int64, "r+", shape=(world_size, 8)) if is_shared else np.zeros((world_size, 8))
     dist.barrier()
     if rank == 0:
         path.unlink()  # all ranks have mapped it; so nothing is left, however this ends
-    yield dist.barrier if counters is None else _Counting(rank, counters, is_crowded=is_crowded)
 
-
-class _Counting:
-    """Is a barrier of counters [world_size, 8]; the first number of each row counts a rank's calls."""
-
-    def __init__(
-        self, rank: int, counters: np.ndarray[tuple[int, int], np.dtype[np.int64]], *, is_crowded: bool
-    ) -> None:
-        self._rank, self._counters, self._is_crowded = rank, counters, is_crowded
-        self._num_calls = 0
-
-    def __call__(self) -> None:
-        self._num_calls += 1
+    def wait() -> None:
         # One aligned word, written by one rank alone: whoever reads it finds the old count or the new one.
-        self._counters[self._rank, 0] = self._num_calls
-        for other in range(len(self._counters)):
-            while self._counters[other, 0] < self._num_calls:
-                if self._is_crowded:
+        counters[rank, 0] += 1
+        for other in range(world_size):
+            while counters[other, 0] < counters[rank, 0]:
+                if is_crowded:
                     time.sleep(NAP_S)
                 else:
                     os.sched_yield()
+
+    yield wait if is_shared else dist.barrier
 
 
 CROWDED_S, MAX_CALLS = 0.005, 64

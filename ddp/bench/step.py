@@ -236,8 +236,11 @@ class Training:
         self._optimizer.zero_grad(set_to_none=True)
         loss = loss_of(self.replica(inputs), targets)
         loss.backward()
-        self._optimizer.step()
+        self._update()
         self.loss = loss.detach()
+
+    def _update(self) -> None:
+        self._optimizer.step()
 
     def steps_s(self, num_steps: int) -> list[float]:
         """Returns the time of each step."""
@@ -272,13 +275,8 @@ class Updating(Training):
         assert isinstance(self.replica, Replica)
         self._strategy = strategy_for(self.replica, self._optimizer)
 
-    def step(self) -> None:
-        inputs, targets = self._batch
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(self.replica(inputs), targets)
-        loss.backward()
+    def _update(self) -> None:
         strategy.step(self._strategy)
-        self.loss = loss.detach()
 
 
 class Fitting(Training):

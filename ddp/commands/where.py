@@ -25,7 +25,7 @@ from ddp.commands.command import parser_of, respond
 from ddp.data.orders.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in, with_share
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, one_line
 from ddp.process.arguments import program, whole
 from ddp.run.build.components import load_data
 from ddp.run.build.sampling import Noted, sampler_for
@@ -108,8 +108,7 @@ def starts_of(run: Path) -> list[Start]:
     try:
         noted = [_noted(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{path} is damaged ({cause}): no answer can be had from it") from error
+        raise ConfigError(f"{path} is damaged ({one_line(error)}): no answer can be had from it") from error
     if not noted:
         raise ConfigError(f"{path} is empty: no answer can be had from it")
     found: list[Start] = []

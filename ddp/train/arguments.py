@@ -25,10 +25,9 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.cache import cached
 from ddp.data.loading.iterable import sampler_of_stream
 from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
-from ddp.data.orders.batches import Batches
 from ddp.data.orders.order import Order
 from ddp.data.orders.sampler import TrainSampler, sampler_of
-from ddp.data.orders.steps import BatchWarmup
+from ddp.data.orders.steps import Batches, BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.samples import WholeBatches
 from ddp.data.sets.validation import selection_in

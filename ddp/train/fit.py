@@ -29,9 +29,8 @@ from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.cache import cache_of
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
 from ddp.data.loading.source import Source
-from ddp.data.orders.batches import Batches
 from ddp.data.orders.sampler import TrainSampler
-from ddp.data.orders.steps import BatchWarmup
+from ddp.data.orders.steps import Batches, BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest
 from ddp.optim.schedules import RateSchedule, TorchSchedule

@@ -32,7 +32,7 @@ from ddp.data.files.file_index import Format, IndexedFile, index_files, mapped_a
 from ddp.data.files.listing import Addresses
 from ddp.data.files.readers import Reader, ReadFailed, is_remote
 from ddp.data.files.storage import DIRECT, Storage
-from ddp.errors import UnreadableSample
+from ddp.errors import UnreadableSample, one_line
 
 _NUM_OPEN, _NUM_OPEN_REMOTE = 64, 4  # files of a process; remote ones have buffers
 
@@ -54,6 +54,7 @@ class FileSet:
     Attributes:
         addresses: of all files, in the order of their samples.
         file_sizes: samples in each file.
+        opened: returns an open file by its number; a function with `functools.lru_cache`.
         may_read_ahead: another thread may fetch samples while this one trains, because reading them draws nothing at
             random.
     """
@@ -74,21 +75,15 @@ class FileSet:
         else:
             self._index = open_index(addresses, format, index_dir=index_dir)
         self.addresses = [file.address for file in self._index.files]
-        self._reader = _open_files(self._index.files, storage)
+        self.opened = _open_files(self._index.files, storage)
         self.file_sizes: NDArray[np.int64] = np.array([file.num_samples for file in self._index.files], dtype=np.int64)
         self._first_samples = self._index.first_samples()
-        format.check(self._index.files, lambda: (self._reader(0), *self._span(0, 0)))
+        format.check(self._index.files, lambda: (self.opened(0), *self._span(0, 0)))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | None:
         """Returns tokens of each sample [len(self)]; None if the format does not tell."""
         return self.format.lengths(self._index.table[:, 1] - self._index.table[:, 0])
-
-    @property
-    def num_opened(self) -> int:
-        """Returns how often this process has opened a file."""
-        found: int = self._reader.cache_info().misses
-        return found
 
     def __len__(self) -> int:
         return self._first_samples[-1]
@@ -110,7 +105,7 @@ class FileSet:
         file, number = self._where(index)
         start, end = self._span(file, number)
         try:
-            notes, reader = self._index.files[file].notes, self._reader(file)
+            notes, reader = self._index.files[file].notes, self.opened(file)
             return self.format.completed(reader.read(start, end - start), notes, reader.read), notes
         except ReadFailed as error:
             raise UnreadableSample(f"sample {number} of {error}") from error
@@ -118,12 +113,12 @@ class FileSet:
     def _unreadable(self, index: int, error: Exception) -> UnreadableSample:
         file, number = self._where(index)
         try:
-            place = self.format.place(self._reader(file), number, self._span(file, number)[0])
+            place = self.format.place(self.opened(file), number, self._span(file, number)[0])
         except ReadFailed:  # a line's number has to be counted
             place = f"sample {number}"
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
         return UnreadableSample(
-            f"{self.addresses[file]}, {place} cannot be decoded ({cause}): repair or remove it, or check the format"
+            f"{self.addresses[file]}, {place} cannot be decoded ({one_line(error)}): repair or remove it, or check the "
+            "format"
         )
 
     def _where(self, index: int) -> tuple[int, int]:
@@ -139,13 +134,13 @@ class FileSet:
         return start, end
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name not in ("lengths", "_reader")}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("lengths", "opened")}
         return {**state, "_index": self._index._replace(table=self._index.table[:0])}  # mapped again, not copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._index = mapped_again(self._index)
-        self._reader = _open_files(self._index.files, self.storage)
+        self.opened = _open_files(self._index.files, self.storage)
 
 
 def _open_files(files: list[IndexedFile], storage: Storage) -> Any:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ddp.data.files.file_index import Format, IndexedFile, Layout, Spans
 from ddp.data.files.readers import Reader, check_not_compressed
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, one_line
 
 _BLOCK_BYTES = 4 << 20
 _NEWLINE, _RETURN, _QUOTE = b'\n\r"'
@@ -149,7 +149,7 @@ class _Lines(Format):
         except Exception as error:
             is_last = end == reader.facts.size
             raise ConfigError(
-                f"{reader.address}, {self.place(reader, 0, start)} is not {self._what} ({_cause(error)}): "
+                f"{reader.address}, {self.place(reader, 0, start)} is not {self._what} ({one_line(error)}): "
                 + ("the file may be cut off; copy it again" if is_last else "check the file's format and columns")
             ) from error
 
@@ -203,10 +203,6 @@ def _line_ends(
             f"{reader.address} has {num_quotes} double quotes, so one is not closed: the file may be cut off; or write "
             'a field with a quote as "5"" pipe"'
         )
-
-
-def _cause(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 class JsonLines(_Lines):
@@ -276,7 +272,7 @@ class Csv(_Lines):
             names = self._fields(data)
         except (ValueError, csv.Error) as error:
             raise ConfigError(
-                f"{reader.address}: the first line has no names of columns that can be read ({_cause(error)}): write "
+                f"{reader.address}: the first line has no names of columns that can be read ({one_line(error)}): write "
                 'the file as UTF-8, with \\n or \\r\\n after each line, and a name with a quote as "5"" pipe"'
             ) from error
         self._check_columns(reader.address, names)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, one_line
 from ddp.process.helper_thread import within
 
 
@@ -288,10 +288,9 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
             failure = error
         except Exception as error:  # each service has errors of its own
             failure = error
-    cause = " ".join(f"{type(failure).__name__}: {failure}".split())
     raise ReadFailed(
         f"{address}: {what} in {retries.num_retries + 1} tries, each with a deadline of {retries.deadline_s:g} s "
-        f"({cause}): check the network and the service, or copy the files to a disk of this host"
+        f"({one_line(failure)}): check the network and the service, or copy the files to a disk of this host"
     ) from failure
 
 

@@ -23,6 +23,8 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -63,27 +65,22 @@ class TarSamples(Format):
         """Finds runs of members with the same key."""
         spans: list[list[int]] = []
         seen: dict[str, set[str]] = {}
-        key, names, linked, passed_over = None, dict[str, str](), set[str](), list[str]()
-        for info in _headers(reader):
-            if info.issym() and _NAME.fullmatch(info.name):
-                passed_over.append(info.name)
-            if (name := _key_and_extension(info)) is None:
-                continue
-            if name[0] != key:
-                _check_numbers(reader, key, names)
-                _check_together(reader, key, names, seen)
-                spans.append([info.offset, info.offset])
-                key, names = name[0], {}
-            elif name[1] in names:
-                raise ConfigError(
-                    f"{reader.address} has two members {key}.{name[1]} one after the other: a key belongs to one "
-                    "sample, so give each sample its own"
-                )
-            spans[-1][1] = info.offset_data + (0 if info.islnk() else _padded(info.size))
-            names[name[1]] = info.name
-            linked |= {info.linkname} if info.islnk() else set()
-        _check_numbers(reader, key, names)
-        _check_together(reader, key, names, seen)
+        linked, passed_over = set[str](), list[str]()
+        for key, members in groupby(_members(reader, passed_over), key=itemgetter(0)):
+            names: dict[str, str] = {}
+            for _, extension, info in members:
+                if not names:
+                    spans.append([info.offset, info.offset])
+                elif extension in names:
+                    raise ConfigError(
+                        f"{reader.address} has two members {key}.{extension} one after the other: a key belongs to one "
+                        "sample, so give each sample its own"
+                    )
+                spans[-1][1] = info.offset_data + (0 if info.islnk() else _padded(info.size))
+                names[extension] = info.name
+                linked |= {info.linkname} if info.islnk() else set()
+            _check_numbers(reader, key, names)
+            _check_together(reader, key, names, seen)
         if passed_over:
             log.warning(
                 "%s: members that are symbolic links are left out (%d, the first is %s); write it with tar "
@@ -123,6 +120,15 @@ def _padded(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
+def _members(reader: Reader, passed_over: list[str]) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Yields key, extension and header of what is part of a sample; names of symbolic links go to `passed_over`."""
+    for info in _headers(reader):
+        if info.issym() and _NAME.fullmatch(info.name):
+            passed_over.append(info.name)
+        if (name := _key_and_extension(info)) is not None:
+            yield *name, info
+
+
 def _found(reader: Reader, names: set[str]) -> dict[str, tuple[int, int]]:
     """Returns where the contents of members lie that hard links lead to: first byte and size.
 
@@ -143,13 +149,13 @@ def _found(reader: Reader, names: set[str]) -> dict[str, tuple[int, int]]:
     return {name: found[name] for name in names}
 
 
-def _check_numbers(reader: Reader, key: str | None, names: dict[str, str]) -> None:
+def _check_numbers(reader: Reader, key: str, names: dict[str, str]) -> None:
     """Refuses a run of members whose names differ in a number around the dot at which their key ends.
 
     Args:
         names: extension → name of the members.
     """
-    if key is None or not key[-1].isdigit() or not all(map(_NUMBER.match, names)):
+    if not key[-1].isdigit() or not all(map(_NUMBER.match, names)):
         return
     numbers = {extension.rpartition(".")[0] or extension: name for extension, name in names.items()}
     if len(numbers) > 1:
@@ -160,14 +166,12 @@ def _check_numbers(reader: Reader, key: str | None, names: dict[str, str]) -> No
         )
 
 
-def _check_together(reader: Reader, key: str | None, names: dict[str, str], seen: dict[str, set[str]]) -> None:
+def _check_together(reader: Reader, key: str, names: dict[str, str], seen: dict[str, set[str]]) -> None:
     """Refuses a sample whose members stand in two places of the file, which would be two halves of a sample.
 
     Args:
         seen: key → extensions of the samples before.
     """
-    if key is None:
-        return
     before = seen.setdefault(key, names.keys() | set())
     if before.isdisjoint(names):
         one, other = sorted(before)[0], next(iter(names))

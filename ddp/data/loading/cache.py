@@ -35,7 +35,7 @@ from torch.utils.data import get_worker_info
 
 from ddp.data.loading.read_ahead import THREAD
 from ddp.data.samples import Transformed, Wrapped, behind_transforms
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, one_line
 from ddp.process.log import log
 from ddp.streams import GeneratorStates
 
@@ -77,7 +77,7 @@ class Cached(Wrapped):
                 return pickle.loads(found)
             except Exception as error:  # of the sample's class
                 if self._keeps:
-                    cause = " ".join(f"{type(error).__name__}: {error}".split())
+                    cause = one_line(error)
                     log.warning("the cache keeps no more: sample %d cannot be made of its bytes (%s)", index, cause)
                 self._keeps = False
         sample = self._read(index)

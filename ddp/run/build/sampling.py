@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from ddp.data.orders.batches import Batches
 from ddp.data.orders.order import Blocks, Fixed, Order, Permutation, Stratified, Weighted
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.sharding import OwnSharding
+from ddp.data.orders.steps import Batches
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in
 from ddp.errors import ConfigError

@@ -121,11 +121,11 @@ def test_few_files_are_open_and_openings_are_counted(tmp_path: Path, monkeypatch
     write_words(tmp_path)
     words = FileSet(tmp_path, Words(), index_dir=tmp_path / "index")
     firsts = [0, *np.cumsum(words.file_sizes).tolist()]
-    assert words.num_opened == 0
+    assert words.opened.cache_info().misses == 0
     before = len(list(Path("/proc/self/fd").iterdir()))
     for file in (0, 1, 0, 1, 2, 1, 0):  # 0 1 . . 2 . 0
         words[firsts[file]]
-    assert words.num_opened == 4
+    assert words.opened.cache_info().misses == 4
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
 
 
@@ -133,7 +133,7 @@ def test_copies_open_files_of_their_own_and_children_read_beside_their_parent(wo
     expected = list(words)  # type: ignore[call-overload]
     assert words.lengths is not None
     copy = pickle.loads(pickle.dumps(words))
-    assert copy.num_opened == 0
+    assert copy.opened.cache_info().misses == 0
     assert list(copy) == expected
     assert copy.lengths.tolist() == words.lengths.tolist()
     queue = FORK.Queue()

@@ -181,7 +181,7 @@ def test_a_process_ends_while_a_read_hangs(tmp_path: Path) -> None:
     )
     path = f"{Path(__file__).parents[2]}:{Path(__file__).parents[3]}"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("given up\n", 0), done.stderr
 
 
