@@ -85,10 +85,11 @@ def evaluate(
                 continue
             with forward_precision(precision, comm.device):
                 metrics = task.metrics(model, to_device(batch, comm.device))
-            for name, (total, count) in metrics.items():
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = before[0] + float(total), before[1] + float(count)
-    return task.finish(_global_means(comm, sums))
+            _add(metrics, sums)
+    totals: dict[str, tuple[float, float]] = {}
+    for theirs in all_gather_object(comm, sums):  # in rank order; a rank without samples has no metrics
+        _add(theirs, totals)
+    return task.finish({name: total / count if count else math.nan for name, (total, count) in totals.items()})
 
 
 def predict(
@@ -198,15 +199,11 @@ def _evaluating(model: nn.Module, task: Task | None) -> Iterator[None]:
         yield
 
 
-def _global_means(comm: Communicator, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Adds all ranks' (sum, count) in rank order, and divides. A rank without samples has no metrics."""
-    totals: dict[str, list[float]] = {}
-    for theirs in all_gather_object(comm, sums):
-        for name, (total, count) in theirs.items():
-            both = totals.setdefault(name, [0.0, 0.0])
-            both[0] += total
-            both[1] += count
-    return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}
+def _add(metrics: Mapping[str, tuple[float | Tensor, float]], sums: dict[str, tuple[float, float]]) -> None:
+    """Adds the (sum, count) of each metric to `sums`."""
+    for name, (total, count) in metrics.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = before[0] + float(total), before[1] + float(count)
 
 
 # --- The held-out samples of a run -----------------------------------------------------------------------------------
