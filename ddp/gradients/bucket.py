@@ -19,8 +19,6 @@ it is ready, so that its memory is free again. Small ones are copied together on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +29,6 @@ from ddp.process.memory import is_dense
 ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 << 10  # a gradient of this size is worth a copy of its own
 PAST_CACHES_BYTES = 16 << 20
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 class Slot:
@@ -93,33 +90,24 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         """Returns the number of bytes that a reduction sends, tail and padding included."""
-        return self.slots[0].parameter.element_size() * (self._numel + self.num_tail)
+        return self.slots[0].parameter.element_size() * self.numel
 
     @property
-    def _numel(self) -> int:
-        return sum(span(slot.parameter) for slot in self.slots)
+    def numel(self) -> int:
+        """Returns the number of elements, tail and padding included."""
+        return sum(span(slot.parameter) for slot in self.slots) + self.num_tail
 
-    def allocate(self, allocate: Allocate) -> None:
-        """Makes the memory and gives every slot its place in it.
-
-        Args:
-            allocate: returns [numel] zeros of a dtype on a device, in memory that reductions reach quickly.
-        """
-        like, numel = self.slots[0].parameter, self._numel
-        self.flat = allocate(numel + self.num_tail, like.dtype, like.device)
-        self.gradients, self.tail = self.flat.split([numel, self.num_tail])
+    def allocate(self, flat: Tensor) -> None:
+        """Takes zeros, [numel], as memory, and gives every slot its place in it."""
+        self.flat = flat
+        self.gradients, self.tail = flat.split([len(flat) - self.num_tail, self.num_tail])
         for slot, view in zip(self.slots, self.views_of(self.flat), strict=True):
             slot.view = view
         self._addresses = [view.data_ptr() for view in self.views_of(self.flat)]
-        self._padding = torch.tensor(list(self._padded()), dtype=torch.int64, device=like.device)
-
-    def _padded(self) -> Iterator[int]:
-        """Yields the places of the padding."""
-        start = 0
-        for slot in self.slots:
-            stop = start + span(slot.parameter)
-            yield from range(start + slot.parameter.numel(), stop)
-            start = stop
+        is_padding = torch.ones(len(self.gradients), dtype=torch.bool, device=flat.device)
+        for view in self.views_of(is_padding):
+            view.fill_(False)
+        self._padding = is_padding.nonzero().flatten()
 
     def clear_padding(self) -> None:
         """Writes zeros to the padding, where a wire format may have left what was not finite in its neighbours."""

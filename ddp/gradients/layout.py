@@ -1,20 +1,18 @@
 """A layout: which gradients share a bucket, in which order buckets are reduced, and the memory that they live in.
 
-A layout is planned once and never changed. The first one has the parameters in the reverse order of registration,
-because backward reaches the last layers first. The first backward shows in which order gradients really become ready.
-At its end all ranks take the order of the first rank that had samples, and a layout in that order is the first one's
-successor.
+A layout is first planned with the parameters in the reverse order of registration, because backward reaches the last
+layers first. The first backward shows in which order gradients really become ready. At its end all ranks take the order
+of the first rank that had samples, and the layout is planned anew, in that order.
 
 A layout is a function of the parameters, their order and the limits alone, never of the world size. Its memory is
 allocated when the first bucket is about to be filled, and not before. So a replica can be made, copied and loaded
-without the other ranks, and the first layout, which is replaced before it is used, takes no memory.
+without the other ranks, and the first plan, which is replaced before it is used, takes no memory.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +31,8 @@ class Layout:
     Args:
         named: the parameters with their names, in the order of registration; the same on every rank.
         limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
-        order: names in the order in which gradients become ready, as a backward has shown it; None: not known yet.
         sparse: names of the parameters whose gradients are sparse tensors, which live in no bucket.
-        for_hook: a communication hook reduces the buckets. They are ordinary memory then, and hold gradients and
-            nothing else, because a hook may resize them.
+        for_hook: as in `plan`.
         tails_ride: totals and verdicts travel in buckets where they can, else apart. A wire format or a hook would
             round them.
 
@@ -47,6 +43,8 @@ class Layout:
         slot_of: by the parameter's id, its slot.
         buckets: in the order of reduction.
         index_of: by the parameter's id, the index of its bucket.
+        order: names in the order in which gradients become ready; None as long as that is not known.
+        is_learned: it is known.
         is_for_hook: a communication hook reduces the buckets.
         totals, verdicts: the tails that carry them, or tensors of their own; they exist from `allocate` on.
         totals_ride, verdicts_ride: a bucket carries them.
@@ -62,24 +60,33 @@ class Layout:
         named: Named,
         *,
         limits: Sequence[int],
-        order: Sequence[str] | None = None,
-        sparse: Collection[str] = (),
-        for_hook: bool = False,
-        tails_ride: bool = True,
+        sparse: Collection[str],
+        for_hook: bool,
+        tails_ride: bool,
     ) -> None:
-        self._comm, self._named, self._limits = comm, named, limits
-        self._sparse, self._tails_ride = sparse, tails_ride
-        self.is_for_hook, self.is_learned = for_hook, order is not None
+        self._comm, self._limits, self._tails_ride = comm, limits, tails_ride
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.parameters = [parameter for _, parameter in named]
         self.sparse = [slot for slot in self.slots if slot.name in sparse]
         self.slot_of = {id(slot.parameter): slot for slot in self.slots}
+        self.plan(None, for_hook=for_hook)
+
+    def plan(self, order: Sequence[str] | None, *, for_hook: bool) -> None:
+        """Plans the buckets, which have no memory yet.
+
+        Args:
+            order: names in the order in which gradients become ready, as a backward has shown it; None: not known yet.
+            for_hook: a communication hook reduces the buckets. They are ordinary memory then, and hold gradients and
+                nothing else, because a hook may resize them.
+        """
+        sparse = {slot.name for slot in self.sparse}
         by_name = {slot.name: slot for slot in reversed(self.slots) if slot.name not in sparse}
         known = [by_name[name] for name in order or () if name in by_name]
         in_order = dict.fromkeys([*known, *by_name.values()])
-        self._order = [slot.name for slot in in_order]
-        groups = plan_buckets(in_order, limits=limits)
-        may_ride = tails_ride and not for_hook and bool(groups)
+        self.order = None if order is None else [slot.name for slot in in_order]
+        self.is_learned, self.is_for_hook, self.has_memory = order is not None, for_hook, False
+        groups = plan_buckets(in_order, limits=self._limits)
+        may_ride = self._tails_ride and not for_hook and bool(groups)
         self.totals_ride = may_ride and self._is_wide(groups[0])
         self.verdicts_ride = may_ride and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
@@ -92,59 +99,27 @@ class Layout:
             for index, (group, num) in enumerate(zip(groups, num_tail, strict=True))
         ]
         self.index_of = {each: bucket.index for bucket in self.buckets for each in bucket.ids}
-        self.successor: Layout | None = None
-        self.has_memory = False
-        self._shared: list[Tensor] = []  # what belongs to the communicator
-        self._release = weakref.finalize(self, _release, comm, self._shared)
-        self._release.atexit = False
-
-    @property
-    def order(self) -> list[str] | None:
-        """Names in the order in which gradients become ready; None as long as that is not known."""
-        return self._order if self.is_learned else None
 
     @property
     def names(self) -> list[list[str]]:
         """Names of the gradients that are reduced together."""
         return [[slot.name for slot in bucket.slots] for bucket in self.buckets]
 
-    def in_order(self, order: Sequence[str]) -> Layout:
-        """Returns this layout's successor: the same parameters in another order."""
-        return self._succeeded_by(order=order)
-
-    def for_hooks(self) -> Layout:
-        """Returns this layout's successor for a communication hook."""
-        return self._succeeded_by(order=self.order, for_hook=True)
-
-    @property
-    def latest(self) -> Layout:
-        """The last successor, or this layout if there is none."""
-        layout = self
-        while layout.successor is not None:
-            layout = layout.successor
-        return layout
-
-    def _succeeded_by(self, **changed: Any) -> Layout:
-        same: dict[str, Any] = {"limits": self._limits, "sparse": self._sparse, "for_hook": self.is_for_hook}
-        self.successor = type(self)(self._comm, self._named, tails_ride=self._tails_ride, **(same | changed))
-        return self.successor
-
     def allocate(self) -> None:
-        """Allocates the buckets' memory, unless it exists already. Collective if it does not."""
-        if self.has_memory:
-            return
+        """Allocates the buckets' memory. Collective."""
         for bucket in self.buckets:
-            bucket.allocate(self._memory_for)
+            like = bucket.slots[0].parameter
+            if like.device != self._comm.device or self.is_for_hook:
+                bucket.allocate(torch.zeros(bucket.numel, dtype=like.dtype, device=like.device))
+                continue
+            flat = self._comm.allocate(bucket.numel, like.dtype)
+            bucket.allocate(flat)
+            # given back with the bucket, because the model may live on, under another replica
+            weakref.finalize(bucket, self._comm.free, flat).atexit = False
         apart = torch.zeros(NUM_TOTALS + NUM_VERDICTS, dtype=torch.float64, device=self._comm.device)
         self.totals = self.buckets[0].tail[:NUM_TOTALS] if self.totals_ride else apart[:NUM_TOTALS]
         self.verdicts = self.buckets[-1].tail[-NUM_VERDICTS:] if self.verdicts_ride else apart[NUM_TOTALS:]
         self.has_memory = True
-
-    def _memory_for(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device != self._comm.device or self.is_for_hook:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        self._shared.append(self._comm.allocate(numel, dtype))
-        return self._shared[-1]
 
     def _is_wide(self, group: list[Slot]) -> bool:
         """Returns True if a bucket of these can carry a tail. Sums of counts are not exact in a narrow type."""
@@ -161,23 +136,19 @@ def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[S
         slots: in the order in which gradients are expected.
         limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
     """
-    groups: list[list[Slot]] = []
-    completed_by: list[int] = []
+    groups: dict[int, list[Slot]] = {}  # in the order of their last slots
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}  # kind → its group, and bytes in it
-    for position, slot in enumerate(slots):
+    for slot in slots:
         kind = slot.parameter.dtype, slot.parameter.device
-        if kind not in open_groups:
-            open_groups[kind] = len(groups), 0
-            groups.append([])
-            completed_by.append(0)
-        number, num_bytes = open_groups[kind]
-        groups[number].append(slot)
-        completed_by[number] = position
+        number, num_bytes = open_groups.get(kind, (len(groups), 0))
+        group = groups.pop(number, [])
+        group.append(slot)
+        groups[number] = group
         num_bytes += span(slot.parameter) * slot.parameter.element_size()
         open_groups[kind] = number, num_bytes
         if num_bytes >= limits[min(number, len(limits) - 1)]:
             del open_groups[kind]
-    return [group for _, group in sorted(zip(completed_by, groups, strict=True), key=lambda pair: pair[0])]
+    return list(groups.values())
 
 
 def bucket_limits(
@@ -201,9 +172,3 @@ def bucket_limits(
     if not caps or min(caps) <= 0:
         raise ValueError(f"bucket caps of {caps} MiB: give at least one, and positive ones")
     return [max(1, int(cap * MIB)) for cap in caps]
-
-
-def _release(comm: Communicator, shared: list[Tensor]) -> None:
-    """Gives the memory back when a layout is forgotten; the model may live on, under another replica."""
-    for flat in shared:
-        comm.free(flat)

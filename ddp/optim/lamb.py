@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range, wi
 from ddp.optim.norms import Norms, trust_ratios
 
 
-class LambChoices(TypedDict, total=False):
-    """The choices in which implementations of LAMB differ.
+@dataclass(frozen=True, kw_only=True)
+class LambChoices:
+    """The choices in which implementations of LAMB differ; by default the paper's.
 
     Attributes:
         betas: decay of the running means of gradients and of squared gradients.
@@ -44,37 +46,25 @@ class LambChoices(TypedDict, total=False):
             not depend on the gradient's length, so this only limits what a single large gradient leaves in m and v.
     """
 
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    bias_correction: bool
-    grad_averaging: bool
-    decay_in_ratio: bool
-    norm_bounds: tuple[float, float]
-    max_ratio: float
-    adapt: Adapt
-    clip_norm: float | None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    decay_in_ratio: bool = True
+    norm_bounds: tuple[float, float] = (0.0, math.inf)
+    max_ratio: float = math.inf
+    adapt: Adapt = "always"
+    clip_norm: float | None = None
 
 
-_PAPER: LambChoices = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-6,
-    "weight_decay": 0.01,
-    "bias_correction": True,
-    "grad_averaging": True,
-    "decay_in_ratio": True,
-    "norm_bounds": (0.0, math.inf),
-    "max_ratio": math.inf,
-    "adapt": "always",
-    "clip_norm": None,
-}
-PRESETS: dict[str, LambChoices] = {
-    "paper": _PAPER,  # arXiv 1904.00962v5, algorithm 2; φ(‖w‖) = ‖w‖ as in its experiments
-    "tfa": {**_PAPER, "weight_decay": 0.0},  # tensorflow/addons@cbe5e9c, optimizers/lamb.py
-    "nvlamb": {**_PAPER, "clip_norm": 1.0},  # NVIDIA/apex@0bfb830, FusedLAMB(use_nvlamb=True)
-    "apex": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # NVIDIA/apex@0bfb830, csrc/multi_tensor_lamb.cu
-    "timm": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9a6fcf5, lamb.py
-    "mlperf": {**_PAPER, "clip_norm": 1.0},  # mlcommons/training@373dfed, bert/optimization.py
+PRESETS = {
+    "paper": LambChoices(),  # arXiv 1904.00962v5, algorithm 2; φ(‖w‖) = ‖w‖ as in its experiments
+    "tfa": LambChoices(weight_decay=0.0),  # tensorflow/addons@cbe5e9c, optimizers/lamb.py
+    "nvlamb": LambChoices(clip_norm=1.0),  # NVIDIA/apex@0bfb830, FusedLAMB(use_nvlamb=True)
+    "apex": LambChoices(clip_norm=1.0, adapt="with_decay"),  # NVIDIA/apex@0bfb830, csrc/multi_tensor_lamb.cu
+    "timm": LambChoices(clip_norm=1.0, adapt="with_decay"),  # huggingface/pytorch-image-models@9a6fcf5, lamb.py
+    "mlperf": LambChoices(clip_norm=1.0),  # mlcommons/training@373dfed, bert/optimization.py
 }
 
 
@@ -101,7 +91,7 @@ class LAMB(Layerwise):
         *,
         preset: str = "paper",
         maximize: bool = False,
-        **choices: Unpack[LambChoices],
+        **choices: Any,
     ) -> None:
         chosen = with_preset("LAMB", preset, PRESETS, choices)
         for beta in chosen["betas"]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +28,9 @@ from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range, wi
 from ddp.optim.norms import Norms, trust_ratios
 
 
-class LarsChoices(TypedDict, total=False):
-    """The choices in which implementations of LARS differ.
+@dataclass(frozen=True, kw_only=True)
+class LarsChoices:
+    """The choices in which implementations of LARS differ; by default the paper's.
 
     Attributes:
         momentum: μ.
@@ -44,39 +46,27 @@ class LarsChoices(TypedDict, total=False):
         clip_norm: largest norm of the gradient of all parameters together; None for no clipping.
     """
 
-    momentum: float
-    weight_decay: float
-    trust_coefficient: float
-    eps: float
-    nesterov: bool
-    rate_in_momentum: bool
-    decay_in_ratio: bool
-    norm_bounds: tuple[float, float]
-    adapt: Adapt
-    clip_norm: float | None
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    trust_coefficient: float = 0.001
+    eps: float = 0.0
+    nesterov: bool = False
+    rate_in_momentum: bool = True
+    decay_in_ratio: bool = True
+    norm_bounds: tuple[float, float] = (0.0, math.inf)
+    adapt: Adapt = "always"
+    clip_norm: float | None = None
 
 
-_PAPER: LarsChoices = {
-    "momentum": 0.9,
-    "weight_decay": 5e-4,
-    "trust_coefficient": 0.001,
-    "eps": 0.0,
-    "nesterov": False,
-    "rate_in_momentum": True,
-    "decay_in_ratio": True,
-    "norm_bounds": (0.0, math.inf),
-    "adapt": "always",
-    "clip_norm": None,
+_OUTSIDE = LarsChoices(eps=1e-8, rate_in_momentum=False)
+LARS_PRESETS = {
+    "paper": LarsChoices(),  # arXiv 1708.03888, algorithm 1 and section 5
+    "timm": replace(_OUTSIDE, adapt="with_decay"),  # huggingface/pytorch-image-models@9d8ccd2, lars.py
+    "mlperf": LarsChoices(weight_decay=1e-4),  # mlcommons/training@615ad0a, tensorflow2/lars_optimizer.py
 }
-_OUTSIDE: LarsChoices = {**_PAPER, "eps": 1e-8, "rate_in_momentum": False}
-LARS_PRESETS: dict[str, LarsChoices] = {
-    "paper": _PAPER,  # arXiv 1708.03888, algorithm 1 and section 5
-    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9d8ccd2, lars.py
-    "mlperf": {**_PAPER, "weight_decay": 1e-4},  # mlcommons/training@615ad0a, tensorflow2/lars_optimizer.py
-}
-LARC_PRESETS: dict[str, LarsChoices] = {
-    "apex": {**_OUTSIDE, "trust_coefficient": 0.02},  # NVIDIA/apex@0bfb830, apex/parallel/LARC.py
-    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # the same file, with trust_clip=True
+LARC_PRESETS = {
+    "apex": replace(_OUTSIDE, trust_coefficient=0.02),  # NVIDIA/apex@0bfb830, apex/parallel/LARC.py
+    "timm": replace(_OUTSIDE, adapt="with_decay"),  # the same file, with trust_clip=True
 }
 
 
@@ -105,7 +95,7 @@ class LARS(Layerwise):
         *,
         preset: str | None = None,
         maximize: bool = False,
-        **choices: Unpack[LarsChoices],
+        **choices: Any,
     ) -> None:
         chosen = with_preset(type(self).__name__, preset or self.DEFAULT, self.PRESETS, choices)
         check_range("momentum", chosen["momentum"], least=0, below=1)

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -36,10 +36,7 @@ from ddp.process.memory import is_dense
 # The choices of an optimizer: a preset's, some of them replaced, each checked.
 
 
-Choices = TypeVar("Choices")
-
-
-def with_preset(kind: str, preset: str, presets: Mapping[str, Choices], choices: Mapping[str, Any]) -> dict[str, Any]:
+def with_preset(kind: str, preset: str, presets: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a preset's choices, some of them replaced.
 
     Raises:
@@ -47,7 +44,7 @@ def with_preset(kind: str, preset: str, presets: Mapping[str, Choices], choices:
     """
     if preset not in presets:
         raise ConfigError(f"preset={preset!r}: {kind} has {', '.join(presets)}")
-    known = cast(Mapping[str, Any], presets[preset])
+    known = vars(presets[preset])
     for name in choices:
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -57,17 +56,10 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
         if begin():
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    is_any = False
-    for tensor in tensors_in(outputs):
-        if tensor.grad_fn is not None:  # an observer of a leaf would stay for ever
-            tensor.register_hook(observe)
-            is_any = True
-    return is_any
-
-
-def call_at_end(end: Callable[[], None]) -> None:
-    """Makes the innermost running backward call `end` when it has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(end)
+    in_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    for tensor in in_graph:  # an observer of a leaf would stay for ever
+        tensor.register_hook(observe)
+    return bool(in_graph)
 
 
 def is_in_backward() -> bool:
@@ -110,14 +102,9 @@ def _parts(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
-    slots = chain.from_iterable(_slots(each) for each in type(value).__mro__)
-    return [*(getattr(value, name, None) for name in slots), *getattr(value, "__dict__", {}).values()]
-
-
-def _slots(kind: type) -> Iterable[str]:
-    """Returns the names of the attributes that a class itself has added to its `__slots__`."""
-    names = vars(kind).get("__slots__", ())
-    return (names,) if isinstance(names, str) else names
+    state = object.__getstate__(value)  # its attributes; with slots, a tuple of them and of what is in the slots
+    tables = state if isinstance(state, tuple) else (state,)
+    return [part for table in tables if table is not None for part in table.values()]
 
 
 # --- Gradients of gradients ------------------------------------------------------------------------------------------

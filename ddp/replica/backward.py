@@ -5,7 +5,7 @@
     RUNNING         `note`: a gradient is ready. When all of a bucket are ready, they are copied side by side
        │            `_launch_full`: a full bucket is reduced, after all buckets before it. This order is the same on
        │            every rank; otherwise the ranks would wait for different buckets
-       │ finish         backward has ended: fill and reduce the rest, wait for what is in flight
+       │ end, finish    backward has ended: fill and reduce the rest, wait for what is in flight
     DONE            every gradient is the mean over the ranks; `finish` has returned the step's totals
 
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
@@ -36,9 +36,9 @@ and not moved, because an all-reduce in place would change what the graph has sa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol, SupportsInt
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +48,12 @@ from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, UnusedParameters
 from ddp.gradients.bucket import LARGE_BYTES, Bucket, Slot
 from ddp.gradients.layout import Layout
-from ddp.gradients.reducer import AllReduce, InFlight, Reducer
+from ddp.gradients.reducer import InFlight, Reducer
 from ddp.gradients.totals import GlobalCount, Totals
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
-from ddp.replica.settlement import Settlement, Stepper, Usage
+from ddp.replica.settlement import Settlement, Share, Usage
 
 
 class State(Enum):
@@ -75,10 +75,6 @@ class BucketReduction:
         is_full: every expected gradient is ready.
         ready_s, launched_s, done_s: when the bucket became full, was launched, and was complete.
     """
-
-    __slots__ = (
-        *("bucket", "check_at", "done_s", "expected", "is_full", "launched_s", "num_before_begin", "ready", "ready_s"),
-    )
 
     def __init__(self, bucket: Bucket, before: Iterable[Tensor]) -> None:
         self.bucket, self.expected = bucket, bucket.ids
@@ -116,13 +112,26 @@ class BucketReduction:
         return [slot for slot in slots if id(slot.parameter) not in ready] if len(ready) < len(slots) else []
 
 
+class Stepper:
+    """Knows of optimizers that step while backward runs (`drop_in/in_backward.py`)."""
+
+    def begin(self, layout: Layout, *, creates_graph: bool) -> None:
+        """Begins a backward."""
+
+    def complete(self, bucket: Bucket) -> None:
+        """Takes note that a bucket holds the mean."""
+
+    def check(self, gone: Sequence[Slot]) -> None:
+        """Raises ConfigError if somebody has stepped these parameters, whose gradients are gone when backward ends."""
+
+
 class Backward:
     """One synchronised backward of a replica.
 
     Args:
+        reducer, usage, stepper: see above.
         overlap: reduce in the background (note "foreground").
         waited: measures the time that backward's thread spends on reductions, or waiting for them.
-        reducer, usage, stepper: see above; an all-reduce, and every gradient expected.
         former: the backward before this one.
 
     Attributes:
@@ -142,16 +151,16 @@ class Backward:
     def __init__(
         self,
         comm: Communicator,
+        reducer: Reducer,
+        usage: Usage,
+        stepper: Stepper | None,
         *,
         overlap: bool,
         waited: Stopwatch,
-        reducer: Reducer | None = None,
-        usage: Usage | None = None,
-        stepper: Stepper | None = None,
         former: Backward | None = None,
     ) -> None:
         self.comm, self.overlap, self.state = comm, overlap, State.EXPECTED
-        self.reducer, self.usage, self.stepper = reducer or AllReduce(comm), usage or Usage(comm), stepper
+        self.reducer, self.usage, self.stepper = reducer, usage, stepper
         self.early: dict[int, Tensor] = {}
         if former is not None and former.early:  # gradients that it had no place for: frozen in its forward
             self.early = {each: p for each, p in former.early.items() if each not in former.layout.slot_of}
@@ -167,24 +176,16 @@ class Backward:
 
     # --- in the order of time ----------------------------------------------------------------------------------------
 
-    def begin(
-        self, layout: Layout, step: int, *, totals: Totals | None, divide_by: SupportsInt, has_samples: bool = True
-    ) -> None:
+    def begin(self, layout: Layout, step: int, share: Share) -> None:
         """Starts, because autograd has reached an output, or because this rank takes part without samples.
-
-        Args:
-            totals: this rank's part of the step's totals, if they ride along.
-            divide_by: divisor of the sums over ranks where no totals ride along.
-            has_samples: False on a rank that has nothing to compute; then missing gradients are no error.
 
         Raises:
             ConfigError: it creates a graph, but an optimizer inside backward would change the parameters meanwhile.
         """
         if self.reducer.may_resize and not layout.is_for_hook:
-            layout = layout.for_hooks()  # of a forward from before the hook was registered
+            layout.plan(layout.order, for_hook=True)  # of a forward from before the hook was registered
         self.state, self.began_s = State.RUNNING, now_s()
-        self.layout, self.step, self._totals, self._divide_by = layout, step, totals, divide_by
-        self._has_samples = has_samples
+        self.layout, self.step, self._share = layout, step, share
         self.creates_graph = torch.is_grad_enabled() and is_in_backward()
         if self.stepper is not None:
             self.stepper.begin(layout, creates_graph=self.creates_graph)
@@ -198,12 +199,12 @@ class Backward:
 
     def _set_up(self) -> None:
         """Allocates the buckets, if need be; writes the totals, and sends them if they travel apart. Collective."""
-        layout = self.layout
+        layout, share = self.layout, self._share
         if not layout.has_memory:
             layout.allocate()
-        if self._totals is not None:
-            self._totals.write(layout.totals)
-            self._divide_by = GlobalCount(layout.totals, self._totals.loss_scale)
+        if share.totals is not None:
+            share.totals.write(layout.totals)
+            share = share._replace(divide_by=GlobalCount(layout.totals, share.totals.loss_scale))
             if not layout.totals_ride:
                 with self._waited.running():
                     self.comm.all_reduce(layout.totals, label=f"step {self.step}, totals")
@@ -211,17 +212,8 @@ class Backward:
         self.index_of = layout.index_of
         for parameter in self._seen:
             self.reductions[self.index_of[id(parameter)]].ready.append(parameter)
-        self._seen = []
-        self._settlement = Settlement(
-            self.comm,
-            layout,
-            reducer=self.reducer,
-            usage=self.usage,
-            stepper=self.stepper,
-            totals=self._totals,
-            divide_by=self._divide_by,
-            has_samples=self._has_samples,
-        )
+        self._seen, self._share = [], share
+        self._settlement = Settlement(self.comm, layout, share, self.reducer, self.usage)
 
     def note(self, parameter: Tensor) -> bool:
         """Notes that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
@@ -285,13 +277,13 @@ class Backward:
             if waits_for_end or not reduction.is_full:
                 return
             self._fill(reduction.bucket)
-            self._launch(reduction)
+            self.launch(reduction)
 
     def _fill(self, bucket: Bucket) -> None:
         """Puts a bucket's gradients in their places."""
         self._settlement.filled(bucket, without=bucket.fill(moves=not self.creates_graph))
 
-    def _launch(self, reduction: BucketReduction) -> None:
+    def launch(self, reduction: BucketReduction) -> None:
         """Launches a bucket's reduction.
 
         It runs in the background if reductions overlap. The last one would be waited for at once anyway, so it runs in
@@ -301,8 +293,8 @@ class Backward:
         self._num_launched += 1
         reduction.launched_s = now_s()
         reduction.ready_s = reduction.ready_s or reduction.launched_s
-        carries_divisor = self._totals is not None and self.layout.totals_ride and bucket.index == 0
-        divide_by = 1 if carries_divisor else self._divide_by
+        carries_divisor = self._share.totals is not None and self.layout.totals_ride and bucket.index == 0
+        divide_by = 1 if carries_divisor else self._share.divide_by
         in_background = self.overlap and (not bucket.is_last or bool(self._in_flight))
         label = f"step {self.step}, {bucket.label}"
         try:
@@ -331,13 +323,8 @@ class Backward:
         if self.stepper is not None and self.layout.is_learned:  # before that, buckets are not final
             self.stepper.complete(reduction.bucket)
 
-    @torch.no_grad()
-    def finish(self) -> Totals:
-        """Ends the step: reduces the remaining buckets, and gives every parameter its mean. Collective.
-
-        Returns:
-            What the totals of all ranks add up to; zeros if none rode along.
-        """
+    def end(self) -> list[BucketReduction]:
+        """Fills the remaining buckets, because backward has ended. Returns what is left to launch. Collective."""
         self.ended_s = now_s()
         if not self.layout.is_learned:
             self._learn()
@@ -346,14 +333,22 @@ class Backward:
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction.bucket)  # all of them first: filling shows which gradients are undefined
         self._settlement.judge(missing, self._computed)
-        for reduction in self.reductions[self._num_launched :]:
-            self._launch(reduction)
+        return self.reductions[self._num_launched :]
+
+    def finish(self) -> Totals:
+        """Ends the step: waits for what is in flight, and gives every parameter its mean. Collective.
+
+        Returns:
+            What the totals of all ranks add up to; zeros if none rode along.
+        """
         if self._in_flight:
             self._collect(wait=True)
         if not self.layout.verdicts_ride:
             self._settlement.judge_hidden()
             with self._waited.running():
                 self.comm.all_reduce(self.layout.verdicts, label=f"step {self.step}, verdicts")
+        if self.stepper is not None:
+            self.stepper.check(self._settlement.gone())
         totals = self._settlement.settle(creates_graph=self.creates_graph)
         self.state, self.error = State.DONE, self._settlement.error
         return totals
@@ -368,9 +363,9 @@ class Backward:
         """
         check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in self.layout.slots])
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]
-        seen = all_gather_object(self.comm, names if self._has_samples else None)
+        seen = all_gather_object(self.comm, names if self._share.has_samples else None)
         if (order := next((names for names in seen if names is not None), None)) is not None:
-            self.layout = self.layout.in_order(order)
+            self.layout.plan(order, for_hook=self.layout.is_for_hook)
         self._set_up()
 
     def _missing(self) -> list[Slot]:
@@ -402,7 +397,7 @@ class Backward:
             )
         computed, began_s = self._computed(), self.began_s
         self.reductions, self.index_of, self._seen = [], {}, []
-        self.begin(layout, self.step, totals=self._totals, divide_by=self._divide_by)
+        self.begin(layout, self.step, self._share)
         self.began_s = began_s
         for parameter in computed:
             _ = self.note(parameter) or self.note_other(parameter)
@@ -439,27 +434,11 @@ def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
             listener.backward.move_in(parameter)
             on_gradient(parameter)
 
-    handles = [
-        _register(parameter, on_large_gradient if parameter.nbytes >= LARGE_BYTES else on_gradient)
-        for parameter in parameters
-        if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
-    ]
-    when_gone = weakref.finalize(replica, _remove, handles)
-    when_gone.atexit = False  # at exit parameters go, too
-
-
-def _register(parameter: nn.Parameter, observer: Callable[[Tensor], None]) -> Any:
-    """Lets autograd call the observer after it has added to the parameter's gradient. Returns the handle.
-
-    torch refuses a parameter that is frozen at the moment, but it may be unfrozen later.
-    """
-    needs_gradient = parameter.requires_grad
-    try:
-        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(observer)
-    finally:
-        parameter.requires_grad_(needs_gradient)
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+    for parameter in parameters:
+        if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
+            observer = on_large_gradient if parameter.nbytes >= LARGE_BYTES else on_gradient
+            needs_gradient = parameter.requires_grad
+            # torch refuses a parameter that is frozen at the moment, but it may be unfrozen later
+            handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(observer)
+            parameter.requires_grad_(needs_gradient)
+            weakref.finalize(replica, handle.remove).atexit = False  # at exit parameters go, too

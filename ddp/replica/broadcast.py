@@ -98,18 +98,14 @@ def _difference(ours: list[str], theirs: list[str], rank: int) -> str:
 
 def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yields packs of tensors of one dtype and device; each has at least `PACK_BYTES`, but for the last of a kind."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    packs: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in by_kind.values():
-        pack: list[Tensor] = []
-        for tensor in alike:
-            pack.append(tensor)
-            if sum(t.numel() for t in pack) * tensor.element_size() >= PACK_BYTES:
-                yield pack
-                pack = []
-        if pack:
-            yield pack
+        kind = tensor.dtype, tensor.device
+        pack = packs.setdefault(kind, [])
+        pack.append(tensor)
+        if sum(each.nbytes for each in pack) >= PACK_BYTES:
+            yield packs.pop(kind)
+    yield from packs.values()
 
 
 # --- Comparison of replicas ------------------------------------------------------------------------------------------

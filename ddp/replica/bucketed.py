@@ -2,7 +2,7 @@
 
     made         parameters and buffers become rank 0's; every parameter gets an observer
     forward      `prepare` finds the layout, which says which bucket each gradient goes to; outputs are watched
-    backward     `_begin` when autograd reaches an output, `on_gradient` for each parameter, `_average` at the end.
+    backward     `_begin` when autograd reaches an output, `on_gradient` for each parameter, `_finish` at the end.
                  Each calls the current `Backward`, which does the work (`backward.py`)
     step         the optimizer finds the mean in `p.grad`, which is a view of a bucket
 
@@ -12,7 +12,7 @@ one whose outputs hold no tensor with a graph, still waits for its backward, the
 the step instead.
 
 Where it may fail. If a rank is lost, the collective in progress raises `PeerLost`, in `prepare`, `_begin`,
-`on_gradient` or `_average`. If a gradient becomes ready whose bucket has been sent, or that has no bucket,
+`on_gradient` or `_finish`. If a gradient becomes ready whose bucket has been sent, or that has no bucket,
 `on_gradient` raises RuntimeError. If a parameter got no gradient, the next `prepare` raises `UnusedParameters`, and so
 does `raise_pending`, which can be called before the optimizer's step. After a backward that broke off, `prepare` raises
 RuntimeError. If parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
@@ -35,12 +36,12 @@ from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Reducer
-from ddp.replica.autograd import accumulates, call_at_end, hand_out_differentiable, uncompiled, watch_backward
-from ddp.replica.backward import Backward, BucketReduction, State, listen
+from ddp.replica.autograd import accumulates, hand_out_differentiable, uncompiled, watch_backward
+from ddp.replica.backward import Backward, BucketReduction, State, Stepper, listen
 from ddp.replica.broadcast import BufferSync, broadcast_state, sending
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
-from ddp.replica.settlement import Stepper, Usage
+from ddp.replica.settlement import Share, Usage
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import WireName
 
@@ -65,7 +66,6 @@ class BucketedDataParallel(Replica):
         ConfigError: no parameter needs a gradient; the wire format is wider than a gradient.
     """
 
-    _LAYOUT = Layout
     _waiting: Layout | None  # of a forward that waits for its backward (note "begin")
     _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
 
@@ -90,16 +90,14 @@ class BucketedDataParallel(Replica):
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
-        self._start()
+        self._start(Usage(comm))
 
-    def _start(
-        self, usage: Usage | None = None, stepper: Stepper | None = None, *, allows_borrowing: bool = False
-    ) -> None:
+    def _start(self, usage: Usage, stepper: Stepper | None = None, *, allows_borrowing: bool = False) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
         self._reducer: Reducer = self.compression or self._plain_reducer()
-        self._usage, self._stepper = usage or Usage(self.comm), stepper
+        self._usage, self._stepper = usage, stepper
         self._watch = ParameterWatch(self.module, allows_borrowing=allows_borrowing)
         self._has_layout = True
         self._layouts = Layouts(self.comm, self._watch, self._make_layout())
@@ -163,13 +161,11 @@ class BucketedDataParallel(Replica):
         return True
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
-        totals, self._mine = self._mine, None
-        step, divisor = self.num_steps + 1, self.inputs.divisor
-        if layout.successor is not None:  # an earlier backward has learned the order of gradients since
-            layout = layout.latest
+        share = Share(self._mine, self.inputs.divisor, has_samples)
+        self._mine = None
         if self.compression is not None:
             self.compression.begin()
-        self.backward.begin(layout, step, totals=totals, divide_by=divisor, has_samples=has_samples)
+        self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
         self._begin_step(self._layouts.current, has_samples=False)
@@ -177,7 +173,7 @@ class BucketedDataParallel(Replica):
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
         if self._waiting is not None and self.backward.state is State.EXPECTED and self._begin(self._waiting):
-            call_at_end(self._finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
         is_known = self.backward.note(parameter) or self.backward.note_other(parameter)
         if not is_known and parameter.requires_grad:  # else autograd has reached it without a gradient
@@ -190,25 +186,20 @@ class BucketedDataParallel(Replica):
 
     @uncompiled
     def _finish(self) -> None:
-        ended, totals = self.backward, self.backward.finish()
+        ended = self.backward
+        with torch.no_grad():
+            for reduction in ended.end():
+                ended.launch(reduction)
+            totals = ended.finish()
         self._last, self.backward = ended, self._new_backward(ended)
-        if ended.layout is not self._layouts.current:
-            self._layouts.drop_succeeded()
         self._waiting = self._layouts.current if self._is_in_forward else None
         if ended.creates_graph:
             hand_out_differentiable(ended.layout.slots, partial(self._begin, ended.layout), self._finish)
         self._end_step(totals)
 
     def _new_backward(self, former: Backward | None = None) -> Backward:
-        return Backward(
-            self.comm,
-            overlap=self.overlaps,
-            waited=self.waited,
-            reducer=self._reducer,
-            usage=self._usage,
-            stepper=self._stepper,
-            former=former,
-        )
+        given = self._reducer, self._usage, self._stepper
+        return Backward(self.comm, *given, overlap=self.overlaps, waited=self.waited, former=former)
 
     # --- which gradients live where ----------------------------------------------------------------------------------
 
@@ -219,7 +210,7 @@ class BucketedDataParallel(Replica):
         """Returns a layout of the parameters that need a gradient now."""
         needed = self._watch.needed_ids
         named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return self._LAYOUT(
+        return Layout(
             self.comm,
             named,
             limits=self._limits,

@@ -66,12 +66,9 @@ class NaiveDataParallel(Replica):
         self._is_in_backward = True
         return True
 
+    @torch.no_grad()
     @uncompiled
     def _finish(self) -> None:
-        self._end_step(self._average())
-
-    @torch.no_grad()
-    def _average(self) -> Totals:
         """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
         mine, self._mine = self._mine, None
         named = list(self.module.named_parameters())
@@ -90,4 +87,4 @@ class NaiveDataParallel(Replica):
                     self.comm.all_reduce(gradient, label=name)
                 parameter.grad = gradient.div_(divisor)
         self._is_in_backward = False
-        return totals
+        self._end_step(totals)

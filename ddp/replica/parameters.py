@@ -215,19 +215,12 @@ class Layouts:
     def adopt_order(self, names: list[str]) -> None:
         """Expects gradients in this order from now on."""
         if self.current.order != names:
-            self.current.in_order(names)
-            self.drop_succeeded()
+            self.current.plan(names, for_hook=self.current.is_for_hook)
 
     def prepare_for_hook(self) -> None:
         """Lets a communication hook reduce the buckets from now on."""
         for layout in self._by_needed.values():
-            layout.latest.for_hooks()
-        self.drop_succeeded()
-
-    def drop_succeeded(self) -> None:
-        """Drops the layouts that have a successor, and their memory with them."""
-        self.current = self.current.latest
-        self._by_needed = {needed: layout.latest for needed, layout in self._by_needed.items()}
+            layout.plan(layout.order, for_hook=True)
 
     def _check_same_on_every_rank(self, layout: Layout) -> None:
         try:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from enum import IntEnum
-from typing import Protocol, SupportsInt
+from typing import NamedTuple, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -120,46 +120,31 @@ class Usage:
         return list(map(Use, self._comm.all_reduce(uses, "max", label="parameters used by any rank").tolist()))
 
 
-class Stepper(Protocol):
-    """Knows of optimizers that step while backward runs."""
+class Share(NamedTuple):
+    """What this rank gives to a step.
 
-    def begin(self, layout: Layout, *, creates_graph: bool) -> None:
-        """Begins a backward."""
+    Attributes:
+        totals: its part of the step's totals, if they ride along.
+        divide_by: the divisor of sums over ranks; with totals, it is replaced by their count.
+        has_samples: False on a rank that has nothing to compute; then missing gradients are no error.
+    """
 
-    def complete(self, bucket: Bucket) -> None:
-        """Takes note that a bucket holds the mean."""
-
-    def check(self, gone: Sequence[Slot]) -> None:
-        """Raises ConfigError if somebody has stepped these parameters, whose gradients are gone when backward ends."""
+    totals: Totals | None
+    divide_by: SupportsInt
+    has_samples: bool = True
 
 
 class Settlement:
     """Settles one backward.
 
-    Args:
-        totals: this rank's part of the step's totals, if they ride along.
-        divide_by: the divisor of sums over ranks.
-        has_samples: False on a rank that has nothing to compute; then missing gradients are no error.
-
     Attributes:
         error: found by `settle`; every rank raises it before its next forward.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        layout: Layout,
-        *,
-        reducer: Reducer,
-        usage: Usage,
-        stepper: Stepper | None,
-        totals: Totals | None,
-        divide_by: SupportsInt,
-        has_samples: bool,
-    ) -> None:
-        self._comm, self._layout, self._reducer, self._usage, self._stepper = comm, layout, reducer, usage, stepper
-        self._totals, self._divide_by, self._has_samples = totals, divide_by, has_samples
-        self._measures = totals is not None and totals.measure and has_samples
+    def __init__(self, comm: Communicator, layout: Layout, share: Share, reducer: Reducer, usage: Usage) -> None:
+        self._comm, self._layout, self._reducer, self._usage = comm, layout, reducer, usage
+        self._totals, self._divide_by, self._has_samples = share
+        self._measures = share.totals is not None and share.totals.measure and share.has_samples
         self._square = torch.zeros((), device=comm.device)  # of this rank's own gradient, where that is asked for
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
@@ -209,6 +194,10 @@ class Settlement:
         if not self._reducer.is_finite:
             self._mine._replace(has_non_finite=True).write(self._layout.verdicts)
 
+    def gone(self) -> list[Slot]:
+        """Returns the slots whose gradient is gone when backward ends."""
+        return [*self._undefined, *(each for each in self._layout.sparse if each.parameter.grad is None)]
+
     def settle(self, *, creates_graph: bool) -> Totals:
         """Settles the step, because every bucket holds the mean, and all verdicts are in. Collective.
 
@@ -222,8 +211,6 @@ class Settlement:
         verdicts = Verdicts.read(layout.verdicts, divided_by=self._verdicts_divided_by())
         if verdicts.has_non_finite:
             self._refuse()
-        if self._stepper is not None:
-            self._stepper.check([*self._undefined, *(each for each in layout.sparse if each.parameter.grad is None)])
         if creates_graph:
             for slot in layout.slots:
                 if slot.parameter.grad is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, SupportsInt
 from weakref import WeakKeyDictionary
@@ -27,14 +26,14 @@ from ddp.optim.norms import BLOCK_NUMEL, num_blocks
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.setting import WireName
 
+_BOUNDS: WeakKeyDictionary[Bucket, list[int]] = WeakKeyDictionary()
 
-class ShardedLayout(Layout):
-    """A layout whose buckets are reduce-scattered."""
 
-    @cached_property
-    def bounds(self) -> list[list[int]]:
-        """By bucket, where its slices begin, and where the last one ends."""
-        return [slice_bounds(bucket, self._comm.world_size) for bucket in self.buckets]
+def bounds_of(bucket: Bucket, comm: Communicator) -> list[int]:
+    """Returns where each rank's slice of a bucket begins, in the order of slices, and where the last one ends."""
+    if bucket not in _BOUNDS:
+        _BOUNDS[bucket] = slice_bounds(bucket, comm.world_size)
+    return _BOUNDS[bucket]
 
 
 def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
@@ -63,8 +62,6 @@ class ShardedDataParallel(BucketedDataParallel):
         ConfigError: a parameter cannot be sharded.
     """
 
-    _LAYOUT = ShardedLayout
-
     def __init__(self, module: nn.Module, **how: Any) -> None:
         super().__init__(module, **how)
         for name, parameter in self._replicated_parameters():
@@ -79,11 +76,9 @@ class ShardedDataParallel(BucketedDataParallel):
         return []
 
     @property
-    def layout(self) -> ShardedLayout:
+    def layout(self) -> Layout:
         """The layout of the last step."""
-        layout = self._layouts.current
-        assert isinstance(layout, ShardedLayout)
-        return layout
+        return self._layouts.current
 
     def _plain_reducer(self) -> Reducer:
         return ReduceScatter(self.comm, self.wire)
@@ -98,14 +93,11 @@ class ReduceScatter(Reducer):
 
     def __init__(self, comm: Communicator, wire: WireName | None) -> None:
         self._comm, self._wire = comm, wire
-        self._bounds: WeakKeyDictionary[Bucket, list[int]] = WeakKeyDictionary()
 
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         if self._wire is not None:
             bucket.clear_padding()
-        if bucket not in self._bounds:
-            self._bounds[bucket] = slice_bounds(bucket, self._comm.world_size)
-        bounds, wire = self._bounds[bucket], self._wire
+        bounds, wire = bounds_of(bucket, self._comm), self._wire
         work = self._comm.reduce_scatter_(
             bucket.flat, bounds, divide_by=divide_by, wire=wire, async_op=async_op, label=label
         )
@@ -142,24 +134,22 @@ class ParameterSlices:
     """The parameters of a layout side by side, and the parts that this rank updates. Collective to make.
 
     Attributes:
+        buckets: those that are cut into slices.
         parts: in the order of the layout's parameters.
         num_blocks: of all parameters.
     """
 
-    def __init__(self, comm: Communicator, layout: ShardedLayout) -> None:
-        self._comm, self.layout = comm, layout
+    def __init__(self, comm: Communicator, layout: Layout) -> None:
+        self._comm, self.layout, self.buckets = comm, layout, layout.buckets
         counts = [num_blocks(parameter.numel()) for parameter in layout.parameters]
         starts = [0, *accumulate(counts)]
         self.num_blocks = starts[-1]
-        self._flats = [
-            comm.allocate(bounds[-1], bucket.flat.dtype)
-            for bucket, bounds in zip(layout.buckets, layout.bounds, strict=True)
-        ]
-        self._release = weakref.finalize(self, _free, comm, self._flats)
-        self._release.atexit = False
+        self._flats = [comm.allocate(len(bucket.gradients), bucket.flat.dtype) for bucket in layout.buckets]
+        for flat in self._flats:
+            weakref.finalize(self, comm.free, flat).atexit = False
         parts: dict[int, Part] = {}
-        for bucket, bounds, flat in self._of_buckets():
-            for slot, start, begin, end in slice_of(bucket, bounds, comm.slices[comm.rank]):
+        for bucket, flat in self._of_buckets():
+            for slot, start, begin, end in slice_of(bucket, bounds_of(bucket, comm), comm.slices[comm.rank]):
                 blocks = range(starts[slot.index], starts[slot.index + 1])
                 skipped = (begin - start) // BLOCK_NUMEL
                 parts[slot.index] = Part(
@@ -177,7 +167,7 @@ class ParameterSlices:
     @torch.no_grad()
     def take_in(self) -> None:
         """Moves parameters into the flat memory; also those that somebody has moved out since."""
-        for bucket, _, flat in self._of_buckets():
+        for bucket, flat in self._of_buckets():
             for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
                 if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
                     view.copy_(slot.parameter)
@@ -195,17 +185,13 @@ class ParameterSlices:
         Args:
             step: for messages.
         """
-        for bucket, bounds, flat in self._of_buckets():
+        for bucket, flat in self._of_buckets():
+            bounds = bounds_of(bucket, self._comm)
             self._comm.all_gather_(flat, bounds, label=f"step {step}, parameters of {bucket.label}")
 
-    def _of_buckets(self) -> Iterator[tuple[Bucket, list[int], Tensor]]:
-        """Yields each bucket, the bounds of its slices, and the memory of its parameters."""
-        return zip(self.layout.buckets, self.layout.bounds, self._flats, strict=True)
-
-
-def _free(comm: Communicator, flats: Sequence[Tensor]) -> None:
-    for flat in flats:
-        comm.free(flat)
+    def _of_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yields each bucket, and the memory of its parameters."""
+        return zip(self.buckets, self._flats, strict=True)
 
 
 def slice_of(bucket: Bucket, bounds: Sequence[int], number: int) -> Iterator[tuple[Slot, int, int, int]]:

@@ -70,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
     Ranks' batches may differ in size and be empty (note "everybody, always").
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in torch's classes.
+        num_features, arguments, keywords: as in torch's classes; bias=False also where torch's classes lack it.
         comm: the ranks whose samples count; None: those of the process's communicator at the time of each forward.
             Copies of the module share it; a pickle leaves it out.
 
@@ -81,17 +81,12 @@ class SyncBatchNorm(_BatchNorm):
     def __init__(
         self,
         num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        *,
+        *arguments: Any,
         comm: Communicator | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
         bias: bool = True,
+        **keywords: Any,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        super().__init__(num_features, *arguments, **keywords)
         if not bias:  # a keyword that torch's classes do not have in 2.10
             self.register_parameter("bias", None)
         self._whose = _Whose(comm)
@@ -293,12 +288,19 @@ class _Normalise(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance, count = ctx.saved_tensors
         dy = dy.contiguous(memory_format=_layout(x))  # torch's kernel takes 20 times as long if layouts differ
-        dweight, dbias = _parameter_gradients(dy, x, mean, variance, ctx.eps)
+        if x.numel() == 0:  # torch's kernel divides by the number of positions
+            dweight, dbias = torch.zeros_like(mean), torch.zeros_like(mean)
+        else:
+            _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            )
         dx = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([dweight, dbias])  # [2C], a copy: what the parameters get stays this rank's part
             ctx.group.all_reduce(sums, label="SyncBatchNorm backward")
-            dx = _input_gradient(dy, x, weight, mean, variance, sums / count, ctx.eps)
+            inverse_deviation = (variance + ctx.eps).rsqrt()
+            scale = inverse_deviation if weight is None else weight * inverse_deviation
+            dx = _input_gradient(dy, x, mean, sums / count, scale, inverse_deviation)
         return (
             dx,
             dweight if ctx.needs_input_grad[1] else None,
@@ -307,29 +309,16 @@ class _Normalise(Function):
         )
 
 
-def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns this rank's ∂γ = Σ dy·x̂ and ∂β = Σ dy, [C] each."""
-    if x.numel() == 0:  # torch's kernel divides by the number of positions
-        return torch.zeros_like(mean), torch.zeros_like(mean)
-    _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-        dy, x, None, mean, variance, None, None, False, eps, [False, True, True]
-    )
-    return dweight, dbias
-
-
 def _input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    means: Tensor,  # [2C], of dy·x̂ and of dy, over all ranks
-    eps: float,
+    dy: Tensor, x: Tensor, mean: Tensor, means: Tensor, scale: Tensor, inverse_deviation: Tensor
 ) -> Tensor:
-    """Returns dx as in the module's table, with x̂ multiplied out: dy·scale + x·slope + offset, in three passes."""
+    """Returns dx as in the module's table, with x̂ multiplied out: dy·scale + x·slope + offset, in three passes.
+
+    Args:
+        means: [2C], of dy·x̂ and of dy, over all ranks.
+        scale: [C], γ / √(σ² + ε).
+    """
     mean_dy_xhat, mean_dy = means.chunk(2)
-    inverse_deviation = (variance + eps).rsqrt()
-    scale = inverse_deviation if weight is None else weight * inverse_deviation
     slope = -scale * inverse_deviation * mean_dy_xhat
     offset = -scale * mean_dy - slope * mean
     per_channel = [1, -1] + [1] * (x.dim() - 2)

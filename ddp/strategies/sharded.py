@@ -30,7 +30,7 @@ from ddp.optim.lars import LARC, LARS
 from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
 from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norms, wide
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, slice_of
+from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, bounds_of, slice_of
 from ddp.strategies.replicated import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
@@ -131,7 +131,7 @@ class Sharded(Replicated):
     def _prepared(self) -> ParameterSlices:
         """Returns the parts for the layout of the last backward, with their optimizer."""
         layout, groups = self.model.layout, [list(map(id, each["params"])) for each in self.optimizer.param_groups]
-        if self._slices is not None and self._slices.layout is layout and self._groups == groups:
+        if self._slices is not None and self._slices.buckets is layout.buckets and self._groups == groups:
             self._slices.take_in()
             return self._slices
         whole = self.optimizer.state if self._slices is None else self._gathered(keep=True)
@@ -213,7 +213,8 @@ class Sharded(Replicated):
         whole: dict[Tensor, dict[str, Any]] = {
             slot.parameter: dict(about[slot.index]) for slot in layout.slots if about[slot.index]
         }
-        for bucket, bounds in zip(layout.buckets, layout.bounds, strict=True):
+        for bucket in self._slices.buckets:
+            bounds = bounds_of(bucket, self._comm)
             kinds = {
                 (name, value)
                 for slot in bucket.slots

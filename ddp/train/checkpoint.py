@@ -40,7 +40,6 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
-from ddp.gradients.hooks.compression import gathered, give_out
 from ddp.optim.schedules import Rates
 from ddp.process.log import log
 from ddp.replica.replica import Replica
@@ -67,7 +66,7 @@ def save_checkpoint(
     state.model.sync_buffers()
     whole = state.strategy.state_dict()
     compression = state.model.compression
-    hook = None if compression is None else gathered(compression, state.comm)
+    hook = None if compression is None else compression.state_dict()
     beside = {} if kept is None else kept.parts(state.comm)
     mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
     random_states, places, sums, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
@@ -204,7 +203,7 @@ def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:
     compression = state.model.compression
     then, now = checkpoint.meta.get("hook"), None if compression is None else repr(compression.hook)
     if then == now and compression is not None:
-        give_out(checkpoint.parts.get("hook"), compression, state.comm)
+        compression.load_state_dict(checkpoint.parts.get("hook"))
     elif then is not None and state.comm.rank == 0:
         log.warning(
             "%s was taken with the hook %s, and this run has %s: what that one has not sent yet is lost",

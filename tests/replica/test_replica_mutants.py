@@ -45,8 +45,8 @@ MUTANTS = {
     ),
     "sum instead of mean": Mutant(
         f"{BACKWARD}.Backward.begin",
-        "self.layout, self.step, self._totals, self._divide_by = layout, step, totals, divide_by",
-        "self.layout, self.step, self._totals, self._divide_by = layout, step, totals, 1",
+        "self.layout, self.step, self._share = layout, step, share",
+        "self.layout, self.step, self._share = layout, step, share._replace(divide_by=1)",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
@@ -89,9 +89,9 @@ MUTANTS = {
         f"{DROP_IN}.__init__", "if init_sync:", "if False:", LIKE_TORCH, "without_initial_synchronisation"
     ),
     "a wrong order is kept": Mutant(
-        "gradients.layout.Layout.in_order",
-        "return self._succeeded_by(order=order)",
-        "return self._succeeded_by(order=[])",
+        f"{BACKWARD}.Backward._learn",
+        "self.layout.plan(order, for_hook=self.layout.is_for_hook)",
+        "self.layout.plan([], for_hook=self.layout.is_for_hook)",
         LIKE_TORCH,
         "the_order_is_learned",
     ),
@@ -111,8 +111,8 @@ MUTANTS = {
     ),
     "a backward goes by the layout of the last forward": Mutant(
         f"{DROP_IN}._begin",
-        "layout = layout.latest",
-        "layout = self._layouts.current",
+        "self._begin_step(layout)",
+        "self._begin_step(self._layouts.current)",
         LIKE_TORCH,
         "all_forwards_then_all_backwards",
     ),

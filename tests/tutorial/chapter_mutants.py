@@ -102,9 +102,9 @@ SUBJECTS = {  # chapter → the functions that it is about
     ],
     "04_costs": ["collectives/cost.py: tree, recursive_doubling, circulant, bandwidth_optimal_s, textbook"],
     "05_shared_memory": ["comm/host_reduce.py: all_reduce, _hand_in, _add_copies, _blocks, _cuts"],
-    "06_naive_replicas": ["replica/naive.py: _average", "replica/broadcast.py: broadcast_tensors"],
+    "06_naive_replicas": ["replica/naive.py: _finish", "replica/broadcast.py: broadcast_tensors"],
     "07_buckets": [
-        "replica/backward.py: begin, _set_up, note, _launch_if_full, _launch_full, finish",
+        "replica/backward.py: begin, _set_up, note, _launch_if_full, _launch_full, end, finish",
         "replica/settlement.py: settle, _divided",
         "gradients/bucket.py: views_of, fill",
     ],

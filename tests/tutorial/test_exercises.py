@@ -133,7 +133,7 @@ class Typical(NamedTuple):
 
 REDUCE = "                    self.comm.all_reduce(gradient, label=name)\n"
 ASSIGN = "                parameter.grad = gradient.div_(divisor)\n"
-FILL_AND_LAUNCH = "            self._fill(reduction.bucket)\n            self._launch(reduction)\n"
+FILL_AND_LAUNCH = "            self._fill(reduction.bucket)\n            self.launch(reduction)\n"
 UNTIL_FULL = "            if waits_for_end or not reduction.is_full:\n                return\n"
 TYPICAL = {
     "ring: off by one chunk": Typical(
@@ -275,7 +275,7 @@ TYPICAL = {
         "07", "if waits_for_end or not", "if not", "stem.weight: launched: bucket 3"
     ),
     "buckets: aliasing": Typical(
-        "07", FILL_AND_LAUNCH, "            self._launch(reduction)\n", "hint: nothing was reduced: this is the rank's"
+        "07", FILL_AND_LAUNCH, "            self.launch(reduction)\n", "hint: nothing was reduced: this is the rank's"
     ),
     "buckets: twice": Typical(
         "07", "self.reductions[self._num_launched :]:\n", "self.reductions:\n", "launched: bucket 0 (3 gradients"

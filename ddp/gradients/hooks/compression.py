@@ -14,13 +14,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.flat_collectives import HostPartition
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.comm.work import Work
 from ddp.errors import ConfigError
@@ -101,10 +101,6 @@ class Compression(Reducer):
             return slice(0, self.numels[name] if partition.places[rank] == self._owners[name] else 0)
         return partition.part_of(self.numels[name], rank)
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Returns the type in which a parameter's gradient is kept."""
-        return wide(self._dtypes[name])
-
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         """Makes of a bucket's gradients nearly their sum over all ranks, divided. Returns the work if it is in flight.
 
@@ -142,12 +138,80 @@ class Compression(Reducer):
             yield Parcel(slot.name, gradient, shape, mine, outgoing, is_dense)
             start += span(slot.parameter)
 
+    # --- in a checkpoint ---------------------------------------------------------------------------------------------
+    #
+    #     saved      for each memory ("residual", "velocity", "factor") and each parameter
+    #                    [hosts, numel]   what each host has kept, put together from its ranks' parts
+    #                    the factor       where all ranks have the same
+    #     resumed    on as many hosts each gets its own again; else each gets an equal part of the sum. What counts is
+    #                the sum over hosts, so nothing is lost
+    #
+    # A model's worth of numbers for each host goes to rank 0 alone, one tensor at a time.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the hook's state as of the last step, on rank 0; elsewhere nothing of use. Collective."""
+        self.commit()
+        memories = self.hook.memories()
+        everyone = all_gather_object(self.comm, {kind: list(memory.committed) for kind, memory in memories.items()})
+        found: dict[str, dict[str, Tensor]] = {}
+        for kind, memory in memories.items():
+            names = sorted({name for of_rank in everyone for name in of_rank[kind]})
+            tensors = ((name, self._on_rank_zero(memory, name)) for name in names)
+            found[kind] = {name: tensor.cpu() for name, tensor in tensors if tensor is not None}
+        return {"num_steps": self.num_steps, "memories": found}
+
+    def _on_rank_zero(self, memory: Memory, name: str) -> Tensor | None:
+        """Returns what all hosts remember of a parameter, on rank 0."""
+        comm, mine = self.comm, memory.committed.get(name)
+        if memory.kind == "same":
+            return mine if comm.rank == 0 else None
+        if mine is None:
+            part = self.part_of(name)
+            mine = torch.zeros(part.stop - part.start, dtype=wide(self._dtypes[name]), device=comm.device)
+        pieces = comm.gather(mine, 0)
+        if comm.rank != 0:
+            return None
+        whole = mine.new_zeros(comm.host_partition.num_hosts, self.numels[name])
+        for rank, piece in enumerate(pieces):
+            whole[comm.host_partition.hosts[rank], self.part_of(name, rank)] = piece
+        return whole
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Lets the hook go on from a state that rank 0 has. Collective.
+
+        Args:
+            state: what `state_dict` returned there; ignored elsewhere.
+        """
+        comm, mine = self.comm, state if self.comm.rank == 0 else None
+        memories = {} if mine is None else mine["memories"]
+        about = mine and (mine["num_steps"], {kind: sorted(tensors) for kind, tensors in memories.items()})
+        self.num_steps, names = broadcast_object(comm, about)
+        for kind, memory in self.hook.memories().items():
+            for name in names.get(kind, ()):
+                if name not in self.numels:
+                    continue
+                tensor = memories[kind][name] if memories else None
+                if memory.kind == "same":
+                    memory.committed[name] = broadcast_object(comm, tensor).to(comm.device)
+                    continue
+                piece = comm.scatter(None if tensor is None else self._pieces(tensor, name), 0)
+                if len(piece):
+                    memory.committed[name] = piece
+                self.is_owed = True
+
+    def _pieces(self, stored: Tensor, name: str) -> Sequence[Tensor]:
+        """Returns every rank's part of what all hosts have kept, [hosts, numel]."""
+        hosts, num_hosts = self.comm.host_partition.hosts, self.comm.host_partition.num_hosts
+        if len(stored) != num_hosts:
+            stored = (stored.sum(0, keepdim=True) / num_hosts).expand(num_hosts, -1)
+        return [
+            stored[hosts[rank], self.part_of(name, rank)].to(self.comm.device) for rank in range(self.comm.world_size)
+        ]
+
 
 def send_dense(parcels: Sequence[Parcel], comm: Communicator) -> None:
     """Adds up the parcels as they are."""
-    bounds = [0]
-    for parcel in parcels:
-        bounds.append(bounds[-1] + parcel.gradient.numel())
+    bounds = [0, *accumulate(parcel.gradient.numel() for parcel in parcels)]
     flat = parcels[0].gradient.new_zeros(bounds[-1])
     for parcel, start in zip(parcels, bounds, strict=False):
         flat[start : start + parcel.gradient.numel()][parcel.mine] = parcel.outgoing.to(flat.dtype)
@@ -173,82 +237,3 @@ def owners(numels: dict[str, int], num_places: int) -> dict[str, int]:
         found[name] = loads.index(min(loads))
         loads[found[name]] += numels[name]
     return found
-
-
-# --- The memory of a hook in a checkpoint ----------------------------------------------------------------------------
-#
-#     saved      for each memory ("residual", "velocity", "factor") and each parameter
-#                    [hosts, numel]   what each host has kept, put together from its ranks' parts
-#                    the factor       where all ranks have the same
-#     resumed    on as many hosts each gets its own again; else each gets an equal part of the sum. What counts is the
-#                sum over hosts, so nothing is lost
-#
-# A model's worth of numbers for each host goes to rank 0 alone, one tensor at a time.
-
-
-def gathered(compression: Compression, comm: Communicator) -> dict[str, Any]:
-    """Returns the hook's state as of the last step, on rank 0; elsewhere nothing of use. Collective."""
-    compression.commit()
-    memories = compression.hook.memories()
-    mine = {what: sorted(memory.committed) for what, memory in memories.items()}
-    names = all_gather_object(comm, mine)
-    found: dict[str, Any] = {"num_steps": compression.num_steps, "memories": {what: {} for what in memories}}
-    for what, memory in memories.items():
-        for name in sorted({name for of_rank in names for name in of_rank[what]}):
-            tensor = _on_rank_zero(memory, name, compression, comm)
-            if tensor is not None:
-                found["memories"][what][name] = tensor.cpu()
-    return found
-
-
-def _on_rank_zero(memory: Memory, name: str, compression: Compression, comm: Communicator) -> Tensor | None:
-    """Returns what all hosts remember of a parameter, on rank 0."""
-    mine = memory.committed.get(name)
-    if memory.kind == "same":
-        return mine if comm.rank == 0 else None
-    part = compression.part_of(name)
-    if mine is None:
-        mine = torch.zeros(part.stop - part.start, dtype=compression.dtype_of(name), device=comm.device)
-    pieces = comm.gather(mine, 0)
-    if comm.rank != 0:
-        return None
-    whole = torch.zeros(comm.host_partition.num_hosts, compression.numels[name], dtype=mine.dtype, device=comm.device)
-    for rank, piece in enumerate(pieces):
-        whole[comm.host_partition.hosts[rank], compression.part_of(name, rank)] = piece
-    return whole
-
-
-def give_out(stored: Mapping[str, Any] | None, compression: Compression, comm: Communicator) -> None:
-    """Lets the hook go on from a state that rank 0 has. Collective.
-
-    Args:
-        stored: what `gathered` returned there; ignored elsewhere.
-    """
-    about: Any = None
-    if stored is not None and comm.rank == 0:
-        about = stored["num_steps"], {what: sorted(tensors) for what, tensors in stored["memories"].items()}
-    compression.num_steps, names = broadcast_object(comm, about)
-    for what, memory in compression.hook.memories().items():
-        for name in names.get(what, ()):
-            if name not in compression.numels:
-                continue
-            tensor = stored["memories"][what][name] if stored is not None and comm.rank == 0 else None
-            if memory.kind == "same":
-                memory.committed[name] = broadcast_object(comm, tensor).to(comm.device)
-                continue
-            pieces = None if tensor is None else _pieces(tensor, name, compression, comm)
-            piece = comm.scatter(pieces, 0)
-            if len(piece):
-                memory.committed[name] = piece
-            compression.is_owed = True
-
-
-def _pieces(stored: Tensor, name: str, compression: Compression, comm: Communicator) -> Sequence[Tensor]:
-    """Returns every rank's part of what all hosts have kept, [hosts, numel]."""
-    host_partition: HostPartition = comm.host_partition
-    if len(stored) != host_partition.num_hosts:
-        stored = (stored.sum(0, keepdim=True) / host_partition.num_hosts).expand(host_partition.num_hosts, -1)
-    return [
-        stored[host_partition.hosts[rank], compression.part_of(name, rank)].to(comm.device)
-        for rank in range(comm.world_size)
-    ]

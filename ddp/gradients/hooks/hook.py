@@ -247,10 +247,7 @@ class Gathering:
 
 def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:
     """Returns where pieces of so many elements begin, each at a multiple, and where the last one ends."""
-    bounds = [0]
-    for numel in numels:
-        bounds.append(bounds[-1] + -(-numel // multiple) * multiple)
-    return bounds
+    return [0, *accumulate(-(-numel // multiple) * multiple for numel in numels)]
 
 
 # --- Error feedback --------------------------------------------------------------------------------------------------

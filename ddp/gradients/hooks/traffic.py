@@ -112,7 +112,7 @@ def predicted(
 def _cost(comm: Communicator, parameters: Sequence[nn.Parameter], hook: Hook | None, wire: WireName | None) -> Cost:
     slots = [Slot(index, f"{index}", parameter) for index, parameter in enumerate(parameters)]
     bucket = Bucket(0, slots)
-    bucket.allocate(lambda numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device))
+    bucket.allocate(parameters[0].new_zeros(bucket.numel))
     dry_run, encoding_s = DryRun(comm), 0.0
     if hook is None:
         dry_run.all_reduce(bucket.flat, wire=wire)

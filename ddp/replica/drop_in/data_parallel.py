@@ -33,8 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BuiltinCommHookType
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
 
@@ -69,13 +67,9 @@ from ddp.replica.replica import Inputs, Replica
 from ddp.replica.settlement import Usage, produces_sparse_gradient
 from ddp.setting import WireName
 
-BUILTIN_HOOKS = {
-    BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
-    {"backward", "comm", "device_mesh", "inputs", "_buffer_sync", "_join_hook", "_join_state", "_last", "_layouts"}
+    {"backward", "comm", "device_mesh", "inputs", "_buffer_sync", "_join_config", "_last", "_layouts"}
     | {"_mine", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "_waiting", "_watch"}
 )
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
@@ -171,7 +165,7 @@ class DistributedDataParallel(BucketedDataParallel):
 
     def _begin_in_this_process(self) -> None:
         """Makes everything that pickles and copies leave out."""
-        self._join_hook: TorchJoinHook | None = None
+        self._join_config = _JoinConfig.construct_disabled_join_config()  # torch's `Join` sets it
         usage = StaticGraph if self.static_graph else FoundInGraph if self.find_unused_parameters else Usage
         self._start(usage(self.comm), StepsOfOthers(), allows_borrowing=True)
 
@@ -230,7 +224,6 @@ class DistributedDataParallel(BucketedDataParallel):
             layout: for the parameters that needed a gradient in the forward that backward goes through.
             if_reached: begin only if backward will reach one of the parameters.
         """
-        layout = layout.latest
         is_running = self.backward.state is State.RUNNING
         if is_running and layout is self.backward.layout:
             return False
@@ -306,30 +299,7 @@ class DistributedDataParallel(BucketedDataParallel):
 
     def join_hook(self, **keywords: Any) -> TorchJoinHook:
         """Returns the hook for torch's `Join` context."""
-        self._join_hook = TorchJoinHook(self, keywords)
-        return self._join_hook
-
-    @property
-    def _join_config(self) -> _JoinConfig:
-        """The present state of torch's `Join` context."""
-        config: _JoinConfig | None = self.__dict__.get("_join_state")
-        return config or _JoinConfig.construct_disabled_join_config()
-
-    @_join_config.setter
-    def _join_config(self, config: _JoinConfig) -> None:
-        self.__dict__["_join_state"] = config
-        hook = self._join_hook
-        self.inputs = hook.joining if config.enable and hook is not None else Inputs(self.comm)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of torch's `Join`."""
-        return self.comm.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of torch's `Join`."""
-        return self.process_group
+        return TorchJoinHook(self, keywords)
 
     # --- hooks, and the optimizer in backward ------------------------------------------------------------------------
 
@@ -362,10 +332,6 @@ class DistributedDataParallel(BucketedDataParallel):
         """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`comm_hook.py`)."""
         self._buffer_sync = HookedBuffers(self._buffer_sync, hook, state, When[when.name])
 
-    def _register_builtin_comm_hook(self, kind: Any) -> None:
-        """Registers the hook of torch that does the same as one of its hooks in C++, and is written in Python."""
-        self.register_comm_hook(self.process_group, BUILTIN_HOOKS[kind])
-
     def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
         """Steps every bucket's parameters as soon as it holds the mean, and drops the gradients (`in_backward.py`).
 
@@ -396,20 +362,6 @@ class DistributedDataParallel(BucketedDataParallel):
         """The optimizers that `step_in_backward` has made so far, one for each bucket."""
         return list(self._stepper.optimizers.values()) if isinstance(self._stepper, StepInBackward) else []
 
-    def _set_static_graph(self) -> None:
-        """Does what `static_graph=True` does; before the first step, on every rank.
-
-        Raises:
-            ConfigError: there was a step, or the optimizer steps in backward.
-        """
-        if self.static_graph:
-            return
-        if self.num_steps or self.steps_in_backward:
-            what = "after the first step" if self.num_steps else "beside step_in_backward"
-            raise ConfigError(f"_set_static_graph {what}: pass static_graph=True when you make the replica")
-        self.static_graph, self._usage = True, StaticGraph(self.comm)
-        self.backward.usage = self._usage
-
     # --- looking at it -----------------------------------------------------------------------------------------------
 
     def logging_data(self) -> dict[str, Any]:
@@ -429,16 +381,6 @@ class DistributedDataParallel(BucketedDataParallel):
     def process_group(self) -> Any:
         """torch's process group of the ranks that take part."""
         return self._process_group if self._process_group is not None else dist.group.WORLD
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """Returns the number of bytes at which a bucket is closed."""
-        return self._limits[-1]
-
-    @property
-    def has_error(self) -> bool:
-        """Returns True if the last backward has recorded an error."""
-        return self._last.error is not None
 
     @property
     def broadcast_buffers(self) -> bool:

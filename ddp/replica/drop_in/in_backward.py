@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
+from ddp.replica.backward import Stepper
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class StepInBackward:
+class StepInBackward(Stepper):
     """Steps each bucket's parameters when it holds the mean.
 
     Args:
@@ -60,9 +61,6 @@ class StepInBackward:
         self.optimizers[bucket].step()
         self.optimizers[bucket].zero_grad(set_to_none=True)
 
-    def check(self, gone: Sequence[Slot]) -> None:
-        """Does nothing: gradients are gone because they have been used."""
-
 
 def check_own_optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raises ConfigError if torch steps one of these in backward: by this rank's gradient, before there is a mean."""
@@ -74,7 +72,7 @@ def check_own_optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-class StepsOfOthers:
+class StepsOfOthers(Stepper):
     """Finds parameters that someone else has stepped in backward, by this rank's gradient, before there is a mean.
 
     A gradient that is gone when backward has ended proves nothing, because autograd also reaches parameters with
@@ -89,9 +87,6 @@ class StepsOfOthers:
     def begin(self, layout: Layout, *, creates_graph: bool) -> None:
         """Notes how often each parameter was written to, if this step is to be checked."""
         self._versions = {slot.name: slot.parameter._version for slot in layout.slots} if self._is_suspicious else {}
-
-    def complete(self, bucket: Bucket) -> None:
-        """Does nothing: the optimizer steps after backward."""
 
     def check(self, gone: Sequence[Slot]) -> None:
         """Raises ConfigError if one of the parameters whose gradient is gone was written to since `begin`."""

@@ -21,14 +21,13 @@ torch's own `Join` context works as well (several joinables: a ZeroRedundancyOpt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp.comm.communicator import Communicator
 from ddp.replica.replica import Inputs, Replica
@@ -40,17 +39,13 @@ class Joining(Inputs):
     Args:
         divides_by_all: divide by the number of all ranks; else of those that still have inputs.
         throws: raise RuntimeError on every rank as soon as one has run out.
-        notify: called first before each forward that synchronises.
     """
 
     may_end = True
 
-    def __init__(
-        self, comm: Communicator, *, divides_by_all: bool, throws: bool = False, notify: Callable[[], object] = tuple
-    ) -> None:
+    def __init__(self, comm: Communicator, *, divides_by_all: bool, throws: bool = False) -> None:
         super().__init__(comm)
-        self._comm, self._divides_by_all, self._throws, self._notify = comm, divides_by_all, throws, notify
-        self.root = comm.world_size - 1
+        self._comm, self._divides_by_all, self._throws = comm, divides_by_all, throws
         self._own_gradients: list[tuple[nn.Parameter, Tensor | None]] = []  # on a rank that has run out
 
     @contextmanager
@@ -78,7 +73,6 @@ class Joining(Inputs):
         return True
 
     def announce(self) -> None:
-        self._notify()
         self.find_active(has_inputs=True)
 
     def find_active(self, *, has_inputs: bool) -> bool:
@@ -113,6 +107,22 @@ class Joining(Inputs):
             parameter.grad = gradient
 
 
+class TorchJoining(Joining):
+    """Knows which ranks still have inputs, inside torch's `Join` context, which may be switched off."""
+
+    def __init__(self, replica: Replica, *, divides_by_all: bool) -> None:
+        super().__init__(replica.comm, divides_by_all=divides_by_all)
+        self._replica = replica
+
+    @property
+    def may_end(self) -> bool:  # type: ignore[override]
+        return bool(self._replica._join_config.enable)  # type: ignore[union-attr]
+
+    def announce(self) -> None:
+        Join.notify_join_context(self._replica)  # type: ignore[arg-type]  # a virtual subclass of it
+        super().announce()
+
+
 class TorchJoinHook(JoinHook):
     """The hook that torch's `Join` context calls on a rank that has run out of inputs.
 
@@ -121,10 +131,9 @@ class TorchJoinHook(JoinHook):
     """
 
     def __init__(self, replica: Replica, keywords: dict[str, Any]) -> None:
-        divides_by_all = keywords.get("divide_by_initial_world_size", True)
-        notify = partial(Join.notify_join_context, replica)  # type: ignore[arg-type]
-        self.joining = Joining(replica.comm, divides_by_all=divides_by_all, notify=notify)
         self._replica = replica
+        divides_by_all = keywords.get("divide_by_initial_world_size", True)
+        self.joining = replica.inputs = TorchJoining(replica, divides_by_all=divides_by_all)
 
     def main_hook(self) -> None:
         """Shadows a step, because other ranks have inputs."""
@@ -134,4 +143,4 @@ class TorchJoinHook(JoinHook):
         """Ends the context, because no rank has inputs any more."""
         self._replica.broadcast_from(self.joining.root)
         self.joining.give_back_own_gradients()
-        self._replica._join_config = _JoinConfig.construct_disabled_join_config()
+        self._replica.inputs = Inputs(self._replica.comm)

@@ -13,11 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from ddp.errors import ConfigError
 from ddp.replica.broadcast import broadcast_tensors
 from ddp.replica.drop_in.arguments import moved
+from ddp.replica.drop_in.usage import StaticGraph
 
 Replica = Any  # a DistributedDataParallel; its module imports this one
+BUILTIN_HOOKS = {
+    BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
 
 
 class ReducerNames:
@@ -86,6 +94,22 @@ class TorchNames:
         return None if self.device_ids is None else self.device_ids[0]
 
     @property
+    def bucket_bytes_cap(self) -> int:
+        """The number of bytes at which a bucket is closed."""
+        cap: int = self._replica._limits[-1]
+        return cap
+
+    @property
+    def join_device(self) -> Any:
+        """The device of torch's `Join`."""
+        return self._replica.comm.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of torch's `Join`."""
+        return self._replica.process_group
+
+    @property
     def _module_parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._replica._replicated_parameters()]
 
@@ -102,7 +126,7 @@ class TorchNames:
             "iteration": replica.num_steps,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-            "bucket_cap_bytes": replica.bucket_bytes_cap,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": ", ".join(
                 str(sum(slot.parameter.nbytes for slot in bucket.slots)) for bucket in replica.buckets
             ),
@@ -112,7 +136,7 @@ class TorchNames:
             "find_unused_parameters": int(replica.find_unused_parameters),
             "static_graph": int(replica.static_graph),
             "gradient_as_bucket_view": 1,
-            "has_error": int(replica.has_error),
+            "has_error": int(replica._last.error is not None),
         }
 
     def will_sync_module_buffers(self) -> Any:
@@ -142,6 +166,25 @@ class TorchNames:
         """Does what `register_buffer_hook` does, by torch's name."""
         where = {} if comm_hook_location is None else {"when": comm_hook_location}
         self._replica.register_buffer_hook(state, hook, **where)
+
+    def _register_builtin_comm_hook(self, kind: Any) -> None:
+        """Registers the hook of torch that does the same as one of its hooks in C++, and is written in Python."""
+        self._replica.register_comm_hook(self._replica.process_group, BUILTIN_HOOKS[kind])
+
+    def _set_static_graph(self) -> None:
+        """Does what `static_graph=True` does; before the first step, on every rank.
+
+        Raises:
+            ConfigError: there was a step, or the optimizer steps in backward.
+        """
+        replica = self._replica
+        if replica.static_graph:
+            return
+        if replica.num_steps or replica.steps_in_backward:
+            what = "after the first step" if replica.num_steps else "beside step_in_backward"
+            raise ConfigError(f"_set_static_graph {what}: pass static_graph=True when you make the replica")
+        replica.static_graph, replica._usage = True, StaticGraph(replica.comm)
+        replica.backward.usage = replica._usage
 
 
 NAMES = frozenset(vars(TorchNames)) - frozenset(dir(object))

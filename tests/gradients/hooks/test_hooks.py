@@ -46,7 +46,7 @@ class OneBucket:
         named = [(f"p{n}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for n, shape in enumerate(shapes)]
         self.comm, self.compression = comm, Compression(hook, comm, named)
         self.bucket = Bucket(0, [Slot(n, name, parameter) for n, (name, parameter) in enumerate(named)])
-        self.bucket.allocate(lambda numel, kind, device: torch.zeros(numel, dtype=kind, device=device))
+        self.bucket.allocate(self.bucket.slots[0].parameter.detach().new_zeros(self.bucket.numel))
 
     def step(self, gradients: list[Tensor], divide_by: int = 1) -> list[Tensor]:
         """Every gradient's sum, as the hook makes it."""
