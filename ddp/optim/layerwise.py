@@ -94,7 +94,7 @@ class Batch(NamedTuple):
 
     Attributes:
         states: a column for each of `Layerwise.STATES`.
-        updates: room for what the weights will be changed by.
+        updates: memory for the changes of the weights.
     """
 
     weights: list[Tensor]
@@ -295,7 +295,7 @@ class Layerwise(Optimizer, ABC):
         return Unit(weights, [_batch(rows, self._room(weights))], is_one=False)
 
     def _room(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Returns room for the updates of a unit.
+        """Returns memory for the updates of a unit.
 
         On a CPU it is kept, because writing to new memory costs as much again: one room for all units, or one for each
         if they wait for other ranks.

@@ -42,7 +42,7 @@ def forward_precision(precision: Precision, device: torch.device) -> AbstractCon
 #     GROW_AFTER good steps        it is doubled, to find the largest that works
 #
 # The scale is a power of two, so multiplying and dividing by it changes no digit. All ranks see the norm of the same
-# mean gradient, so they change their scales alike, without a message.
+# mean gradient, so all change their scales in the same way, without a message.
 #
 # Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4.1.
 
@@ -210,7 +210,7 @@ class MasterWeights:
 
 
 def _version(parameter: Tensor) -> tuple[int, int]:
-    """Returns what changes if somebody writes to a parameter, or gives it other memory."""
+    """Returns numbers that change if somebody writes to a parameter, or gives it other memory."""
     return parameter._version, parameter.data_ptr()
 
 

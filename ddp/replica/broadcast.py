@@ -25,7 +25,7 @@ PACK_BYTES = 32 << 20
 
 
 def sending(wire: str | None, hook: object | None) -> str:
-    """Returns how gradients are sent, in words that all ranks can compare."""
+    """Returns how gradients are sent, as text that all ranks can compare."""
     given = [f"{key}={value!r}" for key, value in (("wire", wire), ("hook", hook)) if value is not None]
     return ", ".join(given) or "neither wire= nor hook="
 

@@ -168,7 +168,7 @@ class Replica(nn.Module, ABC):
         """Makes every gradient the mean over the ranks, after backward, and ends the step. Collective."""
 
     def raise_pending(self) -> None:
-        """Raises the error that the last backward has recorded, on every rank alike."""
+        """Raises the error that the last backward has recorded, on every rank."""
 
     def take_back(self) -> None:
         """Forgets what sending the last step's gradients has left behind, because the step will not be made."""

@@ -292,8 +292,5 @@ def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:
     indices = torch.cat(comm.all_gather(gradient.indices().t().contiguous()))  # [touched rows of all, 1]
     values = torch.cat(comm.all_gather(gradient.values()))  # [touched rows of all, …]
     if len(indices) or parameter.grad is not None:
-        parameter.grad = _added_up(indices.t(), values, parameter).div_(divide_by)
-
-
-def _added_up(indices: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+        summed = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
+        parameter.grad = summed.div_(divide_by)

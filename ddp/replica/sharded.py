@@ -110,7 +110,7 @@ class ReduceScatter(Reducer):
 
 
 class Part(NamedTuple):
-    """Holds what a rank updates of a parameter.
+    """The part of a parameter that a rank updates.
 
     Attributes:
         whole: the parameter.

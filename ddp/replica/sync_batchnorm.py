@@ -140,7 +140,10 @@ class SyncBatchNorm(_BatchNorm):
         count, mean, m2 = _split(_exchange(group, _summary(x.detach())).to(_wide(x)))
         if x.numel() <= self.num_features:  # else there are enough values; on a GPU, reading `count` means waiting
             if int(count) == 1:
-                raise ConfigError(_too_few(input, comm.world_size))
+                raise ConfigError(
+                    f"expected more than 1 value per channel when training, got 1 on all {comm.world_size} ranks "
+                    f"together (input {list(input.shape)} on this one); use a larger batch, or eval mode"
+                )
             if int(count) == 0:
                 return super().forward(input)  # all batches are empty: torch says what that means
         self._update_running_statistics(mean, m2 / (count - 1))
@@ -360,10 +363,3 @@ def _check_convertible(name: str, layer: _BatchNorm) -> None:
             f"{where} is a {kind} with a forward of its own, which would be lost; "
             "build it from ddp's SyncBatchNorm and a module for the rest"
         )
-
-
-def _too_few(input: Tensor, world_size: int) -> str:
-    return (
-        f"expected more than 1 value per channel when training, got 1 on all {world_size} ranks together "
-        f"(input {list(input.shape)} on this one); use a larger batch, or eval mode"
-    )

@@ -56,13 +56,13 @@ class Strategy(Protocol):
         """
 
     def agree(self, step: int) -> Agreement | None:
-        """Returns what is the same on every rank; None from a strategy that does not know it after this step.
+        """Returns values that are the same on every rank; None from a strategy that does not know them after this step.
 
         Args:
             step: its number, from 1, for messages.
 
         Raises:
-            UnusedParameters, Diverged: the step cannot be made. On every rank alike; nothing has changed.
+            UnusedParameters, Diverged: the step cannot be made. On every rank; nothing has changed.
         """
 
     def update(self, agreement: Agreement | None) -> None:

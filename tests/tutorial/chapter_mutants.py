@@ -125,7 +125,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/groups.py: parameter_groups",
     ],
     "13_less_traffic": [
-        "gradients/hooks/hook.py: commit, ErrorFeedback.enter",
+        "gradients/hooks/hook.py: commit, add_to, ErrorFeedback.enter",
         "gradients/hooks/sign.py: encode, add",
         "gradients/hooks/sparsification.py: TopK.reduce",
     ],

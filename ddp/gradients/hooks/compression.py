@@ -95,7 +95,7 @@ class Compression(Reducer):
             memory.roll_back(name)
 
     def part_of(self, name: str, rank: int | None = None) -> slice:
-        """Returns what a rank carries of a parameter; by default, this one."""
+        """Returns the elements of a parameter that a rank carries; by default, this one."""
         rank, partition = self.comm.rank if rank is None else rank, self.comm.host_partition
         if self.hook.carries_whole:
             return slice(0, self.numels[name] if partition.places[rank] == self._owners[name] else 0)
@@ -161,7 +161,7 @@ class Compression(Reducer):
         return {"num_steps": self.num_steps, "memories": found}
 
     def _on_rank_zero(self, memory: Memory, name: str) -> Tensor | None:
-        """Returns what all hosts remember of a parameter, on rank 0."""
+        """Returns the tensors of all hosts for a parameter, [hosts, numel], on rank 0."""
         comm, mine = self.comm, memory.committed.get(name)
         if memory.kind == "same":
             return mine if comm.rank == 0 else None

@@ -2,7 +2,7 @@
 
 A hook gets *parcels*: the gradients of a bucket, one for each parameter, after the ranks of each host have added up in
 memory (`HostPartition`), and after the one division by the global count. So a parcel is the host's part of the mean.
-Each rank sends what it carries of it. For every bucket, in this order, on every rank alike:
+Each rank sends what it carries of it. For every bucket, in this order, on every rank:
 
     takes      is this tensor worth encoding? Small ones and those of one dimension go dense, that is as they are
     enter      for each parcel: the gradient becomes what should be sent (a velocity, a residual is added, …)
@@ -67,6 +67,13 @@ class Memory:
             spare = torch.empty_like(like, dtype=dtype)
         self.pending[name] = spare
         return spare
+
+    def add_to(self, tensor: Tensor, name: str, *, factor: float = 1.0) -> Tensor:
+        """Returns the tensor plus `factor` times the committed one, if shapes agree; the sum is pending."""
+        pending, committed = self.buffer_for(name, tensor, wide(tensor.dtype)), self.committed.get(name)
+        if committed is None or committed.shape != pending.shape:
+            return pending.copy_(tensor)
+        return torch.add(tensor, committed, alpha=factor, out=pending)
 
     def forget(self, name: str) -> None:
         """Keeps nothing of this parameter once the step is committed."""
@@ -144,7 +151,7 @@ class Hook(ABC):
 
     @abstractmethod
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
-        """Sends, and writes the sums. Runs the same collectives on every rank; `parcels` are alike but for `mine`."""
+        """Sends, and writes the sums. Ranks run the same collectives; their `parcels` differ in what is theirs."""
 
     def leave(self, parcel: Parcel) -> None:  # noqa: B027 (nothing is remembered)
         """Remembers what was not sent, once `gradient` is the sum."""
@@ -246,7 +253,7 @@ class Gathering:
 
 
 def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:
-    """Returns where pieces of so many elements begin, each at a multiple, and where the last one ends."""
+    """Returns where pieces of these sizes begin, each at a multiple, and where the last one ends."""
     return [0, *accumulate(-(-numel // multiple) * multiple for numel in numels)]
 
 
@@ -294,14 +301,9 @@ class ErrorFeedback(Around):
 
     def enter(self, parcel: Parcel) -> None:
         super().enter(parcel)
-        residual = self._residual.committed.get(parcel.name)
-        if residual is None and parcel.is_dense:
+        if parcel.is_dense and parcel.name not in self._residual.committed:
             return
-        room = self._residual.buffer_for(parcel.name, parcel.outgoing, wide(parcel.outgoing.dtype))
-        if residual is None or residual.shape != room.shape:
-            parcel.outgoing = room.copy_(parcel.outgoing)
-        else:
-            parcel.outgoing = torch.add(residual, parcel.outgoing, out=room)
+        parcel.outgoing = self._residual.add_to(parcel.outgoing, parcel.name)
 
     def leave(self, parcel: Parcel) -> None:
         super().leave(parcel)
@@ -324,7 +326,7 @@ class DenseStart(Around):
 
     Args:
         hook: sends from then on.
-        steps: so many steps, counted from the first one with this hook, also if the run is resumed.
+        steps: their number, counted from the first step with this hook, also if the run is resumed.
 
     Raises:
         ConfigError: `steps` is negative.

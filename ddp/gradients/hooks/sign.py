@@ -103,21 +103,21 @@ class _Batch:
 def _batched(parcels: Sequence[Parcel], comm: Communicator) -> list[list[_Piece]]:
     """Returns the pieces that travel together, the same on every rank: up to about BATCH numbers of a rank."""
     batches: list[list[_Piece]] = [[]]
-    room = BATCH
+    left = BATCH
     for number, parcel in enumerate(parcels):
         numel = parcel.gradient.numel() // comm.host_partition.num_places
         count = max(1, numel // BATCH)
         for index in range(count):
-            if room <= 0:
+            if left <= 0:
                 batches.append([])
-                room = BATCH
+                left = BATCH
             batches[-1].append(_Piece(number, index, count))
-            room -= numel // count
+            left -= numel // count
     return batches
 
 
 def block_of(columns: int) -> int:
-    """Returns how many numbers have one scale, a multiple of 8: whole rows of so many columns, if they are short."""
+    """Returns the number of numbers with one scale, a multiple of 8: whole rows of a matrix, if they are short."""
     rows = columns * (8 // math.gcd(columns, 8))
     return min(MOST, rows * -(-LEAST // rows))
 
@@ -127,7 +127,7 @@ def encode(numbers: Tensor, into: Tensor, block: int) -> None:
 
     Args:
         into: bytes; those of `numbers` come first.
-        block: so many numbers have one scale.
+        block: the number of numbers with one scale.
     """
     for values, signs, scales in _blocks(numbers, into, block):
         scales.copy_(values.abs().mean(dim=1))
@@ -146,7 +146,7 @@ def add(encoded: Tensor, to: Tensor, block: int) -> None:
 
 
 def _num_bytes(numel: int, block: int) -> int:
-    """Returns the bytes for so many numbers: the scales, and then the signs."""
+    """Returns the number of bytes for numbers: the scales, and then the signs."""
     return SCALE_BYTES * -(-numel // block) + -(-numel // 8)
 
 

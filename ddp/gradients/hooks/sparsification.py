@@ -41,7 +41,7 @@ FIRST_RATIO = 0.25
 NUM_SAMPLED = 1 << 16
 STRETCH = 1 << 16  # numbers whose temporary copies fit a cache
 INDEX_BYTES = 4
-MARGIN = 1.2  # so many times as many are looked at as are wanted
+MARGIN = 1.2  # candidates for each number that is wanted
 
 
 class TopK(Hook):
@@ -86,15 +86,8 @@ class TopK(Hook):
         return float(FIRST_RATIO * (self.ratio / FIRST_RATIO) ** (step / self.warmup_steps))
 
     def enter(self, parcel: Parcel) -> None:
-        if not self.momentum:
-            return
-        room = self._velocity.buffer_for(parcel.name, parcel.outgoing, wide(parcel.outgoing.dtype))
-        velocity = self._velocity.committed.get(parcel.name)
-        if velocity is None or velocity.shape != room.shape:
-            room.copy_(parcel.outgoing)
-        else:
-            torch.add(parcel.outgoing, velocity, alpha=self.momentum, out=room)
-        parcel.outgoing = room
+        if self.momentum:
+            parcel.outgoing = self._velocity.add_to(parcel.outgoing, parcel.name, factor=self.momentum)
 
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
         host_partition, ratio = comm.host_partition, self.ratio_at(step)

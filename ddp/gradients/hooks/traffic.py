@@ -93,7 +93,7 @@ def predicted(
     hook: Hook | None = None,
     wire: WireName | None = None,
 ) -> Traffic:
-    """Returns what a step's gradients cost. Collective; alike on all ranks, but for the time of encoding.
+    """Returns the costs of a step's gradients. Collective; the same on all ranks, but for the time of encoding.
 
     Args:
         buckets: the parameters of each bucket, of one type, in the order in which buckets are ready. Shapes count.

@@ -196,7 +196,7 @@ def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: st
     """
     arrived, label = threading.Event(), f"{hook}, {where}"
     future.add_done_callback(lambda _: arrived.set())
-    comm.peers.wait_for(arrived.wait, label=label)  # even if it is done: all ranks must number their waits alike
+    comm.peers.wait_for(arrived.wait, label=label)  # even if it is done: the numbers of waits must agree between ranks
     try:
         return future.wait() if comm.device.type == "cuda" else future.value()
     except Exception as error:

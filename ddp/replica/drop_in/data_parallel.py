@@ -60,7 +60,7 @@ from ddp.replica.drop_in.arguments import (
 from ddp.replica.drop_in.comm_hook import BufferHook, CommHook, HookedBuffers, HookFunction, When, check_hook
 from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, StepsOfOthers, check_own_optimizers, refusal
 from ddp.replica.drop_in.join import Joining, TorchJoinHook
-from ddp.replica.drop_in.torch_names import NAMES, TorchNames
+from ddp.replica.drop_in.torch_names import NAMES, VALUES, TorchNames
 from ddp.replica.drop_in.usage import FoundInGraph, StaticGraph
 from ddp.replica.parameters import check_trainable, check_wire, managed
 from ddp.replica.replica import Inputs, Replica
@@ -370,7 +370,9 @@ class DistributedDataParallel(BucketedDataParallel):
         return super().logging_data() | {"comm_hook": reducer.name if isinstance(reducer, CommHook) else None}
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what programs expect by this name of torch's class (`torch_names.py`), or a submodule."""
+        """Returns the attribute of this name that torch's class has (`torch_names.py`), or a submodule."""
+        if name in VALUES:
+            return VALUES[name](self)
         return getattr(TorchNames(self), name) if name in NAMES else super().__getattr__(name)
 
     @classmethod
@@ -414,7 +416,7 @@ class DistributedDataParallel(BucketedDataParallel):
         return twin
 
     def _state(self) -> dict[str, Any]:
-        """Returns what does not belong to this process alone."""
+        """Returns the attributes that do not belong to this process alone."""
         return {name: value for name, value in self.__dict__.items() if name not in OF_THIS_PROCESS} | {
             "buffer_mode": self._buffer_sync.mode
         }

@@ -7,12 +7,12 @@ have itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -61,57 +61,30 @@ class ReducerNames:
         """Does nothing: autograd reports the end of the first backward over a static graph, too."""
 
 
+def _device_ids(replica: Replica) -> list[int] | None:
+    """Returns the CUDA device that inputs are moved to, as a list; None if inputs stay where they are."""
+    device = replica.input_device
+    return None if device is None or device.index is None else [device.index]
+
+
+VALUES: dict[str, Callable[[Replica], Any]] = {  # attributes
+    "reducer": ReducerNames,
+    "device": lambda replica: next(replica.module.parameters()).device,
+    "device_type": lambda replica: next(replica.module.parameters()).device.type,
+    "device_ids": _device_ids,
+    "output_device": lambda replica: next(iter(_device_ids(replica) or ()), None),  # its index; outputs are not moved
+    "bucket_bytes_cap": lambda replica: replica._limits[-1],  # bytes at which a bucket is closed
+    "join_device": lambda replica: replica.comm.device,  # of torch's `Join`, as the next one
+    "join_process_group": lambda replica: replica.process_group,
+    "_module_parameters": lambda replica: [parameter for _, parameter in replica._replicated_parameters()],
+}
+
+
 class TorchNames:
-    """The names that programs use of torch's class, for one replica."""
+    """The methods of torch's class that programs call, for one replica."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-
-    @property
-    def reducer(self) -> ReducerNames:
-        """The names of torch's reducer."""
-        return ReducerNames(self._replica)
-
-    @property
-    def device(self) -> Any:
-        """The device of the first parameter."""
-        return next(self._replica.module.parameters()).device
-
-    @property
-    def device_type(self) -> Any:
-        """The type of that device, "cpu" or "cuda"."""
-        return str(self.device.type)
-
-    @property
-    def device_ids(self) -> list[int] | None:
-        """The CUDA device that inputs are moved to, as a list; None if inputs stay where they are."""
-        device = self._replica.input_device
-        return None if device is None or device.index is None else [device.index]
-
-    @property
-    def output_device(self) -> int | None:
-        """The index of that device; outputs are not moved."""
-        return None if self.device_ids is None else self.device_ids[0]
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The number of bytes at which a bucket is closed."""
-        cap: int = self._replica._limits[-1]
-        return cap
-
-    @property
-    def join_device(self) -> Any:
-        """The device of torch's `Join`."""
-        return self._replica.comm.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of torch's `Join`."""
-        return self._replica.process_group
-
-    @property
-    def _module_parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._replica._replicated_parameters()]
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Describes the replica in the words of torch's class; `logging_data` has times."""
@@ -126,7 +99,7 @@ class TorchNames:
             "iteration": replica.num_steps,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_cap_bytes": replica._limits[-1],
             "bucket_sizes": ", ".join(
                 str(sum(slot.parameter.nbytes for slot in bucket.slots)) for bucket in replica.buckets
             ),
@@ -145,7 +118,7 @@ class TorchNames:
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Returns the inputs on a device, in the form in which `scatter` gives them for several."""
-        device = torch.device(self.device_type, device_id)
+        device = torch.device(VALUES["device_type"](self._replica), device_id)
         return (moved(inputs, device),), (moved(kwargs, device),)
 
     def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
