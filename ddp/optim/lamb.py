@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range, with_preset
+from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range
 from ddp.optim.norms import Norms, trust_ratios
 
 
@@ -69,36 +69,17 @@ PRESETS = {
 
 
 class LAMB(Layerwise):
-    """LAMB.
-
-    Args:
-        params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
-        lr: the learning rate; the ratio makes it the share of a tensor's norm that one step changes.
-        preset: where the choices that are not given come from, a key of `PRESETS`.
-        maximize: go up the gradient.
-        choices: see `LambChoices`.
-
-    Raises:
-        ConfigError: there is no such preset or choice, or a value is out of its range.
-    """
+    """LAMB; its choices are those of `LambChoices`. The rate is the share of a tensor's norm that one step changes."""
 
     STATES = ("exp_avg", "exp_avg_sq")
+    PRESETS = PRESETS
+    RATE = 1e-3
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        *,
-        preset: str = "paper",
-        maximize: bool = False,
-        **choices: Any,
-    ) -> None:
-        chosen = with_preset("LAMB", preset, PRESETS, choices)
-        for beta in chosen["betas"]:
+    def _check(self, choices: Mapping[str, Any]) -> None:
+        for beta in choices["betas"]:
             check_range("betas", beta, least=0, below=1)
-        if not chosen["max_ratio"] > 0:
-            raise ConfigError(f"max_ratio={chosen['max_ratio']!r}: must be above 0")
-        super().__init__(params, {**chosen, "lr": lr, "maximize": maximize})
+        if not choices["max_ratio"] > 0:
+            raise ConfigError(f"max_ratio={choices['max_ratio']!r}: must be above 0")
 
     def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
         weights, gradients, (means, squares), updates = batch

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range, with_preset
+from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range
 from ddp.optim.norms import Norms, trust_ratios
 
 
@@ -71,38 +70,16 @@ LARC_PRESETS = {
 
 
 class LARS(Layerwise):
-    """LARS.
-
-    Args:
-        params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
-        lr: the learning rate, which the ratio multiplies.
-        preset: where the choices that are not given come from, a key of `LARS_PRESETS`.
-        maximize: go up the gradient.
-        choices: see `LarsChoices`.
-
-    Raises:
-        ConfigError: there is no such preset or choice, or a value is out of its range.
-    """
+    """LARS; its choices are those of `LarsChoices`."""
 
     STATES: tuple[str, ...] = ("momentum_buffer",)
     PRESETS = LARS_PRESETS
-    DEFAULT = "paper"
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1.0,
-        *,
-        preset: str | None = None,
-        maximize: bool = False,
-        **choices: Any,
-    ) -> None:
-        chosen = with_preset(type(self).__name__, preset or self.DEFAULT, self.PRESETS, choices)
-        check_range("momentum", chosen["momentum"], least=0, below=1)
-        check_range("trust_coefficient", chosen["trust_coefficient"], least=0)
-        if chosen["nesterov"] and not chosen["momentum"]:
+    def _check(self, choices: Mapping[str, Any]) -> None:
+        check_range("momentum", choices["momentum"], least=0, below=1)
+        check_range("trust_coefficient", choices["trust_coefficient"], least=0)
+        if choices["nesterov"] and not choices["momentum"]:
             raise ConfigError("nesterov=True: needs momentum; take momentum=0.9")
-        super().__init__(params, {**chosen, "lr": lr, "maximize": maximize})
 
     def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
         torch._foreach_copy_(batch.updates, batch.gradients)
@@ -140,15 +117,9 @@ class LARS(Layerwise):
 
 
 class LARC(LARS):
-    """LARC: LARS whose rate is never above lr.
-
-    Args:
-        params, lr, maximize, choices: as in `LARS`.
-        preset: a key of `LARC_PRESETS`.
-    """
+    """LARC: LARS whose rate is never above lr."""
 
     PRESETS = LARC_PRESETS
-    DEFAULT = "apex"
 
     def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
         ratios, rate = super()._ratios(weight_norms, update_norms, group), float(group["lr"])

@@ -138,6 +138,16 @@ class Layerwise(Optimizer, ABC):
 
     Every group has lr, weight_decay, maximize and `adapt`. Tensors without a ratio are treated as if it were 1.
 
+    Args:
+        params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
+        lr: the learning rate, which the ratio multiplies; by default `RATE`.
+        preset: where the choices that are not given come from, a key of `PRESETS`; by default the first one.
+        maximize: go up the gradient.
+        choices: see the class of the presets.
+
+    Raises:
+        ConfigError: there is no such preset or choice, or a value is out of its range.
+
     Attributes:
         STATES: names of the optimizer's states of a tensor, which have the tensor's shape.
         exchange: the parameters are parts of tensors, and this finds the norms of whole ones (`strategies/sharded.py`).
@@ -145,13 +155,26 @@ class Layerwise(Optimizer, ABC):
     """
 
     STATES: tuple[str, ...]
+    PRESETS: Mapping[str, Any]
+    RATE = 1.0
     exchange: Exchange | None = None
 
     @staticmethod
     def is_large(weights: Tensor) -> bool:
         return weights.numel() > BLOCK_NUMEL and is_dense(weights) and weights.device.type == "cpu"
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor | None = None,
+        *,
+        preset: str | None = None,
+        maximize: bool = False,
+        **choices: Any,
+    ) -> None:
+        chosen = with_preset(type(self).__name__, preset or next(iter(self.PRESETS)), self.PRESETS, choices)
+        self._check(chosen)
+        defaults = {**chosen, "lr": self.RATE if lr is None else lr, "maximize": maximize}
         for name in ("lr", "weight_decay", "eps"):
             check_range(name, defaults[name], least=0)
         if defaults["adapt"] not in get_args(Adapt):
@@ -162,6 +185,10 @@ class Layerwise(Optimizer, ABC):
         if defaults["clip_norm"] is not None and not defaults["clip_norm"] > 0:
             raise ConfigError(f"clip_norm={defaults['clip_norm']!r}: must be above 0; None for no clipping")
         super().__init__(params, defaults)
+
+    @abstractmethod
+    def _check(self, choices: Mapping[str, Any]) -> None:
+        """Raises ConfigError for choices that no step can be made with."""
 
     @property
     def clip_norm(self) -> float | None:

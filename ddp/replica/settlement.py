@@ -121,7 +121,7 @@ class Usage:
 
 
 class Share(NamedTuple):
-    """What this rank gives to a step.
+    """A rank's contribution to a step.
 
     Attributes:
         totals: its part of the step's totals, if they ride along.

@@ -25,7 +25,7 @@ virtual subclass of torch's (as `abc` calls it), which inherits nothing. Undocum
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -209,12 +209,6 @@ class DistributedDataParallel(BucketedDataParallel):
         """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
         if self._is_in_forward and self._watch.check_inside():
             self._choose_layout()
-
-    def announce_backward(self, outputs: Iterable[Tensor]) -> None:
-        """Lets the next backward synchronise, even if its forward was in `no_sync`."""
-        self._check_inside_forward()
-        self._waiting = self._layouts.current
-        watch_backward(list(outputs), partial(self._begin, self._waiting), self._finish)
 
     @uncompiled
     def _begin(self, layout: Layout, *, if_reached: bool = False) -> bool:

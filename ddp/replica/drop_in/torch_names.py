@@ -8,6 +8,7 @@ have itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp.errors import ConfigError
+from ddp.replica.autograd import watch_backward
 from ddp.replica.broadcast import broadcast_tensors
 from ddp.replica.drop_in.arguments import moved
 from ddp.replica.drop_in.usage import StaticGraph
@@ -51,7 +53,10 @@ class ReducerNames:
             outputs: tensors that this backward goes through. If there are none, the step begins at the first gradient
                 of a parameter, which must not be inside a re-entrant checkpoint.
         """
-        self._replica.announce_backward(outputs)
+        replica = self._replica
+        replica._check_inside_forward()
+        replica._waiting = replica._layouts.current
+        watch_backward(list(outputs), partial(replica._begin, replica._waiting), replica._finish)
 
     def _rebuild_buckets(self) -> bool:
         """Returns False: buckets change at the end of the first backward, and never before a forward."""
