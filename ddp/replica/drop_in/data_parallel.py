@@ -48,15 +48,7 @@ from ddp.replica.autograd import accumulates, uncompiled, watch_backward, will_a
 from ddp.replica.backward import State
 from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, sending
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.drop_in.arguments import (
-    check_devices,
-    check_engine,
-    check_keywords,
-    choose_communicator,
-    input_device,
-    moved,
-    warn_of_deprecated,
-)
+from ddp.replica.drop_in import arguments
 from ddp.replica.drop_in.comm_hook import BufferHook, CommHook, HookedBuffers, HookFunction, When, check_hook
 from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, StepsOfOthers, check_own_optimizers, refusal
 from ddp.replica.drop_in.join import Joining, TorchJoinHook
@@ -136,15 +128,15 @@ class DistributedDataParallel(BucketedDataParallel):
         comm: Communicator | None = None,
         **others: Any,
     ) -> None:
-        check_keywords(others)
-        warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
+        arguments.check_keywords(others)
+        arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
-        comm = choose_communicator(comm, process_group, device_mesh, module)
+        comm = arguments.choose_communicator(comm, process_group, device_mesh, module)
         self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
         named = _not_ignored(module, self.parameters_to_ignore)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
         check_wire(named, wire, hook)
-        check_devices(named, device_ids, output_device)
+        arguments.check_devices(named, device_ids, output_device)
         check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
         if buffers is not None and keeps_buffers and buffers != "none":
@@ -158,7 +150,8 @@ class DistributedDataParallel(BucketedDataParallel):
         Replica.__init__(self, module, comm, sync)
         self._limits, self._overlap, self.wire = limits, overlap, wire
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
-        self.gradient_as_bucket_view, self.device_mesh, self.input_device = True, device_mesh, input_device(device_ids)
+        self.gradient_as_bucket_view, self.device_mesh = True, device_mesh
+        self.input_device = arguments.input_device(device_ids)
         self.compression = None if hook is None else Compression(hook, comm, named)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._begin_in_this_process()
@@ -178,9 +171,9 @@ class DistributedDataParallel(BucketedDataParallel):
             UnusedParameters: the last step left some without a gradient, and that is not allowed.
             ConfigError: parameters were added, removed or replaced.
         """
-        check_engine()
+        arguments.check_engine()
         if self.input_device is not None:
-            args, kwargs = moved((args, kwargs), self.input_device)
+            args, kwargs = arguments.moved((args, kwargs), self.input_device)
         if self._is_recomputed():
             return self.module(*args, **kwargs)
         try:
@@ -222,7 +215,7 @@ class DistributedDataParallel(BucketedDataParallel):
         if is_running and layout is self.backward.layout:
             return False
         if not (will_accumulate if if_reached else accumulates)(layout.parameters):
-            check_engine(in_backward=True)
+            arguments.check_engine(in_backward=True)
             return False
         if self._is_in_forward and not self.require_backward_grad_sync:
             return False  # no_sync inside a forward that runs backward itself
