@@ -79,12 +79,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        *arguments: Any,
-        comm: Communicator | None = None,
-        bias: bool = True,
-        **keywords: Any,
+        self, num_features: int, *arguments: Any, comm: Communicator | None = None, bias: bool = True, **keywords: Any
     ) -> None:
         super().__init__(num_features, *arguments, **keywords)
         if not bias:  # a keyword that torch's classes do not have in 2.10

@@ -34,12 +34,7 @@ def ranks_of(model: nn.Module) -> Communicator:
     return init(device=device if device is not None and device.type == "cuda" else "auto")
 
 
-def replica_of(
-    model: nn.Module,
-    optimizer: Optimizer,
-    comm: Communicator,
-    averaging: Averaging,
-) -> Replica:
+def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, averaging: Averaging) -> Replica:
     """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
 
     Raises:

@@ -267,10 +267,7 @@ class DistributedDataParallel(BucketedDataParallel):
     # --- uneven inputs -----------------------------------------------------------------------------------------------
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
         """Opens a context in which ranks may have different numbers of inputs (`join.py`).
 
