@@ -100,11 +100,6 @@ class Layout:
         ]
         self.index_of = {each: bucket.index for bucket in self.buckets for each in bucket.ids}
 
-    @property
-    def names(self) -> list[list[str]]:
-        """Names of the gradients that are reduced together."""
-        return [[slot.name for slot in bucket.slots] for bucket in self.buckets]
-
     def allocate(self) -> None:
         """Allocates the buckets' memory. Collective."""
         for bucket in self.buckets:

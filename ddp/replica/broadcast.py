@@ -1,4 +1,6 @@
-"""Makes replicas equal at the start: every rank gets rank 0's parameters and buffers, once it is certain that they fit.
+"""Makes replicas equal: parameters and buffers at the start, buffers before forwards; and compares them on request.
+
+At the start every rank gets rank 0's parameters and buffers, once it is certain that they fit.
 
 All that a bucket depends on is compared first. A broadcast into a tensor of another size is at best a hang, at worst a
 wrong model, and so are buckets in which ranks lay out the same gradient differently. The comparison names the first

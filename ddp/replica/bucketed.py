@@ -248,11 +248,6 @@ class BucketedDataParallel(Replica):
         return [[slot.parameter for slot in bucket.slots] for bucket in reduced]
 
     @property
-    def bucket_layout(self) -> list[list[str]]:
-        """Names of the gradients that are reduced together; the bits of a ring depend on it."""
-        return self._layouts.current.names
-
-    @property
     def gradient_order(self) -> list[str] | None:
         """Names in the order in which gradients become ready; None as long as that is not known."""
         return self._layouts.current.order

@@ -1,4 +1,4 @@
-"""The parameters that a replica keeps equal, and a check that they are still the same ones.
+"""The parameters that a replica keeps equal, a check that they are still the same ones, and their layouts.
 
 A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
 So every forward checks that modules and parameters are still those of the beginning, by comparing two lists.

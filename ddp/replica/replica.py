@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
@@ -188,6 +189,11 @@ class Replica(nn.Module, ABC):
         return False
 
     @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the next step, in the order of reduction; none if gradients are reduced one by one."""
+        return []
+
+    @property
     def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
         """The parameters of each bucket, if the next step all-reduces buckets as the cost model expects; else []."""
         return []
@@ -195,7 +201,8 @@ class Replica(nn.Module, ABC):
     @property
     def bucket_layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together; the bits of a ring depend on it."""
-        return [[name] for name, _ in self.module.named_parameters()]
+        in_buckets = [[slot.name for slot in bucket.slots] for bucket in self.buckets]
+        return in_buckets or [[name] for name, _ in self.module.named_parameters()]
 
     @property
     def gradient_order(self) -> list[str] | None:

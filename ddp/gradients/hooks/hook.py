@@ -125,7 +125,7 @@ class Hook(ABC):
     Attributes:
         carries_whole: a tensor is carried by one rank of a host, and not by all, each a part.
         error_feedback: it loses the same part of a gradient again and again, so error feedback is put around it
-            (`hook.py`). Hooks that need it have it by default.
+            (`ErrorFeedback`). Hooks that need it have it by default.
         is_corrected: error feedback stands around it.
         momentum: that of a velocity which it sends in the place of the gradient.
     """
@@ -267,7 +267,7 @@ def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:
 # residual is in units of the mean gradient, as is everything that hooks see; so one from a large batch weighs no more
 # in a small one.
 #
-# It takes two tensors of this rank's part of the gradients (`hook.py`).
+# It takes two tensors of this rank's part of the gradients (`Memory`).
 #
 # Source: Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv 1901.09847, algorithm 2; the idea is from Seide et
 # al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
