@@ -35,11 +35,13 @@ Job = Callable[[], Sequence[Cell]]
 HOSTS = Path(__file__).parents[2] / "scripts" / "netbed" / "hosts.py"
 
 
-def add_options(parser: Parser, *, workers: str, least: int) -> None:
+def add_options(parser: Parser, *, workers: str, least: int, turns: int = 0, plots: bool = False) -> None:
     """Adds the options of all benchmarks.
 
     Args:
         workers: the world sizes unless others are asked for; each must be at least `least`.
+        turns: how often rivals take turns unless something else is asked for; 0: there are no rivals.
+        plots: a picture can be asked for.
     """
     where = parser.add_mutually_exclusive_group()
     most = most_workers()
@@ -58,18 +60,11 @@ def add_options(parser: Parser, *, workers: str, least: int) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE, too")
     parser.set_defaults(plot=None, name=parser.prog.split()[-1])
-
-
-def add_turns(parser: Parser, turns: int) -> None:
-    """Adds how often the rivals take turns."""
-    parser.add_argument(
-        "--turns", type=whole(1), default=turns, help="turns of each rival in a cell (default: %(default)s)"
-    )
-
-
-def add_plot(parser: Parser) -> None:
-    """Adds the name of a picture."""
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of it")
+    if turns:
+        rounds = "turns of each rival in a cell (default: %(default)s)"
+        parser.add_argument("--turns", type=whole(1), default=turns, help=rounds)
+    if plots:
+        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of it")
 
 
 def place_of(options: argparse.Namespace) -> Place:

@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Sequence
 
 from ddp.bench.collectives import CASES, Case, CollectiveCell, TimeCollectives
-from ddp.bench.command import add_options, add_plot, add_turns, place_of, run
+from ddp.bench.command import add_options, place_of, run
 from ddp.bench.place import refuse_unknown, split
 from ddp.commands.command import parser_of, respond
 from ddp.run.settings.checks import WAYS
@@ -27,9 +27,7 @@ from ddp.units import parse_size
 def main(words: Sequence[str]) -> int:
     """Times the collectives that the words ask for."""
     parser = parser_of("bench_collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, workers="2,4", least=2)
-    add_turns(parser, 5)
-    add_plot(parser)
+    add_options(parser, workers="2,4", least=2, turns=5, plots=True)
     sizes, cases = "1KB,64KB,1MB,4MB,25MB,64MB", ",".join(CASES)
     parser.add_argument("--sizes", default=sizes, metavar="SIZE,SIZE,…", help="of each tensor (default: %(default)s)")
     parser.add_argument("--cases", default=cases, metavar="CASE,CASE,…", help="what to time (default: %(default)s)")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ddp.bench.command import add_options, add_plot, add_turns, place_of, run
+from ddp.bench.command import add_options, place_of, run
 from ddp.bench.place import refuse_unknown, split
 from ddp.bench.step import VARIANTS, StepCell, TimeSteps
 from ddp.bench.workloads import add_models, models_of
@@ -28,9 +28,7 @@ from ddp.errors import ConfigError
 def main(words: Sequence[str]) -> int:
     """Times the steps that the words ask for."""
     parser = parser_of("bench_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, workers="2", least=1)
-    add_turns(parser, 9)
-    add_plot(parser)
+    add_options(parser, workers="2", least=1, turns=9, plots=True)
     add_models(parser)
     usual = ",".join(TimeSteps.variants)
     parser.add_argument("--variants", default=usual, metavar="NAME,NAME,…", help="what to time (default: %(default)s)")

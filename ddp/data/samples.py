@@ -85,7 +85,7 @@ class TensorSet(WholeBatches):
             raise ValueError(f"{len(inputs)} inputs beside {len(targets)} targets; a sample is one of each")
         self.inputs = inputs
         self.targets = targets
-        self.transform = transform or _as_it_is
+        self.transform = transform or as_it_is
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -99,8 +99,9 @@ class TensorSet(WholeBatches):
         return self.transform(self.inputs.index_select(0, where)), self.targets.index_select(0, where)
 
 
-def _as_it_is(inputs: Tensor) -> Tensor:
-    return inputs
+def as_it_is(given: Any) -> Any:
+    """Returns what it is given: a function with a name, because processes may have to pickle it."""
+    return given
 
 
 class Wrapped:

@@ -1,4 +1,4 @@
-"""The memory of a process, and its cores.
+"""The memory of a process, its cores, and a signal when its parent dies.
 
     what the host has        cores, and bytes that are left; whether a tensor fills its own memory without gaps
     garbage collection       kept from what importing torch leaves for good
@@ -168,3 +168,20 @@ def keep_large_blocks() -> None:
         if name in _MALLOPT and mallopt is not None:
             mallopt(_MALLOPT[name], BLOCK_BYTES)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", VARIABLES["THP_MEM_ALLOC_ENABLE"])
+
+
+# --- A signal when the parent dies -----------------------------------------------------------------------------------
+#
+# Workers ask for SIGTERM, on which they can still agree to stop (`worker.py`). Loader processes ask for SIGKILL: they
+# may be waiting in a read that never returns, and have nothing to save (`data/loading/loader.py`).
+#
+# Linux only. The parent is the *thread* that has forked this process.
+
+
+def ask_for_signal(number: int) -> bool:
+    """Returns True if the kernel will send this signal when the parent dies; it may have died already."""
+    if sys.platform != "linux":
+        return False
+    PR_SET_PDEATHSIG = 1
+    failed: int = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    return not failed

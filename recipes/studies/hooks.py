@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp.bench.command import add_options, add_turns, place_of, run
+from ddp.bench.command import add_options, place_of, run
 from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import Training, make
 from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
@@ -278,8 +278,7 @@ def bytes_sent() -> int:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, workers="2", least=1)
-    add_turns(parser, 9)
+    add_options(parser, workers="2", least=1, turns=9)
     add_models(parser)
     usual = ",".join(METHODS)
     parser.add_argument("--methods", default=usual, metavar="NAME,NAME,…", help="what to time (default: all)")

@@ -23,6 +23,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
@@ -200,9 +201,7 @@ def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, 
     facts = storage.facts(found)
     given = index_path(addresses, format, index_dir=index_dir)
     path, told = index_place(given), list(zip(found, facts, strict=True))
-    old = _open_if_whole(path, format)
-    if old is None and path != given:
-        old = _of_the_folder_s_owner(given, format)
+    old = _found(given, path, format)
     if old is not None and [(file.address, file.facts) for file in old.files] == told:
         return old
     known = {} if old is None else _layouts(old)
@@ -266,9 +265,7 @@ def open_index(addresses: Addresses, format: Format, *, index_dir: str | Path) -
     """
     given = index_path(addresses, format, index_dir=index_dir)
     path = index_place(given)
-    index = _open_if_whole(path, format)
-    if index is None and path != given:
-        index = _of_the_folder_s_owner(given, format)
+    index = _found(given, path, format)
     if index is None:
         raise ConfigError(
             f"{path} is missing or damaged, so the samples of {as_given(addresses)[0]} are not known: call index_files "
@@ -277,12 +274,13 @@ def open_index(addresses: Addresses, format: Format, *, index_dir: str | Path) -
     return index
 
 
-def _of_the_folder_s_owner(given: Path, format: Format) -> FileIndex | None:
-    """Returns the index in a folder of others, if it is whole, and of this user or the folder's owner; else None."""
-    try:
-        return _open_if_whole(given, format)
-    except ConfigError:  # it is a link, another member's, or of another format
-        return None
+def _found(given: Path, mine: Path, format: Format) -> FileIndex | None:
+    """Returns this user's index, or that of the owner of the folder that was given; None if neither is whole."""
+    index = _open_if_whole(mine, format)
+    if index is None and mine != given:
+        with suppress(ConfigError):  # it is a link, another member's, or of another format
+            return _open_if_whole(given, format)
+    return index
 
 
 def mapped_again(index: FileIndex) -> FileIndex:

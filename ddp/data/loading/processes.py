@@ -24,8 +24,9 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 
+from ddp.data.samples import as_it_is
 from ddp.errors import ConfigError, UnreadableSample
-from ddp.process.parent_death import ask_for_signal
+from ddp.process.memory import ask_for_signal
 
 _LONGEST_PATH = 107  # of a Unix socket
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -46,17 +47,13 @@ def data_loader(
     return DataLoader(
         batches,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator
         **process_options(processes, num_workers=num_workers),
         **others,
     )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch  # a named function, because processes may have to pickle it
 
 
 def process_options(given: Mapping[str, Any], *, num_workers: int) -> dict[str, Any]:

@@ -39,8 +39,7 @@ from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError
 from ddp.process.files import make_folder, to_append
 from ddp.process.log import add_handler, follow_rank
-from ddp.process.memory import collect_from_now_on, collect_later
-from ddp.process.parent_death import ask_for_signal
+from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
 from ddp.process.stack import stack_of
 from ddp.process.terminal import keep_writing
 from ddp.run.launch.from_python import write_result
