@@ -136,16 +136,11 @@ def _at_once(t: Terms) -> float:
 
 
 FLAT: dict[str, Callable[[Terms], float]] = {
-    "ring": ring,
-    "tree": tree,
-    "double_tree": double_tree,
-    "butterfly": butterfly,
-    "recursive_doubling": recursive_doubling,
-    "circulant": circulant,
-    "all_to_all": all_to_all,
-    "master_worker": master_worker,
-    "round_robin": round_robin,
-    "naive_all_to_all": naive_all_to_all,
+    formula.__name__: formula
+    for formula in (
+        *(ring, tree, double_tree, butterfly, recursive_doubling, circulant, all_to_all),
+        *(master_worker, round_robin, naive_all_to_all),
+    )
 }
 ONE_OF_A_HOST_CROSSES = {"ring", "tree"}  # with hosts of neighbouring ranks; else any number of them may at once
 HIERARCHICAL = {"hierarchical": ring} | {

@@ -49,7 +49,7 @@ def offsets(numel: int, num_chunks: int, unit: int = 1) -> list[int]:
     Chunks differ by at most one element: offsets(10, 4) = [0, 2, 5, 7, 10], and offsets(2, 4) = [0, 0, 1, 1, 2].
 
     Args:
-        unit: all boundaries but the last one are multiples of it; then chunks differ by at most so many elements.
+        unit: all boundaries but the last one are multiples of it; then chunks differ by at most `unit` elements.
     """
     num_units = -(-numel // unit)
     return [min(numel, index * num_units // num_chunks * unit) for index in range(num_chunks + 1)]

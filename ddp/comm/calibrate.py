@@ -23,7 +23,6 @@ ranks exchange all their times and compute the figures from them, so all have th
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from ddp.comm.flat_collectives import FlatCollectives
 from ddp.comm.host_links import HostLinks
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
 from ddp.comm.settings import Settings
-from ddp.comm.transport.topology import Gather
+from ddp.comm.transport.edge import Gather, gathered
 from ddp.process.clock import now_s
 
 Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
@@ -140,7 +139,7 @@ def timed(runs: Mapping[str, Callable[[], object]], in_a_row: int = 1, *, device
 
 def agreed(mine: Times, gather: Gather) -> dict[str, float]:
     """Returns, by name, the median over the repetitions of the slowest rank's time: the same on all ranks."""
-    everyone: list[Times] = [json.loads(text) for text in gather(json.dumps(mine).encode())]
+    everyone: list[Times] = gathered(gather, mine)
     names = dict.fromkeys(name for times in everyone for name in times)
     by_rank = {name: [times[name] for times in everyone if name in times] for name in names}
     return {name: median(map(max, zip(*times, strict=True))) for name, times in by_rank.items()}

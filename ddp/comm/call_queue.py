@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ddp.comm.host_memory import NoSharedMemory
-from ddp.comm.transport.edge import TransportError
+from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.shared_memory import SLICE_S
-from ddp.comm.transport.topology import Gather
 from ddp.comm.watch.call import Call, disagreement, recorded
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
@@ -52,6 +51,7 @@ class CallQueue:
         num_calls: the number of calls so far, which is also the number of the last one.
         error: what ended the communicator, if anything has.
         neighbour: the rank that a collective is said to wait for first.
+        runners: what is in flight on these ends in `abandon`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CallQueue:
         self._watchdog, self._gather = watchdog, gather
         self._runner = Runner(f"ddp-collectives-{rank}", device)
         self._beside = Runner(f"ddp-chain-{rank}", device)  # for what a chain does not wait for
-        self._runners = [self._runner, self._beside]
+        self.runners = [self._runner, self._beside]
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
         self._chain: int | None = None  # the thread in which one runs
@@ -123,10 +123,10 @@ class CallQueue:
             CommunicatorBroken: an earlier collective failed.
         """
         in_chain = self._chain is not None and self._is_in_chain
-        runner, run = (self._beside, self._run_now) if in_chain else (self._runner, self._run_alone)
+        runner = self._beside if in_chain else self._runner
         if not async_op and runner.is_idle():
-            return run(call, collective)
-        work = runner.submit(partial(run, call, collective), call)
+            return self._run_now(call, collective, not in_chain)
+        work = runner.submit(partial(self._run_now, call, collective, not in_chain), call)
         return work if async_op else work.wait()
 
     def run_chain(self, call: Call, chain: Callable[[], Result], *, async_op: bool = False) -> Result | Work[Result]:
@@ -152,18 +152,16 @@ class CallQueue:
     def _is_in_chain(self) -> bool:
         return self._chain is not None and self._chain == threading.get_ident()
 
-    def _run_alone(self, call: Call, collective: Callable[[], Result]) -> Result:
-        """Runs one collective in this thread, alone."""
-        self.refuse_if_broken()  # what was in flight may have failed since the call was made
-        if not self._turn.acquire(False):
-            self._refuse_second_thread(call)
-        try:
-            return self._run_now(call, collective)
-        finally:
-            self._turn.release()
+    def _run_now(self, call: Call, collective: Callable[[], Result], takes_turn: bool) -> Result:
+        """Runs one collective in this thread; a failure becomes a PeerLost with the culprit's name.
 
-    def _run_now(self, call: Call, collective: Callable[[], Result]) -> Result:
-        """Runs one collective; a failure becomes a PeerLost with the culprit's name."""
+        Args:
+            takes_turn: no other one may run meanwhile; False in a chain, which has the turn.
+        """
+        if takes_turn:
+            self.refuse_if_broken()  # what was in flight may have failed since the call was made
+            if not self._turn.acquire(False):
+                self._refuse_second_thread(call)
         try:
             self._running, gather = call, None
             if call.message is not None:
@@ -193,6 +191,8 @@ class CallQueue:
             raise
         finally:
             self._watchdog.end()
+            if takes_turn:
+                self._turn.release()
 
     def close(self) -> None:
         """Ends after what is in flight, and says goodbye."""
@@ -200,10 +200,6 @@ class CallQueue:
         self._beside.close()
         self._watchdog.leave()
         self.error = self.error or CommunicatorBroken("it was closed")
-
-    def end_too(self, runner: Runner) -> None:
-        """Ends what is in flight on another runner, too, in `abandon`."""
-        self._runners.append(runner)
 
     def abandon(self, reason: str = "") -> None:
         """Ends this rank's part when it stops early, or the program ends.
@@ -218,9 +214,9 @@ class CallQueue:
             self._watchdog.fail(reason)
         self._watchdog.leave()
         self._has_ended = True
-        if not all(runner.is_idle_within(0.0 if reason else LET_GO_S) for runner in self._runners):
+        if not all(runner.is_idle_within(0.0 if reason else LET_GO_S) for runner in self.runners):
             self._watchdog.give_up(self._rank, "the program has ended")
-            for runner in self._runners:
+            for runner in self.runners:
                 runner.is_idle_within(LET_GO_S)
         self.error = self.error or CommunicatorBroken(reason or "the program has ended")
 

@@ -39,7 +39,6 @@ from ddp.comm.host_links import HostLinks
 from ddp.comm.messages import Message, Messages
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import reduction_of
-from ddp.comm.routes import possible_routes
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport
 from ddp.comm.verbs import Later, Now, Result, Verbs
@@ -97,12 +96,12 @@ class Communicator(Verbs):
         self.warn_s = self._watchdog.warn_s
         self._queue = CallQueue(self._watchdog, self.rank, self._world_ranks, device=self.device, gather=gather)
         if hosts is not None:
-            self._collectives = FlatCollectives(links, hosts, possible_routes(hosts, shared_memory=False))
+            self._collectives = FlatCollectives(links, hosts)
         else:
             starting = partial(connect, links, self._watchdog, settings, self._channels)
             self._collectives = self._queue.run(Call(0, "start-up"), starting)
             if self._collectives.cross_host is not None:
-                self._queue.end_too(self._collectives.cross_host.runner)
+                self._queue.runners.append(self._collectives.cross_host.runner)
         if world_ranks and not self._collectives.offers(settings.algorithm):
             settings = replace(settings, algorithm="auto")  # a group of one rank shares no memory, for example
         try:

@@ -23,8 +23,9 @@ from ddp.collectives.schedule import Schedule, offsets
 from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.reduction import SUM, Reduction
-from ddp.comm.routes import num_pieces
 from ddp.comm.work import Runner, Work, done
+
+CROSSING_BYTES = 2 << 20  # the part of a buffer that crosses between hosts while the next part is added up inside them
 
 
 class CrossHost:
@@ -131,3 +132,8 @@ class CrossHost:
         crossed.wait()
         if self._group is not None:
             self._group.all_gather(piece, slices, sequence=sequence)
+
+
+def num_pieces(nbytes: int) -> int:
+    """Returns the number of pieces in which a buffer of this size crosses between hosts."""
+    return max(1, nbytes // CROSSING_BYTES)

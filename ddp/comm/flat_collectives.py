@@ -4,6 +4,17 @@
     cross host      memory inside each host, links between the hosts     `cross_host.py`
     links           a schedule over the transport                        `host_links.py`
 
+An all-reduce has several routes:
+
+    name                    where it is possible    what happens
+    "ring", "tree", …       everywhere              the algorithm's schedule runs over the transport
+    "shared_memory"         all ranks on one host   each rank adds up its slice of everyone's buffer, in memory
+    "shared_memory+ring"    several hosts           each host adds up in its memory; rank i of each host carries slice i
+                                                    across, by a ring; each host hands the slices out in its memory
+
+The third kind sends over a host's link only what must cross it: each byte leaves a host as often as if the host were
+one rank. A long buffer crosses piece by piece, so that additions in memory overlap with the transfers.
+
 Note "host partition". Where gradients are encoded on the way, a rank carries a part of each tensor from its host to the
 others:
 
@@ -18,24 +29,85 @@ if it were one rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ddp.collectives.catalog import SCHEDULES
+from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.placed import Hosts, rooted
-from ddp.collectives.schedule import offsets
+from ddp.collectives.schedule import Expression, Schedule, canonical, offsets
 from ddp.comm.cross_host import CrossHost
 from ddp.comm.flat import bounds_of
 from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.reduction import SUM, Reduction
-from ddp.comm.routes import Route
 from ddp.errors import ConfigError
 from ddp.process.log import log
+
+IN_MEMORY = "shared_memory"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route by which an all-reduce can run on these ranks.
+
+    Attributes:
+        algorithm: name of the algorithm that runs over the transport; "" if everything happens in memory.
+        schedule: its schedule; None if everything happens in memory.
+        in_memory: the ranks of a host add up in its memory.
+        hosts: the ranks of every host.
+    """
+
+    algorithm: str
+    schedule: Schedule | None
+    in_memory: bool
+    hosts: Hosts
+
+    @cached_property
+    def name(self) -> str:
+        """The name that `algorithm=` accepts."""
+        return "+".join(filter(None, [IN_MEMORY if self.in_memory else "", self.algorithm]))
+
+    def answers_to(self, name: str) -> bool:
+        """Returns True if a user who asks for `name` accepts this route. "shared_memory" stands for all that use it."""
+        return name == self.name or (self.in_memory and name == IN_MEMORY)
+
+    @cached_property
+    def is_canonical(self) -> bool:
+        """Returns True if this route adds up every element as the canonical binary tree over the ranks."""
+        num_ranks = sum(map(len, self.hosts))
+        if not self.in_memory:
+            return self.schedule is not None and self.schedule.check(num_ranks).canonical
+        inside = [_renamed(canonical(len(host)), host) for host in self.hosts]  # the order of `host_reduce.py`
+        if self.schedule is None:
+            return inside == [canonical(num_ranks)]
+        between = self.schedule.check(len(self.hosts)).expressions
+        return {_renamed(expression, inside) for expression in between} == {canonical(num_ranks)}
+
+
+def possible_routes(hosts: Hosts, *, shared_memory: bool) -> dict[str, Route]:
+    """Returns every route that is possible on these hosts, by name.
+
+    Args:
+        shared_memory: the ranks of each host can reach each other's memory.
+    """
+    routes = [Route(name, schedule, False, hosts) for name, schedule in all_reduce_schedules(hosts).items()]
+    if shared_memory and len(hosts) == 1 < len(hosts[0]):
+        routes += [Route("", None, True, hosts)]
+    elif shared_memory and any(len(host) > 1 for host in hosts):
+        routes += [Route(name, schedule, True, hosts) for name, schedule in ALL_REDUCE.items()]
+    return {route.name: route for route in routes}
+
+
+def _renamed(expression: Expression, names: Sequence[Expression]) -> Expression:
+    """Returns the expression with another one in the place of each leaf."""
+    if isinstance(expression, int):
+        return names[expression]
+    return _renamed(expression[0], names), _renamed(expression[1], names)
 
 
 @dataclass(frozen=True)
@@ -45,7 +117,7 @@ class HostPartition:
     Args:
         hosts: by rank, the number of its host.
         places: by rank, its number among the ranks of its host.
-        num_places: so many ranks of every host carry something: those of the smallest one.
+        num_places: number of ranks that carry something on each host: all of the smallest host's.
     """
 
     hosts: Sequence[int]
@@ -58,7 +130,7 @@ class HostPartition:
         return max(self.hosts) + 1
 
     def part_of(self, numel: int, rank: int) -> slice:
-        """Returns what this rank carries of a tensor of so many elements."""
+        """Returns the slice that a rank carries of a tensor of `numel` elements."""
         place = self.places[rank]
         if place >= self.num_places:
             return slice(numel, numel)
@@ -72,11 +144,11 @@ class FlatCollectives:
     Args and attributes:
         links: edges to all ranks.
         hosts: the ranks of every host.
-        routes: every route that an all-reduce can take here, by name.
         group: this host's ranks in memory, if it has several and they share it.
         cross_host: connects the memories of several hosts, where ranks of a host share memory.
 
     Attributes:
+        routes: every route that an all-reduce can take here, by name.
         slices: by rank, the number of its slice in `reduce_scatter` and `all_gather`, unless those go by rank.
     """
 
@@ -84,12 +156,13 @@ class FlatCollectives:
         self,
         links: HostLinks,
         hosts: Hosts,
-        routes: Mapping[str, Route],
         group: HostGroup | None = None,
         cross_host: CrossHost | None = None,
     ) -> None:
         self.rank, self.world_size = links.rank, links.world_size
-        self.links, self.hosts, self.routes, self.group, self.cross_host = links, hosts, routes, group, cross_host
+        self.links, self.hosts, self.group, self.cross_host = links, hosts, group, cross_host
+        self._shares_memory = group is not None or cross_host is not None
+        self.routes = possible_routes(hosts, shared_memory=self._shares_memory)
         self.slices = list(range(self.world_size))
         if cross_host is not None and cross_host.slices is not None:
             self.slices = cross_host.slices
@@ -108,8 +181,7 @@ class FlatCollectives:
     @property
     def host_partition(self) -> HostPartition:
         """The part of each tensor that every rank carries from its host to the others."""
-        shares_memory = self.group is not None or self.cross_host is not None
-        hosts = self.hosts if shares_memory else [[rank] for rank in range(self.world_size)]
+        hosts = self.hosts if self._shares_memory else [[rank] for rank in range(self.world_size)]
         at = {rank: (number, place) for number, host in enumerate(hosts) for place, rank in enumerate(host)}
         numbers, places = zip(*(at[rank] for rank in range(self.world_size)), strict=True)
         return HostPartition(numbers, places, min(map(len, hosts)))
@@ -259,7 +331,7 @@ class FlatCollectives:
             self.group.close()
 
     def _slicing(self, flat: Tensor) -> CrossHost | None:
-        """Returns what connects the hosts' memories, if such a tensor goes through it in slices."""
+        """Returns the connection of the hosts' memories, if such a tensor goes through it in slices."""
         return self.cross_host if self.cross_host is not None and self.cross_host.slices and flat.is_cpu else None
 
 

@@ -139,7 +139,7 @@ def _planned(
     longest: int | None,
     numbers: tuple[object, ...],
 ) -> tuple[Program, Transport]:
-    """Returns what this rank does, and the edges on which it meets only ranks that do the same.
+    """Returns this rank's program, and the edges on which it meets only ranks that run the same schedule.
 
     Args:
         places: by buffer, its bounds. They are the same on all ranks, unless `longest` is given.

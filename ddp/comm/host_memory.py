@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ddp.comm.flat import dtype_name
+from ddp.comm.transport.edge import GiveUpCheck
 from ddp.comm.transport.shared_memory import LINE_BYTES, Barrier, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
 
@@ -98,9 +99,9 @@ class HostMemory:
     """This rank's end of the memory.
 
     Args:
-        memory: `num_bytes(size)`, in which `create` has made the semaphores.
-        barrier: stands at its beginning.
+        memory: `num_bytes(size)`, at whose beginning `Barrier.create` has made a barrier.
         names: by rank of the host, the name that its container has for the host.
+        pids, hopeless_because: see `Barrier`.
         timeout_s: longest wait for the others.
 
     Attributes:
@@ -115,17 +116,19 @@ class HostMemory:
     def __init__(
         self,
         memory: SharedMemory,
-        barrier: Barrier,
         *,
         kind: Kind,
         ranks: tuple[int, ...],
         index: int,
         names: Sequence[str],
+        pids: Sequence[int | None],
         timeout_s: float,
+        hopeless_because: GiveUpCheck,
     ) -> None:
         self.ranks, self.index, self.size = ranks, index, len(ranks)
-        self.wait, self.give_up = partial(barrier.wait, timeout_s), barrier.give_up
-        self._memory, self._barrier, self._kind, self._names = memory, barrier, kind, names
+        self._memory, self._kind, self._names = memory, kind, names
+        self._barrier = Barrier(memory, index=index, ranks=ranks, pids=pids, hopeless_because=hopeless_because)
+        self.wait, self.give_up = partial(self._barrier.wait, timeout_s), self._barrier.give_up
         members = range(self.size)
         entries = Barrier.num_bytes(self.size)
         notes = entries + 2 * self.size * LINE_BYTES
@@ -262,7 +265,7 @@ class HostMemory:
 
 
 def tried(make: Callable[[], Made]) -> tuple[Made | None, str]:
-    """Returns what `make` returns, or why the system could not do it."""
+    """Returns the result of `make`, or the reason why the system could not do it."""
     try:
         return make(), ""
     except OSError as error:

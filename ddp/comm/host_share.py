@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.host_memory import tried
 from ddp.comm.objects import all_gather_object
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
 from ddp.process.log import log
@@ -35,15 +36,12 @@ def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:
 def _mapped(comm: Communicator, kind: Kind, num_bytes: int) -> SharedMemory | None:
     """Returns memory that the first rank of the host has made; None if this rank has none."""
     first = next(host[0] for host in comm.hosts if comm.rank in host)
-    memory = None
-    try:
-        memory = SharedMemory.create(kind, num_bytes) if comm.rank == first else None
-    except OSError as error:
-        log.info("no %s of %d bytes: %s", kind, num_bytes, error)
+    memory, problem = None, ""
+    if comm.rank == first:
+        memory, problem = tried(lambda: SharedMemory.create(kind, num_bytes))
     path = all_gather_object(comm, None if memory is None else memory.path)[first]
     if comm.rank != first and path is not None:
-        try:
-            memory = SharedMemory.attach(path, num_bytes)
-        except OSError as error:
-            log.info("%s cannot be mapped: %s", path, error)
+        memory, problem = tried(lambda: SharedMemory.attach(path, num_bytes))
+    if problem:
+        log.info("no %s of %d bytes: %s", kind, num_bytes, problem)
     return memory

@@ -113,7 +113,7 @@ def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) 
 
 
 def _arguments(error: Exception) -> list[Any] | None:
-    """Returns what an exception is made of; None if that cannot be sent, or its class is unknown elsewhere."""
+    """Returns an exception's arguments; None if they cannot be sent, or its class is unknown elsewhere."""
     if _ERRORS.get(type(error).__name__) is not type(error):
         return None
     arguments = list(error.__reduce__()[1])
@@ -152,11 +152,33 @@ def unpacked(data: Tensor) -> Any:
         ValueError, KeyError, RuntimeError, …: it has not made these.
     """
     end = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES].numpy().tobytes(), "little")
-    return _Made(data[end:]).of(json.loads(data[HEAD_BYTES:end].numpy().tobytes()))
+    rest = data[end:]
+
+    def taken(num_bytes: int) -> Tensor:
+        """Returns the next bytes, in memory of their own: a view would keep those of all others."""
+        nonlocal rest
+        if len(rest[:num_bytes]) != num_bytes:
+            raise ValueError(f"{num_bytes} bytes of a value, but {len(rest)} are left")
+        found, rest = rest[:num_bytes].clone(), rest[num_bytes:]
+        return found
+
+    def made(plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [made(each) for each in plain]
+        if not isinstance(plain, dict):
+            return plain
+        if plain["is"] == "tensor":
+            name, shape, strides, num_bytes = plain["of"]
+            return taken(num_bytes).view(_dtype([name])).as_strided(shape, strides)
+        if plain["is"] == "bytes":
+            return taken(*plain["of"]).numpy().tobytes()
+        return _FORMS[plain["is"]].made(made(plain["of"]))
+
+    return made(json.loads(data[HEAD_BYTES:end].numpy().tobytes()))
 
 
 def _plain(value: Any, parts: list[Tensor]) -> Any:
-    """Returns what JSON can hold, and appends the bytes that it cannot."""
+    """Returns a value as JSON can hold it, and appends its bytes to `parts`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
@@ -171,37 +193,7 @@ def _plain(value: Any, parts: list[Tensor]) -> Any:
         return {"is": "bytes", "of": [len(value)]}
     if type(value) is list:
         return [_plain(each, parts) for each in value]
-    for form, (kind, apart, _) in _FORMS.items():
-        if type(value) is kind:
-            return {"is": form, "of": _plain(apart(value), parts)}
-    for form, (kind, apart, _) in _FORMS.items():  # a named tuple, a mapping of the user's own
-        if isinstance(value, kind):
-            return {"is": form, "of": _plain(apart(value), parts)}
+    if forms := [form for form, each in _FORMS.items() if isinstance(value, each.type)]:
+        form = min(forms, key=lambda form: _FORMS[form].type is not type(value))  # a named tuple is sent as a tuple
+        return {"is": form, "of": _plain(_FORMS[form].apart(value), parts)}
     raise TypeError(f"an object of type {type(value).__qualname__} is not sent between ranks: make it of plain values")
-
-
-class _Made:
-    """Makes values again, and takes their bytes in the order in which `_plain` has appended them."""
-
-    def __init__(self, rest: Tensor) -> None:
-        self._rest = rest
-
-    def of(self, plain: Any) -> Any:
-        if isinstance(plain, list):
-            return [self.of(each) for each in plain]
-        if not isinstance(plain, dict):
-            return plain
-        if plain["is"] == "tensor":
-            name, shape, strides, num_bytes = plain["of"]
-            return self._taken(num_bytes).view(_dtype([name])).as_strided(shape, strides)
-        if plain["is"] == "bytes":
-            return self._taken(*plain["of"]).numpy().tobytes()
-        return _FORMS[plain["is"]].made(self.of(plain["of"]))
-
-    def _taken(self, num_bytes: int) -> Tensor:
-        """Returns the next bytes, in memory of their own: a view would keep those of all others."""
-        taken, rest = self._rest[:num_bytes], self._rest[num_bytes:]
-        if len(taken) != num_bytes:
-            raise ValueError(f"{num_bytes} bytes of a value, but {len(self._rest)} are left")
-        self._rest = rest
-        return taken.clone()

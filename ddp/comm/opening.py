@@ -20,11 +20,12 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.private_store import part_of
@@ -32,7 +33,7 @@ from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.meeting.secret import code_of, secret
 from ddp.comm.settings import CPU, Settings
 from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_hopeless
-from ddp.comm.transport.process_group import GlooConnections, GlooTransport, process_group_transport
+from ddp.comm.transport.process_group import GlooConnections, GlooTransport, NcclTransport, StagedGlooTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line
 
@@ -70,32 +71,33 @@ def open_communicator(
     """
     settings = replace(settings, generation=generation)
     abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # everyone has just been here
+    everyone, timeout = range(world_size), timedelta(seconds=connect_s)
     watch = partial(Watchdog, store, rank, world_size, generation=generation, warn_s=warn_s, abort_s=abort_s)
     watchdog = answered(watch, within_s=abort_s)
     try:
         answered(partial(_refuse_unlike_devices, store, rank, world_size, settings.device), within_s=abort_s)
 
-        def connect() -> Transport:
-            found = process_group_transport(
-                settings.device,
-                backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout_s=connect_s,
-                hopeless_because=watchdog.hopeless_because,
-                ranks=list(ranks) or None,
-            )
-            if isinstance(found, GlooTransport) and world_size > 1 and (key := secret()):
-                prove(found.connections, world_size, part_of(store, "ours"), key, timeout_s=connect_s)
+        def over_nccl() -> Transport:
+            some = list(ranks) or None
+            group = dist.new_group(some, backend=backend, timeout=timeout, use_local_synchronization=some is not None)
+            assert isinstance(group, dist.ProcessGroup)
+            return NcclTransport(group, everyone, watchdog.hopeless_because)
+
+        def over_gloo() -> Transport:
+            # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
+            gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
+            connections = GlooConnections(gloo, rank)
+            if world_size > 1 and (key := secret()):
+                prove(connections, world_size, part_of(store, "ours"), key, timeout_s=connect_s)
                 if torch_s is not None:
                     theirs = GlooConnections(torch_s._get_backend(CPU), rank)
                     prove(theirs, world_size, part_of(store, "torch"), key, timeout_s=connect_s)
-            return found
+            kind = StagedGlooTransport if settings.device.type == "cuda" else GlooTransport
+            return kind(connections, everyone, rank, watchdog.hopeless_because)
 
         try:
             # NCCL takes the GPU that is this thread's
-            transport = connect() if backend == "nccl" else answered(connect, within_s=abort_s)
+            transport = over_nccl() if backend == "nccl" else answered(over_gloo, within_s=abort_s)
         except (PeerLost, ConfigError):
             raise
         except RuntimeError as error:

@@ -32,10 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import inf
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,10 +47,10 @@ from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
 from ddp.comm import checks
 from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
 from ddp.comm.call_queue import CallQueue
-from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.cross_host import num_pieces
+from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives, Route
 from ddp.comm.host_links import by_size
 from ddp.comm.reduction import SUM, Reduction
-from ddp.comm.routes import IN_MEMORY, Route, num_pieces
 from ddp.comm.settings import Settings
 from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
@@ -58,7 +58,6 @@ from ddp.setting import Narrow
 from ddp.units import binary_size, format_time
 
 Predicted = Literal["all_reduce", "all_gather", "sum_in_host"]
-Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
@@ -106,21 +105,21 @@ def ranked(
     *,
     allocated: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
-    travelling: Callable[[int], int] = int,
+    form: WireFormat | None = None,
 ) -> list[Choice]:
     """Predicts an all-reduce of `nbytes` by each of these routes; the cheapest first.
 
     Args:
         allocated: the tensor lies in memory that the ranks of a host share.
         segment_bytes: the executor's.
-        travelling: as how many bytes so many of the tensor cross between ranks that share no memory.
+        form: the format in which float32 travels between ranks that share no memory.
     """
-    choices = [_predict(route, nbytes, measured, allocated, segment_bytes, travelling) for route in routes]
+    choices = [_predict(route, nbytes, measured, allocated, segment_bytes, form) for route in routes]
     return sorted(choices, key=lambda choice: (choice.predicted_s, choice.route.name))
 
 
 def _predict(
-    route: Route, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int, travelling: Callable[[int], int]
+    route: Route, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int, form: WireFormat | None
 ) -> Choice:
     network, schedule = measured.network, route.schedule
     curve = measured.allocated if allocated else measured.ordinary
@@ -129,14 +128,19 @@ def _predict(
     if schedule is None:
         return Choice(route, piece_s, piece_s, None)
     if route.in_memory:
-        num_hosts, num_slices = len(route.hosts), min(map(len, route.hosts))
-        network = replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices))
-        schedule = in_columns(schedule, route.hosts)
-    crossing = Crossing(route.algorithm, schedule, travelling(nbytes // pieces), network, segment_bytes, pieces)
+        schedule, network = in_columns(schedule, route.hosts), _carrying(network)
+    crossing_bytes = nbytes // pieces if form is None else form.bytes_of(nbytes // pieces // 4)
+    crossing = Crossing(route.algorithm, schedule, crossing_bytes, network, segment_bytes, pieces)
     # While one piece crosses, memory works on the next one: all but the first and the last half of its work is hidden,
     # unless memory is the slower one.
     memory_s = piece_s + (pieces - 1) * max(0.0, piece_s - crossing.cost_s)
     return Choice(route, memory_s + pieces * crossing.cost_s, memory_s, crossing)
+
+
+def _carrying(network: Network) -> Network:
+    """Returns the network of the ranks that carry slices between hosts: as many of each as the smallest one has."""
+    num_slices = min(map(len, network.hosts))
+    return replace(network, hosts=equal_hosts(len(network.hosts) * num_slices, num_slices))
 
 
 @lru_cache(maxsize=256)
@@ -157,20 +161,6 @@ def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
-
-
-def _collective(
-    question: Callable[Concatenate[Plan, int, Params], Result],
-) -> Callable[Concatenate[Plan, int, Params], Result]:
-    """Makes a method about some bytes a collective of the communicator, because whoever asks first measures."""
-
-    @wraps(question)
-    def asked(self: Plan, nbytes: int, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        checks.size(nbytes)
-        call = self._queue.number(question.__name__, how=(nbytes,))
-        return self._queue.run(call, partial(question, self, nbytes, *args, **kwargs))
-
-    return asked  # type: ignore[return-value]
 
 
 class Plan:
@@ -236,10 +226,14 @@ class Plan:
             return self._collectives.world_size > 1
         return group.num_processors >= group.size * (torch.get_num_threads() + 1)
 
-    @_collective
     def choose(self, nbytes: int, wire: Narrow | None = None) -> str:
         """Returns the algorithm that "auto" takes for a buffer of this size. Collective: the first call may measure."""
-        return self._choose(nbytes, wire)
+        return self._asked("choose", nbytes, lambda: self._choose(nbytes, wire))
+
+    def _asked(self, question: str, nbytes: int, answer: Callable[[], Result]) -> Result:
+        """Answers a question about some bytes in a collective, because whoever asks first measures."""
+        checks.size(nbytes)
+        return self._queue.run(self._queue.number(question, how=(nbytes,)), answer)
 
     def _choose(self, nbytes: int, wire: Narrow | None = None) -> str:
         if IN_MEMORY in self._routes:
@@ -262,13 +256,13 @@ class Plan:
             wire: as in `route`.
         """
         routes = [route for route in self._routes.values() if self._settings.order == "any" or route.is_canonical]
-        here = partial(ranked, routes, nbytes, allocated=allocated, segment_bytes=self._settings.segment_bytes)
-        if wire is None:
-            return here(self.measured)
-        network = replace(self.measured.network, gamma_s=self._adding_s(wire))
-        return here(replace(self.measured, network=network), travelling=partial(_travelling, wire_format(wire)))
+        measured, form = self.measured, None
+        if wire is not None:
+            measured = replace(measured, network=replace(measured.network, gamma_s=self._adding_s(wire)))
+            form = wire_format(wire)
+        segment_bytes = self._settings.segment_bytes
+        return ranked(routes, nbytes, measured, allocated=allocated, segment_bytes=segment_bytes, form=form)
 
-    @_collective
     def predict(
         self,
         nbytes: int,
@@ -288,20 +282,23 @@ class Plan:
             wire: the format in which an all-reduce sends.
         """
         self.check(algorithm)
-        if operation == "all_reduce":
-            asked = self.algorithm if algorithm == "auto" else algorithm
-            return cheapest(self.ranking(nbytes, allocated=allocated, wire=wire), asked).predicted_s
-        curve, cross_host = self.measured.ordinary, self._collectives.cross_host
-        memory_s = 0.0 if curve is None else curve.at(nbytes)
-        if operation == "sum_in_host" or IN_MEMORY in self._routes:
-            return memory_s
-        network = self.measured.network
-        schedule = by_size("all_gather", nbytes, network.num_ranks)
-        if cross_host is not None:
-            num_hosts, num_slices = len(network.hosts), min(map(len, network.hosts))
-            schedule = in_columns(by_size("all_gather", nbytes // num_slices, num_hosts), network.hosts)
-            network = replace(network, hosts=equal_hosts(num_hosts * num_slices, num_slices))
-        return memory_s + cost_s(operation, schedule, nbytes, network, segment_bytes=self._settings.segment_bytes)
+        asked = self.algorithm if algorithm == "auto" else algorithm
+
+        def seconds() -> float:
+            if operation == "all_reduce":
+                return cheapest(self.ranking(nbytes, allocated=allocated, wire=wire), asked).predicted_s
+            network, curve = self.measured.network, self.measured.ordinary
+            memory_s = 0.0 if curve is None else curve.at(nbytes)
+            if operation == "sum_in_host" or IN_MEMORY in self._routes:
+                return memory_s
+            schedule = by_size("all_gather", nbytes, network.num_ranks)
+            if self._collectives.cross_host is not None:
+                num_hosts, num_slices = len(network.hosts), min(map(len, network.hosts))
+                schedule = in_columns(by_size("all_gather", nbytes // num_slices, num_hosts), network.hosts)
+                network = _carrying(network)
+            return memory_s + cost_s(operation, schedule, nbytes, network, segment_bytes=self._settings.segment_bytes)
+
+        return self._asked("predict", nbytes, seconds)
 
     @property
     def measured(self) -> Measured:
@@ -339,9 +336,11 @@ class Plan:
             self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes, wire]
 
-    @_collective
     def explain(self, nbytes: int) -> str:
         """Returns a table of every algorithm, fastest first, and how far predictions were off. Collective."""
+        return self._asked("explain", nbytes, lambda: self._explain(nbytes))
+
+    def _explain(self, nbytes: int) -> str:
         chosen, size = self._choose(nbytes), size_of_trial(nbytes)
         ranking = self.ranking(size)
         times = self._trial(size, affordable(ranking) or ranking[:1])
@@ -372,18 +371,13 @@ class Plan:
         return f"auto over {memory}transport, hosts of {sizes}{order}"
 
 
-def _travelling(form: WireFormat, nbytes: int) -> int:
-    """Returns the bytes as which so many bytes of float32 travel."""
-    return form.bytes_of(nbytes // 4)
-
-
 def size_of_trial(nbytes: int) -> int:
     """Returns the size that stands for this one in trials: the next power of two."""
     return max(4, 1 << (nbytes - 1).bit_length())
 
 
 def trial_s(choice: Choice) -> float:
-    """Returns what timing this route is predicted to take."""
+    """Returns the predicted seconds of timing this route."""
     return (NUM_REPETITIONS + 1) * choice.predicted_s
 
 

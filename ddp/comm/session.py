@@ -20,13 +20,12 @@ from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-d
 
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
-from ddp.comm.devices import choose_device, on_this_host_now
 from ddp.comm.meeting.place import Place, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import answered, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
-from ddp.comm.settings import Settings
+from ddp.comm.settings import Settings, choose_device, on_this_host_now
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.clock import LONGEST_S
 from ddp.process.log import follow_rank, log
@@ -95,13 +94,6 @@ def init(
     chosen_device, chosen_backend = choose_device(device, backend, *on_this_host_now())
     if chosen_device.type == "cuda" and not isinstance(device, torch.device):
         torch.cuda.set_device(chosen_device)
-    if dist.group.WORLD is not None:
-        abort_s = abort_s or _timeout_s(dist.group.WORLD)
-        store = _own_part(dist.group.WORLD, warn_s=warn_s, abort_s=abort_s)
-    else:
-        abort_s = abort_s or ABORT_S
-        store = _join(warn_s=warn_s, abort_s=abort_s)
-    follow_rank(dist.get_rank(), dist.get_world_size())
     settings = Settings(
         device=chosen_device,
         generation=_session.generation,
@@ -109,11 +101,10 @@ def init(
         order=order,
         shared_memory=shared_memory,
         segment_bytes=segment_bytes,
-        abort_s=abort_s,
+        abort_s=abort_s or (ABORT_S if dist.group.WORLD is None else _timeout_s(dist.group.WORLD)),
         debug=debug,
     )
-    assert dist.group.WORLD is not None
-    return _opened(dist.group.WORLD, store, settings, chosen_backend, warn_s=warn_s)
+    return _opened(dist.group.WORLD, settings, chosen_backend, warn_s=warn_s)
 
 
 def current(device: torch.device | None = None) -> Communicator:
@@ -162,13 +153,18 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None
     settings = replace(
         base, device=chosen, algorithm=algorithm, abort_s=_timeout_s(group), generation=max(0, _session.generation)
     )
-    store = _own_part(group, warn_s=WARN_S, abort_s=settings.abort_s)
-    return _opened(group, store, settings, backend, warn_s=WARN_S)
+    return _opened(group, settings, backend, warn_s=WARN_S)
 
 
-def _opened(group: dist.ProcessGroup, store: Store, settings: Settings, backend: str, *, warn_s: float) -> Communicator:
-    """Opens a communicator of a group's ranks, and remembers it."""
-    is_world = group is dist.group.WORLD
+def _opened(group: dist.ProcessGroup | None, settings: Settings, backend: str, *, warn_s: float) -> Communicator:
+    """Opens a communicator of a group's ranks, and remembers it; without a group, begins torch.distributed first."""
+    if group is None:
+        store = _join(warn_s=warn_s, abort_s=settings.abort_s)
+        group = dist.distributed_c10d._get_default_group()
+    else:
+        store = _own_part(group, warn_s=warn_s, abort_s=settings.abort_s)
+    if is_world := group is dist.group.WORLD:
+        follow_rank(dist.get_rank(), dist.get_world_size())
     comm = open_communicator(
         store,
         settings.generation,
@@ -265,7 +261,7 @@ def _end_with_the_program() -> None:
 
 
 def _in_flight() -> str:
-    """Returns the exception that the session is being left by, in words; "" if there is none, or a plain `sys.exit()`.
+    """Returns the exception that the session is being left by, as text; "" if there is none, or a plain `sys.exit()`.
 
     One that was being handled when the session began (`except: main()`) does not leave it.
     """
@@ -289,7 +285,7 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 def _join(*, warn_s: float, abort_s: float) -> Store:
     """Begins torch.distributed with the other ranks; returns a store of this session.
 
-    Gloo carries set-up even on GPUs: it needs no device and fails in words.
+    Gloo carries set-up even on GPUs: it needs no device, and its errors have a text.
     """
     timeout = timedelta(seconds=abort_s)
     rank, world_size = 0, 1

@@ -6,7 +6,6 @@ label is the call's name in errors and profiles.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,10 +19,10 @@ from ddp.collectives.schedule import offsets
 from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with_rows, write_back
-from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import Op, reduction_of
-from ddp.comm.routes import IN_MEMORY
+from ddp.comm.transport.edge import gathered
 from ddp.comm.watch.call import recorded
 from ddp.comm.wire_format import widened
 from ddp.comm.work import Work
@@ -336,7 +335,7 @@ class Verbs:
         def run() -> Tensor:
             pieces = [] if tensors is None or self.rank != root else list(tensors)
             about = [[list(piece.shape) for piece in pieces], dtype_name(pieces[0].dtype)] if pieces else ""
-            shapes, dtype = json.loads(self._collectives.links.gather_bytes(json.dumps(about).encode())[root])
+            shapes, dtype = gathered(self._collectives.links.gather_bytes, about)[root]
             bounds = [0, *accumulate(map(math.prod, shapes))]
             flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=self.device)
             if pieces:
@@ -389,5 +388,5 @@ class Verbs:
 
 
 def _agreed(tensor: Tensor) -> tuple[object, ...]:
-    """Returns what must agree between ranks whose first dimensions may differ."""
+    """Returns the properties that must agree between ranks whose first dimensions may differ."""
     return "rows", list(tensor.shape[1:]), tensor.dtype

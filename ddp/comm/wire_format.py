@@ -52,7 +52,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def length(self, numel: int) -> int:
-        """Returns how many elements carry so many numbers."""
+        """Returns the number of elements that carry `numel` numbers."""
 
     @abstractmethod
     def encode(self, numbers: Tensor, into: Tensor) -> None:
@@ -67,7 +67,7 @@ class WireFormat(ABC):
         """Adds what has travelled to numbers, in their own type."""
 
     def bytes_of(self, numel: int) -> int:
-        """Returns how many bytes carry so many numbers."""
+        """Returns the number of bytes that carry `numel` numbers."""
         return self.length(numel) * self.dtype.itemsize
 
 
@@ -157,7 +157,7 @@ class Int8(WireFormat):
 
 
 def widened(tensor: Tensor, name: WireName | None) -> tuple[Tensor, Narrow | None]:
-    """Returns what is added up in the place of a tensor, and the narrow format in which it travels, if there is one."""
+    """Returns the tensor that is added up, widened if asked for, and the narrow format in which it travels, if any."""
     if name == "fp32":
         return tensor.to(torch.promote_types(tensor.dtype, torch.float32)), None
     return tensor, name

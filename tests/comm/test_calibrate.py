@@ -24,7 +24,7 @@ from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 def links_of(transport: Transport, hosts: Hosts, settings: Settings) -> FlatCollectives:
     """Returns edges that nobody watches, and no memory."""
     watchdog = Watchdog(HashStore(), transport.rank, 1, generation=0, warn_s=math.inf, abort_s=settings.abort_s)
-    return FlatCollectives(HostLinks(transport, watchdog, settings), hosts, {})
+    return FlatCollectives(HostLinks(transport, watchdog, settings), hosts)
 
 
 def on_threads(hosts: Hosts) -> list[Measured]:
@@ -127,7 +127,7 @@ def _calibrated() -> tuple[Measured, Measured]:
     collectives, settings = comm._collectives, comm.settings
     assert collectives.group is not None
     one_host = calibrate(collectives, settings)
-    apart = calibrate(FlatCollectives(collectives.links, ((0,), (1,)), {}), settings)
+    apart = calibrate(FlatCollectives(collectives.links, ((0,), (1,))), settings)
     ddp.shutdown()
     return one_host, apart
 

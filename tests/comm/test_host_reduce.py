@@ -690,7 +690,7 @@ def test_memory_that_cannot_be_prepared_leaves_nothing(kind: Kind, monkeypatch: 
     gc.collect()  # what earlier tests have left
     before = len(list(Path("/proc/self/fd").iterdir())), named()
     with pytest.raises(OSError, match="no more"):
-        connect._first(kind, 1 << 16, 2)
+        connect._mapped(SharedMemory.create(kind, 1 << 16), size=2)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before[0]  # threads of earlier tests may close theirs now
     assert named() == before[1]
 

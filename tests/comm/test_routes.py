@@ -7,7 +7,7 @@ import pytest
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import equal_hosts
-from ddp.comm.routes import Route, possible_routes
+from ddp.comm.flat_collectives import Route, possible_routes
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
-from ddp.comm import checks, devices, opening, session
+from ddp.comm import checks, opening, session
 from ddp.comm.meeting.place import on_this_host
 from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.session import current
+from ddp.comm.settings import choose_device
 from ddp.comm.watch import watchdog
 from ddp.comm.watch.call import Call
 from ddp.errors import ConfigError, PeerLost
@@ -193,7 +194,7 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own_or_the_one_that_is_set(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    assert devices.choose_device(device, "auto", 5, 6) == (torch.device(expected), "gloo")
+    assert choose_device(device, "auto", 5, 6) == (torch.device(expected), "gloo")
 
 
 def test_a_rank_s_number_on_its_host_is_known_without_variables_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

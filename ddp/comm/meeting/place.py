@@ -46,7 +46,7 @@ class Place(NamedTuple):
     """One rank among others.
 
     Attributes:
-        launcher: who started the ranks, in words.
+        launcher: name of the launcher that started the ranks.
         local_rank, local_world_size: its number among the ranks of its host, and how many these are; None: unknown.
         address, port: where rank 0 keeps the store; "" and 0 in a world of one that needs none.
     """

@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=300)  # as torch's stores
 
 
 class _Private(Store):
-    """Holds what both have in common: the names in a part begin with the part's name."""
+    """A store whose names begin with the name of the part that it is."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()

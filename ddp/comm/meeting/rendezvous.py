@@ -35,7 +35,7 @@ REACH_S = 5.0  # longest wait for a host that does not answer, before the next t
 
 
 def answered(work: Callable[[], Result], *, within_s: float) -> Result:
-    """Returns what `work` returns, which asks the store of the ranks.
+    """Returns the result of `work`, which asks the store of the ranks.
 
     torch's client alone would wait for ever for a process that is stopped.
 
@@ -66,8 +66,7 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
     Raises:
         PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
     """
-    meet = partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s)
-    return answered(meet, within_s=abort_s)
+    return answered(partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s), within_s=abort_s)
 
 
 def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
@@ -105,7 +104,8 @@ def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: f
             time.sleep(min(left_s, pause_s))
             pause_s = min(2 * pause_s, POLL_S)
     except DistError as error:
-        raise out_of_reach(error) from error
+        reason = f"the store that it keeps is out of reach ({first_line(error)})"
+        raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
 
 
 def open_store(place: Place, *, warn_s: float, abort_s: float) -> Store:
@@ -180,9 +180,3 @@ def _is_served(place: Place) -> bool:
     except OSError:
         return False
     return True
-
-
-def out_of_reach(error: DistError) -> PeerLost:
-    """Returns the error for a store that cannot be reached: it is kept on rank 0's host."""
-    reason = f"the store that it keeps is out of reach ({first_line(error)})"
-    return PeerLost(0, "unknown", 0, 0, "start-up", reason)

@@ -7,7 +7,7 @@
 What a secret is for:
 
     private_store.py   the ranks meet in a store that others do not reach, or cannot write to unnoticed
-    proof.py           both ends of each connection prove that they know it
+    ../opening.py      both ends of each connection prove that they know it
 
 It never stands on a command line, which every user of a host can read. It is in a worker's environment, which only the
 same user can read, so a rank's own child processes have it, too.

@@ -8,11 +8,21 @@ posted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+Gather = Callable[[bytes], list[bytes]]
+"""An all-gather of bytes: returns everyone's, by rank."""
+
+
+def gathered(gather: Gather, value: Any) -> list[Any]:
+    """Returns everyone's value, by rank: of what JSON can hold."""
+    return [json.loads(payload) for payload in gather(json.dumps(value).encode())]
+
 
 GiveUpCheck = Callable[[], "tuple[int, str] | None"]
 """Returns the rank that will never come, and why, once no wait can succeed any more."""

@@ -33,14 +33,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError, never_hopeless
+from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError
 from ddp.errors import first_line
 from ddp.process.clock import Patience
 
@@ -189,18 +188,17 @@ def _agreed(channel: int, kind: Hashable) -> int:
     return zlib.crc32(f"{channel} {kind}".encode()) % ((1 << 20) - 1)
 
 
-class _GlooRound:
-    def __init__(
-        self, connections: GlooConnections, works: list[tuple[int, dist.Work]], hopeless_because: GiveUpCheck
-    ) -> None:
-        self._connections, self._works, self._hopeless_because = connections, works, hopeless_because
+class _GlooRound(NamedTuple):
+    connections: GlooConnections
+    works: list[tuple[int, dist.Work]]
+    hopeless_because: GiveUpCheck
 
     def wait(self, timeout_s: float) -> None:
-        connections = self._connections
+        connections = self.connections
         number = next(connections.numbers)
-        connections.waits[number] = timeout_s, self._hopeless_because
+        connections.waits[number] = timeout_s, self.hopeless_because
         try:
-            for peer, work in self._works:  # noqa: B007 - the error tells which
+            for peer, work in self.works:  # noqa: B007 - the error tells which
                 work.wait(NO_DEADLINE)
         except RuntimeError as error:
             why = connections.interrupted
@@ -217,18 +215,18 @@ class StagedGlooTransport(GlooTransport):
         incoming = [Transfer(peer, _pinned(data)) for peer, data in receives]
         if sends:
             torch.cuda.current_stream(sends[0].data.device).synchronize()  # Gloo reads the bytes from the host
-        targets = [data for _, data in receives]
-        return _StagedRound(super().post(outgoing, incoming), incoming, targets)
+        return _StagedRound(super().post(outgoing, incoming), incoming, receives)
 
 
-class _StagedRound:
-    def __init__(self, inner: Pending, staged: list[Transfer], targets: list[Tensor]) -> None:
-        self._inner, self._staged, self._targets = inner, staged, targets
+class _StagedRound(NamedTuple):
+    inner: Pending
+    incoming: Sequence[Transfer]
+    receives: Sequence[Transfer]
 
     def wait(self, timeout_s: float) -> None:
-        self._inner.wait(timeout_s)
-        for transfer, target in zip(self._staged, self._targets, strict=True):
-            target.copy_(transfer.data, non_blocking=True)  # the pinned block is not reused before this copy is done
+        self.inner.wait(timeout_s)
+        for (_, arrived), (_, target) in zip(self.incoming, self.receives, strict=True):
+            target.copy_(arrived, non_blocking=True)  # the pinned block is not reused before this copy is done
 
 
 def _pinned(like: Tensor) -> Tensor:
@@ -250,9 +248,10 @@ class NcclTransport(Transport):
         self.rank, self.world_size = ranks.index(group.rank()), len(ranks)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        ops = [dist.P2POp(dist.isend, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in sends]
-        ops += [
-            dist.P2POp(dist.irecv, data, group=self._group, group_peer=self._ranks[peer]) for peer, data in receives
+        transfers = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
+        ops = [
+            dist.P2POp(operation, data, group=self._group, group_peer=self._ranks[peer])
+            for operation, peer, data in transfers
         ]
         peer = (sends or receives)[0].peer
         return _NcclRound(peer, dist.batch_isend_irecv(ops), self._hopeless_because)
@@ -266,52 +265,18 @@ class NcclTransport(Transport):
         return NcclTransport(group, [in_order.index(name) for name in names], hopeless_because)
 
 
-class _NcclRound:
-    def __init__(self, peer: int, works: list[dist.Work], hopeless_because: GiveUpCheck) -> None:
-        self._peer, self._works, self._hopeless_because = peer, works, hopeless_because
+class _NcclRound(NamedTuple):
+    peer: int
+    works: list[dist.Work]
+    hopeless_because: GiveUpCheck
 
     def wait(self, timeout_s: float) -> None:
         patience = Patience(timeout_s)
-        while not all(work.is_completed() for work in self._works):
+        while not all(work.is_completed() for work in self.works):
             if not patience.left_s():
-                raise TransportError(self._peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
-            if culprit := self._hopeless_because():
-                raise TransportError(self._peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
+                raise TransportError(self.peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
+            if culprit := self.hopeless_because():
+                raise TransportError(self.peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
             time.sleep(POLL_S)
-        for work in self._works:
+        for work in self.works:
             work.wait()
-
-
-def process_group_transport(
-    device: torch.device,
-    backend: str,
-    *,
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    hopeless_because: GiveUpCheck = never_hopeless,
-    ranks: list[int] | None = None,
-) -> GlooTransport | NcclTransport:
-    """Connects the ranks; returns the transport for tensors of `device`. Collective over the ranks.
-
-    Args:
-        store: where the ranks find each other's addresses; nobody may have used it before.
-        rank, world_size: this process's number among the ranks, and how many there are.
-        timeout_s: longest wait for the others' connections.
-        hopeless_because: see `Transport.among`.
-        ranks: of torch.distributed; None for all.
-
-    Raises:
-        RuntimeError: a rank could not be reached.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    if backend == "nccl":
-        group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
-        assert isinstance(group, dist.ProcessGroup)
-        return NcclTransport(group, range(world_size), hopeless_because)
-    # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout)
-    connections = GlooConnections(gloo, rank)
-    kind = StagedGlooTransport if device.type == "cuda" else GlooTransport
-    return kind(connections, range(world_size), rank, hopeless_because)

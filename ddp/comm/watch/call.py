@@ -115,7 +115,7 @@ class Call(NamedTuple):
 
 
 def recorded(name: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Returns what the function returns; its time is a range of this name in a profile."""
+    """Calls the function; its time is a range of this name in a profile."""
     with profiler.record_function(name):
         return function(*args)
 

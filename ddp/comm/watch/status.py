@@ -259,7 +259,7 @@ def _cut(observed: str) -> str:
 
 
 def _crossed(in_collective: int, collective: str, in_message: int, message: Envelope) -> str:
-    """Returns what a collective and a message that wait for each other are, and the remedy."""
+    """Describes a collective and a message that wait for each other, and names the remedy."""
     return (
         f"rank {in_collective} waits in {collective} and rank {in_message} in message #{message.number} "
         f"{message.route}, each for the other one: all ranks must call them in the same order"
@@ -271,7 +271,7 @@ def _does(message: Envelope) -> str:
 
 
 def _deadlock(circle: Sequence[int], directions: Collection[str]) -> str:
-    """Returns what such a deadlock is, and the remedy.
+    """Describes ranks that wait in a circle, and names the remedy.
 
     Args:
         directions: of the messages that the ranks wait in.

@@ -175,22 +175,21 @@ class Watchdog:
             return self._lost(suspect, observed)
         until_s = now_s() + STALE_S + 2 * INTERVAL_S
         until_s = max(now_s() + JUDGE_S, min(until_s, self.board.last_wait.since_s + self._abort_s + JUDGE_S))
-        culprit: list[Culprit] = []
 
-        def judge() -> None:
+        def judge() -> Culprit:
             try:
                 others, found = self._judge_until(until_s)
-                culprit.append(found or others.likely(suspect, observed, self._abort_s))
+                culprit = found or others.likely(suspect, observed, self._abort_s)
             except Exception as error:
                 why = f"and the store that the ranks share is out of reach ({type(error).__name__})"
-                culprit.append(self._culprit or (suspect, why))
-            self.fail(culprit[0][1], blames=culprit[0][0])
+                culprit = self._culprit or (suspect, why)
+            self.fail(culprit[1], blames=culprit[0])
+            return culprit
 
-        judging = threading.Thread(target=judge, name="ddp-judge", daemon=True)
-        judging.start()
-        judging.join(until_s - now_s() + STORE_S)
-        silent = (0, "the store that the ranks share, kept on rank 0's host, does not answer")
-        return self._lost(*(culprit[0] if culprit else silent))
+        try:
+            return self._lost(*within(until_s - now_s() + STORE_S, judge))
+        except TimeoutError:
+            return self._lost(0, "the store that the ranks share, kept on rank 0's host, does not answer")
 
     def find_lost(self, call: Call, peer: int) -> PeerLost | None:
         """Returns the rank that is surely lost, after an error that may be another rank's doing or this one's own.

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.devices import device_of
 from ddp.comm.session import communicator_of, current
+from ddp.comm.settings import device_of
 from ddp.errors import ConfigError
 from ddp.process.log import log
 from ddp.replica.autograd import uncompiled

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ddp.comm.transport import topology
+from ddp.comm import connect as topology
+from ddp.comm.connect import Gather, Neighbours, discover, group
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
-from ddp.comm.transport.topology import Gather, Neighbours, discover, group
 
 Result = TypeVar("Result")
 
