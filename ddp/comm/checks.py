@@ -15,6 +15,7 @@ from ddp.comm.wire_format import wire_format
 from ddp.errors import ConfigError
 from ddp.setting import WireName
 
+OPERATIONS = ("mean", *COMBINE)
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
@@ -88,17 +89,9 @@ def memory(numel: int, dtype: torch.dtype) -> None:
         raise ConfigError(f"numel={numel} of {dtype}: no machine has so much memory")
 
 
-def operation(op: str, dtype: torch.dtype) -> None:
-    """Refuses an operation that is unknown, or that this dtype does not allow."""
-    if not isinstance(op, str):
-        raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
-    _operation(op, dtype)
-
-
 @cache  # asked at every call
-def _operation(op: str, dtype: torch.dtype) -> None:
-    if op not in ("mean", *COMBINE):
-        raise ConfigError(f"op={op!r} is unknown; choose one of mean, {', '.join(COMBINE)}")
+def operation(op: str, dtype: torch.dtype) -> None:
+    """Refuses an operation that this dtype does not allow."""
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(f"op='mean' on {dtype}: use op='sum' and divide, or a floating point tensor")
     if op in ("min", "max") and dtype.is_complex:
@@ -111,15 +104,12 @@ def _operation(op: str, dtype: torch.dtype) -> None:
 
 def reduction(op: str, dtype: torch.dtype, divide_by: SupportsInt = 1, wire_name: WireName | None = None) -> None:
     """Refuses an operation, a divisor or a wire format that is unknown, or that does not go with the others."""
+    if op not in OPERATIONS:
+        raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
     operation(op, dtype)
-    if divide_by != 1:
-        divisor(divide_by, op, dtype)
-    if wire_name is not None:
-        wire(wire_name, op, dtype)
-
-
-def divisor(divide_by: SupportsInt, op: str, dtype: torch.dtype) -> None:
-    """Refuses a divisor that is out of range, or that this operation or dtype does not allow."""
+    wire(wire_name, op, dtype)
+    if divide_by == 1:
+        return
     if op == "mean":
         raise ConfigError("divide_by and op='mean' both divide; use op='sum'")
     if not (dtype.is_floating_point or dtype.is_complex):

@@ -66,6 +66,7 @@ class Step(NamedTuple):
     unsent: tuple[Piece, ...]  # those of them that this rank sends to nobody
 
 
+NO_STEP = Step((), (), (), ())
 Program = tuple[tuple[Step, ...], ...]  # by lane, by round
 
 
@@ -79,7 +80,7 @@ def program(
     segment_numel: int,
     longest: int | None = None,
 ) -> Program:
-    """Returns what `rank` does in a schedule.
+    """Returns the program of `rank` in a schedule.
 
     Args:
         offsets: by buffer; almost always of one.
@@ -214,13 +215,11 @@ class _Lane:
         is_shared: bool,
     ) -> None:
         self._steps, self._buffers, self._transport, self._scratch = iter(steps), buffers, transport, scratch
-        self._combine = COMBINE[reduction.op].into
-        self._divide_by, self._wire = reduction.divide_by, reduction.wire
+        self._combine = COMBINE[reduction.op]
+        self._divide_by, self._wire, self._is_shared = reduction.divide_by, reduction.wire, is_shared
+        self._step = NO_STEP
         self._pending: Pending | None = None
         self._arriving: list[tuple[Piece, Tensor]] = []  # by way of scratch
-        self._is_shared = is_shared
-        self._sums: tuple[Piece, ...] = ()
-        self._unsent: tuple[Piece, ...] = ()
         self._departure: Tensor | None = None  # both kept from round to round
         self._landing: Tensor | None = None
         self.first_peer = transport.rank
@@ -231,7 +230,7 @@ class _Lane:
         if step is None:
             return False
         sends, receives = self._outgoing(step.sends), self._incoming(step.receives)
-        self._sums, self._unsent = step.sums, step.unsent
+        self._step = step
         self._pending = self._transport.post(sends, receives) if sends or receives else None
         if self._pending is not None:
             self.first_peer = (receives or sends)[0].peer
@@ -249,11 +248,10 @@ class _Lane:
             if not piece.before:
                 self._take(arrived, self._part(piece), add=piece.add)
         if self._divide_by != 1:
-            for piece in self._sums:
+            for piece in self._step.sums:
                 self._part(piece).div_(self._divide_by)
-        if self._wire is not None and self._is_shared and self._unsent:
-            self._departure, room = self._room(self._departure, self._unsent)
-            self._round(self._unsent, room)
+        if self._wire is not None and self._is_shared and self._step.unsent:
+            self._rounded(self._step.unsent)
 
     def _add_before(self, arriving: Sequence[tuple[Piece, Tensor]]) -> None:
         """Adds up what comes before this rank's own parts, and then adds it to them; a + b has the bits of b + a."""
@@ -265,31 +263,32 @@ class _Lane:
                 sums[place] = self._scratch.take(part.numel(), part.dtype, part.device)
             self._take(arrived, sums[place], add=not is_first)
         for place, total in sums.items():
-            self._combine(self._part(place), total)
+            part = self._part(place)
+            self._combine(part, total, out=part)
 
     def _take(self, arrived: Tensor, part: Tensor, *, add: bool) -> None:
         """Adds what has arrived to a part of a buffer, or writes it there."""
         if self._wire is not None:
             (self._wire.add if add else self._wire.decode)(arrived, part)
         elif add:
-            self._combine(part, arrived)
+            self._combine(part, arrived, out=part)
         else:
             part.copy_(arrived)
 
     def _outgoing(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         if self._wire is None or not pieces:
             return [Transfer(piece.peer, self._part(piece)) for piece in pieces]
-        self._departure, room = self._room(self._departure, pieces)
-        self._round(pieces, room)
-        return [Transfer(piece.peer, encoded) for piece, encoded in zip(pieces, room, strict=True)]
+        return [Transfer(piece.peer, encoded) for piece, encoded in zip(pieces, self._rounded(pieces), strict=True)]
 
-    def _round(self, pieces: Sequence[Piece], room: Sequence[Tensor]) -> None:
-        """Encodes pieces, and keeps here what the others get (note "narrow wire")."""
+    def _rounded(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        """Returns pieces encoded, and keeps here what the others get (note "narrow wire")."""
         assert self._wire is not None
+        self._departure, room = self._room(self._departure, pieces)
         for piece, encoded in zip(pieces, room, strict=True):
             part = self._part(piece)
             self._wire.encode(part, encoded)
             self._wire.decode(encoded, part)
+        return room
 
     def _incoming(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
         """Receives straight to where it belongs, or by way of scratch if it is to be added or widened."""

@@ -33,9 +33,9 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ SMALL_ALLOCATED_BYTES = 8 << 10  # up to here allocated memory is copied, too: o
 BLOCK_BYTES = 512 << 10  # of all ranks' tensors together: a quarter of a usual second-level cache
 MAX_PLANS = 512
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 # --- additions and their order ---------------------------------------------------------------------------------------
@@ -77,14 +76,10 @@ class _Arithmetic:
 
     def in_place(self, leaves: Sequence[Tensor], out: Tensor, divide_by: int = 1) -> None:
         """Adds up the leaves into `out`, which may be one of them. The leaves are overwritten."""
-        into, to = self._combine
         for here, other in self._steps[:-1]:
-            into(leaves[here], leaves[other])
+            self._combine(leaves[here], leaves[other], out=leaves[here])
         here, other = self._steps[-1]
-        if leaves[here] is out:
-            into(out, leaves[other])
-        else:
-            to(leaves[here], leaves[other], out=out)
+        self._combine(leaves[here], leaves[other], out=out)
         _divide(out, divide_by)
 
     def beside(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], divide_by: int) -> None:
@@ -93,14 +88,10 @@ class _Arithmetic:
         Args:
             scratch: [size // 2] tensors like `out`.
         """
-        into, to = self._combine
         sums: dict[int, Tensor] = {}
         for here, other in self._steps:
-            term = sums.get(other, leaves[other])
-            if here in sums:
-                into(sums[here], term)
-            else:
-                sums[here] = to(leaves[here], term, out=scratch[here // 2] if here else out)
+            term, total = sums.get(other, leaves[other]), scratch[here // 2] if here else out
+            sums[here] = self._combine(sums.get(here, leaves[here]), term, out=total)
         _divide(out, divide_by)
 
 
@@ -157,25 +148,6 @@ class _Block(NamedTuple):
     others: Tensor  # [size − 1, numel]: all leaves but the first
 
 
-def _all_or_nothing(method: Method) -> Method:
-    """Puts the group out of use on all ranks if a collective breaks off: its barrier is out of step then."""
-
-    @functools.wraps(method)
-    def collective(self: HostGroup, *args: Any, **kwargs: Any) -> Any:
-        if self._out_of_use:
-            raise TransportError(self.ranks[self.index], f"this host's group is out of use: {self._out_of_use}")
-        try:
-            return method(self, *args, **kwargs)
-        except (CollectiveMismatch, NoSharedMemory):  # raised on all ranks alike, between two barriers
-            raise
-        except BaseException as error:
-            self._out_of_use = str(error) or type(error).__name__
-            self._memory.give_up()
-            raise
-
-    return collective  # type: ignore[return-value]
-
-
 class HostGroup:
     """This rank's end of the collectives of its host. Made by `join`; used by one thread at a time.
 
@@ -202,14 +174,25 @@ class HostGroup:
         self._allocated = functools.lru_cache(MAX_PLANS)(self._new_allocated)
         self._bench = functools.lru_cache(MAX_PLANS)(self._new_bench)
 
+    def __enter__(self) -> None:
+        """Begins a collective, which is all or nothing."""
+        if self._out_of_use:
+            raise TransportError(self.ranks[self.index], f"this host's group is out of use: {self._out_of_use}")
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Puts the group out of use on all ranks if a collective breaks off: its barrier is out of step then."""
+        on_all_ranks_alike = CollectiveMismatch, NoSharedMemory  # between two barriers
+        if error is not None and not isinstance(error, on_all_ranks_alike):
+            self._out_of_use = str(error) or type(error).__name__
+            self._memory.give_up()
+
     # --- collectives -------------------------------------------------------------------------------------------------
 
-    @_all_or_nothing
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank of the host has called it."""
-        self._memory.enter(_BARRIER, sequence)
+        with self:
+            self._memory.enter(_BARRIER, sequence)
 
-    @_all_or_nothing
     def all_reduce(self, flat: Tensor, op: str, *, divide_by: int = 1, sequence: int) -> None:
         """Combines `flat` over the ranks of the host, in place.
 
@@ -218,28 +201,28 @@ class HostGroup:
             op: "sum", "product", "min" or "max".
             divide_by: what the result is divided by, for a mean; floating point and complex only.
         """
-        memory, address, numel, dtype = self._memory, flat.data_ptr(), flat.numel(), flat.dtype
-        plan, allocated = self._plan(numel, dtype, op), None
-        if numel * dtype.itemsize > SMALL_ALLOCATED_BYTES:
-            allocated = self._allocated(address, numel, dtype, op)
-        if allocated is None:
-            half = self._hand_in(address, plan.pieces[0])
-            if memory.enter(plan.call, sequence, divide_by):
-                self._add_copies(flat, plan, half, divide_by)
+        with self:
+            memory, address, numel, dtype = self._memory, flat.data_ptr(), flat.numel(), flat.dtype
+            plan, allocated = self._plan(numel, dtype, op), None
+            if numel * dtype.itemsize > SMALL_ALLOCATED_BYTES:
+                allocated = self._allocated(address, numel, dtype, op)
+            if allocated is None:
+                half = self._hand_in(address, plan.pieces[0])
+                if memory.enter(plan.call, sequence, divide_by):
+                    self._add_copies(flat, plan, half, divide_by)
+                    return
+            elif memory.enter(allocated.call, sequence, divide_by):
+                for leaves, others in allocated.blocks:
+                    plan.arithmetic.in_place(leaves, leaves[0], divide_by)
+                    others.copy_(leaves[0])
+                memory.wait()
                 return
-        elif memory.enter(allocated.call, sequence, divide_by):
-            for leaves, others in allocated.blocks:
-                plan.arithmetic.in_place(leaves, leaves[0], divide_by)
-                others.copy_(leaves[0])
+            else:
+                memory.next_half()  # those with other memory have handed theirs in already
+            half = self._hand_in(address, plan.pieces[0])  # the ranks' tensors lie in different places: all copy theirs
             memory.wait()
-            return
-        else:
-            memory.next_half()  # those with other memory have handed theirs in already
-        half = self._hand_in(address, plan.pieces[0])  # the ranks' tensors lie in different places: all copy theirs
-        memory.wait()
-        self._add_copies(flat, plan, half, divide_by)
+            self._add_copies(flat, plan, half, divide_by)
 
-    @_all_or_nothing
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], op: str, *, divide_by: int = 1, sequence: int
     ) -> None:
@@ -250,27 +233,28 @@ class HostGroup:
             bounds: size + 1 ascending positions; slices may be empty.
             op, divide_by: as in `all_reduce`.
         """
-        memory, arithmetic, item = self._memory, _Arithmetic(op, self.size), flat.element_size()
-        region = memory.find(flat.data_ptr(), flat.nbytes)
-        call = self._entry("reduce_scatter", flat, f"by {op} {_slices(bounds)}", region)
-        if memory.enter(call, sequence, divide_by) and region is not None:
-            for leaves, _ in self._blocks(flat.data_ptr(), flat.dtype, region, *bounds[self.index : self.index + 2]):
-                arithmetic.in_place(leaves, leaves[self.index], divide_by)
-            memory.wait()
-            return
-        step = memory.piece_bytes // item // self.size
-        for runs in _runs(bounds, step):
-            boxes = [box.view(flat.dtype) for box in memory.inboxes[memory.next_half()]]
-            for other in self._others:
-                first, last = runs[other]
-                boxes[self.index][other * step :][: last - first].copy_(flat[first:last])
-            memory.wait()
-            first, last = runs[self.index]
-            terms = [box[self.index * step :][: last - first] for box in boxes]
-            terms[self.index] = mine = flat[first:last]
-            arithmetic.in_place(terms, mine, divide_by)
+        with self:
+            memory, arithmetic, item = self._memory, _Arithmetic(op, self.size), flat.element_size()
+            region = memory.find(flat.data_ptr(), flat.nbytes)
+            call = self._entry("reduce_scatter", flat, f"by {op} {_slices(bounds)}", region)
+            if memory.enter(call, sequence, divide_by) and region is not None:
+                start, stop = bounds[self.index : self.index + 2]
+                for leaves, _ in self._blocks(flat.data_ptr(), flat.dtype, region, start, stop):
+                    arithmetic.in_place(leaves, leaves[self.index], divide_by)
+                memory.wait()
+                return
+            step = memory.piece_bytes // item // self.size
+            for runs in _runs(bounds, step):
+                boxes = [box.view(flat.dtype) for box in memory.inboxes[memory.next_half()]]
+                for other in self._others:
+                    first, last = runs[other]
+                    boxes[self.index][other * step :][: last - first].copy_(flat[first:last])
+                memory.wait()
+                first, last = runs[self.index]
+                terms = [box[self.index * step :][: last - first] for box in boxes]
+                terms[self.index] = mine = flat[first:last]
+                arithmetic.in_place(terms, mine, divide_by)
 
-    @_all_or_nothing
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
         """Gives everyone member i's flat[bounds[i]:bounds[i + 1]], in place.
 
@@ -280,7 +264,6 @@ class HostGroup:
         """
         self._gather("all_gather", flat, bounds, _slices(bounds), sequence)
 
-    @_all_or_nothing
     def broadcast(self, flat: Tensor, root_index: int, *, sequence: int) -> None:
         """Gives everyone the values of member `root_index`, in place.
 
@@ -292,7 +275,6 @@ class HostGroup:
 
     # --- memory and the end ------------------------------------------------------------------------------------------
 
-    @_all_or_nothing
     def allocate(self, numel: int, dtype: torch.dtype, *, sequence: int) -> Tensor:
         """Returns [numel] zeros that the collectives reach without a copy. Collective over the host.
 
@@ -301,9 +283,10 @@ class HostGroup:
         Raises:
             NoSharedMemory: there is not enough memory; raised on all ranks.
         """
-        tensor = self._memory.allocate(numel, dtype, sequence)
-        self._allocated.cache_clear()  # an ordinary tensor may have lain there
-        return tensor
+        with self:
+            tensor = self._memory.allocate(numel, dtype, sequence)
+            self._allocated.cache_clear()  # an ordinary tensor may have lain there
+            return tensor
 
     def free(self, tensor: Tensor) -> None:
         """Gives back what `allocate` gave; waits for nobody. From any thread. The tensor stays, as ordinary memory."""
@@ -351,23 +334,24 @@ class HostGroup:
                 copy_bytes(address + start, inbox + start - piece.start, stop - start)
 
     def _gather(self, name: str, flat: Tensor, bounds: Sequence[int], details: str, sequence: int) -> None:
-        memory, here = self._memory, flat.data_ptr()
-        region = memory.find(here, flat.nbytes)
-        cuts = [bound * flat.element_size() for bound in bounds]
-        if memory.enter(self._entry(name, flat, details, region), sequence) and region is not None:
-            for other in self._others:
-                there = here - region.addresses[self.index] + region.addresses[other]
-                copy_bytes(here + cuts[other], there + cuts[other], cuts[other + 1] - cuts[other])
-            memory.wait()
-            return
-        for runs in _runs(cuts, memory.piece_bytes):
-            boxes = [box.data_ptr() for box in memory.inboxes[memory.next_half()]]
-            start, stop = runs[self.index]
-            copy_bytes(boxes[self.index], here + start, stop - start)
-            memory.wait()
-            for other in self._others:
-                start, stop = runs[other]
-                copy_bytes(here + start, boxes[other], stop - start)
+        with self:
+            memory, here = self._memory, flat.data_ptr()
+            region = memory.find(here, flat.nbytes)
+            cuts = [bound * flat.element_size() for bound in bounds]
+            if memory.enter(self._entry(name, flat, details, region), sequence) and region is not None:
+                for other in self._others:
+                    there = here - region.addresses[self.index] + region.addresses[other]
+                    copy_bytes(here + cuts[other], there + cuts[other], cuts[other + 1] - cuts[other])
+                memory.wait()
+                return
+            for runs in _runs(cuts, memory.piece_bytes):
+                boxes = [box.data_ptr() for box in memory.inboxes[memory.next_half()]]
+                start, stop = runs[self.index]
+                copy_bytes(boxes[self.index], here + start, stop - start)
+                memory.wait()
+                for other in self._others:
+                    start, stop = runs[other]
+                    copy_bytes(here + start, boxes[other], stop - start)
 
     # --- plans -------------------------------------------------------------------------------------------------------
 

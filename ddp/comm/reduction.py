@@ -15,19 +15,13 @@ from ddp.setting import Narrow
 Op = Literal["sum", "mean", "product", "min", "max"]
 
 
-class Combination(NamedTuple):
-    """An operation on two tensors, in two forms: into the first one, or into a third."""
-
-    into: Callable[[Tensor, Tensor], Tensor]
-    to: Callable[..., Tensor]
-
-
-COMBINE = {
-    "sum": Combination(Tensor.add_, torch.add),
-    "product": Combination(Tensor.mul_, torch.mul),
-    "min": Combination(lambda here, other: torch.minimum(here, other, out=here), torch.minimum),
-    "max": Combination(lambda here, other: torch.maximum(here, other, out=here), torch.maximum),
+COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
+"""By operation, the function of two tensors; its `out` may be one of them."""
 
 
 class Reduction(NamedTuple):
@@ -58,7 +52,7 @@ OVERFLOWING = (torch.float16, torch.complex32)  # 65504 is the largest: a sum ma
 def reduction_of(
     op: Op, dtype: torch.dtype, num_ranks: int, divide_by: SupportsInt = 1, wire: Narrow | None = None
 ) -> Reduction:
-    """Returns what the ranks do with tensors of this type.
+    """Returns the reduction of tensors of this type.
 
     Args:
         divide_by: the divisor of a sum; that of a mean is `num_ranks`.

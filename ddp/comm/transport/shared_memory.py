@@ -181,7 +181,7 @@ class _Timespec(ctypes.Structure):
 
 
 def why_unsupported() -> str:
-    """Returns what this platform lacks for semaphores between processes; "" if nothing."""
+    """Returns the reason why this platform has no semaphores between processes; "" if it has."""
     try:
         libc = ctypes.CDLL(None)
     except (OSError, TypeError):
@@ -316,16 +316,24 @@ class Barrier:
         """
         for semaphore in self._outgoing:
             self._post(semaphore)
-        missing = self._incoming
+        missing, try_wait = list(self._incoming), self._try_wait
         for _ in range(TRIES):
-            missing = [each for each in missing if self._try_wait(each[0]) != 0]
+            while missing and try_wait(missing[-1][0]) == 0:
+                missing.pop()
             if not missing:
                 return
             os.sched_yield()
         patience = Patience(timeout_s)
-        while missing:
-            self._sleep(*missing.pop(), patience)
-            missing = [each for each in missing if self._try_wait(each[0]) != 0]
+        for semaphore, other in reversed(missing):
+            has_come = try_wait(semaphore) == 0
+            while not has_come:
+                until_s = time.monotonic() + min(patience.left_s(), SLICE_S)
+                has_come = self._semaphores.sleep(semaphore, until_s=until_s)
+                if not has_come and (lost := self._lost(other, late=not patience.left_s())) is not None:
+                    has_come = try_wait(semaphore) == 0  # it may have come just now, before its end
+                    if not has_come:
+                        self.give_up(self._ranks.index(lost.peer) if lost.peer in self._ranks else None)
+                        raise lost
 
     def give_up(self, because_of: int | None = None) -> None:
         """Tells the others not to wait for this process, and which one is to blame: itself, if nobody is named."""
@@ -339,13 +347,6 @@ class Barrier:
                 self._set_state(_LEFT)
             for life in self._lives.values():
                 life.close()
-
-    def _sleep(self, semaphore: int, other: int, patience: Patience) -> None:
-        while not self._semaphores.sleep(semaphore, until_s=time.monotonic() + min(patience.left_s(), SLICE_S)):
-            lost = self._lost(other, late=not patience.left_s())
-            if lost is not None and self._try_wait(semaphore) != 0:  # the post may have come just now, before the end
-                self.give_up(self._ranks.index(lost.peer) if lost.peer in self._ranks else None)
-                raise lost
 
     def _lost(self, other: int, *, late: bool) -> TransportError | None:
         """Returns the error that makes waiting for process `other` useless; None if there is none."""
