@@ -209,12 +209,7 @@ def _check_length(sampler: Any, length: int, number: int, *, what: str) -> None:
 
 
 def source_of(
-    data: Any,
-    *,
-    what: str,
-    collate: Collate | None = None,
-    num_workers: int | None = None,
-    trains: bool = False,
+    data: Any, *, what: str, collate: Collate | None = None, num_workers: int | None = None, trains: bool = False
 ) -> Source:
     """Returns the samples of a user's data; of a `Source`, itself.
 
