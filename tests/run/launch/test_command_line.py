@@ -541,7 +541,7 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
 PAUSED = """
 import os, sys, ddp
 def f():
-    comm = ddp.init(abort_s=1.5, warn_s=3)
+    comm = ddp.init(abort_s=5, warn_s=6)
     open(f"pid-{comm.rank}", "w").write(str(os.getpid()))
     while not (comm.agree_any(os.path.exists("resumed"))):
         pass
@@ -565,7 +565,7 @@ def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_
 
     launched.send_signal(signal.SIGTSTP)
     wait_for(lambda: states() == {"T"})
-    time.sleep(3.5)  # longer than the deadline, and than the wait that is worth a warning
+    time.sleep(7)  # longer than the deadline, and than the wait that is worth a warning
     (tmp_path / "resumed").touch()
     launched.send_signal(signal.SIGCONT)
     status, printed, errors = finish(launched)
