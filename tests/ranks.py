@@ -41,8 +41,10 @@ def start_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+    module = sys.modules[function.__module__]
+    cloudpickle.register_pickle_by_value(module)
     payload = cloudpickle.dumps((function, args))
+    cloudpickle.unregister_pickle_by_value(module)  # other modules take it by name
     started = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
