@@ -79,5 +79,5 @@ def _work(words: list[str], variables: dict[str, str], folder: Path, outputs: li
     from ddp.run.launch.worker import leave, main
 
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)  # a worker that begins as an interpreter has chosen none
     leave(main(["--parent", str(os.getppid()), *words]))
