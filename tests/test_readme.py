@@ -48,13 +48,19 @@ def run(command: str, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for all: some commands go on with what an earlier one has left."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copy(ROOT / "tests" / "mine.py", folder)
-    yield folder
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def shipped_schedules() -> Iterator[None]:
+    """Forgets a schedule that a command has added: each next command would prove it at all of its ranks."""
+    yield
     for schedules in (ALL_REDUCE, SCHEDULES):
-        schedules.pop("mine:chain", None)  # a command has added it
+        schedules.pop("mine:chain", None)
 
 
 @pytest.mark.parametrize("command", commands())
