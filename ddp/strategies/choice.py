@@ -71,11 +71,13 @@ def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, avera
     if isinstance(model, Replica):
         if sharded and not isinstance(model, ShardedDataParallel):
             raise ConfigError(f"strategy='sharded' with a model in a {name}: give ddp.fit the bare module")
-        for key, given in (("wire", averaging.wire), ("hook", averaging.hook)):
-            if given is not None:
+        for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb"):
+            if (given := getattr(averaging, key)) != getattr(Averaging, key):
                 takes_it = isinstance(model, BucketedDataParallel)
                 what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
                 raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
+        if averaging.verify_every:
+            model.verify_replicas(every=averaging.verify_every)
         if model.compression is not None:
             check_momentum(model.compression.hook, optimizer)
         if isinstance(model, DistributedDataParallel) and model.steps_in_backward:

@@ -45,13 +45,17 @@ def refusals() -> None:
     with pytest.raises(ConfigError, match="leave num_shards=3 out, or take a multiple of 2"):
         fit(ddp.DistributedDataParallel(ddp.SyncBatchNorm.convert(net())), 8, num_shards=3)
     fit(ddp.DistributedDataParallel(ddp.SyncBatchNorm.convert(net())), 8)
+    with pytest.raises(ConfigError, match=r"bucket_cap_mb=5 with a model in a Dist.*: give bucket_cap_mb to"):
+        fit(ddp.DistributedDataParallel(net()), 8, strategy=ddp.Averaging(bucket_cap_mb=5))
     for wrap in (ddp.DistributedDataParallel, ddp.NaiveDataParallel):
-        drifting = wrap(net())
-        drifting.verify_replicas(every=2)
-        if comm.rank == 1:
-            torch.nn.init.ones_(drifting.module[0].bias)
-        with pytest.raises(ReplicaMismatch, match=r"0\.bias is not the same on all ranks"):
-            fit(drifting, 16)
+        for how in ({}, {"verify_every": 2}):
+            drifting = wrap(net())
+            if not how:
+                drifting.verify_replicas(every=2)
+            if comm.rank == 1:
+                torch.nn.init.ones_(drifting.module[0].bias)
+            with pytest.raises(ReplicaMismatch, match=r"0\.bias is not the same on all ranks"):
+                fit(drifting, 16, **how)
     ddp.shutdown()
 
 
