@@ -22,6 +22,16 @@ for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:  # tests in the background, or under nohup
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 
+LONG = {
+    *("test_main_job", "test_command_line", "test_readme", "test_chapters", "test_package", "test_hosts"),
+    *("test_like_torch", "test_same_mathematics"),
+}
+"""Files that take longest, one test after another. They begin first, so that no core waits for the last of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
 
 @pytest.fixture(autouse=True)
 def no_group_is_left() -> Iterator[None]:
