@@ -53,7 +53,7 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     """Finds out in one process, before any worker starts, whether the run can work.
 
     Returns:
-        Step and sampler's state of the checkpoint that the run goes on from, None for a new run; and `dealing.noted`.
+        Step and sampler's state of the checkpoint that the run goes on from, None for a new run; and `sampling.noted`.
 
     Raises:
         ConfigError: data are missing, or the model or its optimizer cannot be built.

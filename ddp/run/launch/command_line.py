@@ -109,12 +109,11 @@ def main() -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
     with bad_input_to(exit_with_error):
         arguments = _options_first(sys.argv[1:])
-        _offer_addresses(arguments)
     sys.argv[1:] = _quoted_paths(_free_keys(arguments), sweeps=arguments[:1] in (["-m"], ["--multirun"]))
     varied: list[str] = []
 
     def job_folder(overrides: Sequence[str], number: int) -> str:
-        """Names a job's folder; `hydra.sweep.subdir` in ddp/conf/train.yaml asks for it."""
+        """Names a job's folder; `hydra.sweep.subdir` in ddp/run/settings/conf/train.yaml asks for it."""
         varied[:] = varied or _varied_keys(sys.argv[1:])
         return sweep.job_folder(overrides, varied, number=number)
 
@@ -140,7 +139,6 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
     from omegaconf import OmegaConf, open_dict
 
     _offer_settings()
-    _offer_addresses(overrides)
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
         tree = compose("train", overrides=_quoted_paths(_free_keys(overrides)), return_hydra_config=True)
         run_dir = Path(str(OmegaConf.select(tree, "hydra.run.dir"))).absolute()
@@ -151,8 +149,11 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
 
 @cache
 def _offer_settings() -> None:
-    """Gives Hydra the defaults of settings/config.py, the choices of groups, and `${per_worker:…}`."""
+    """Gives Hydra the defaults of settings/config.py, the choices of groups, addresses, and `${per_worker:…}`."""
     from hydra.core.config_store import ConfigStore
+    from hydra.core.object_type import ObjectType
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
     from omegaconf import OmegaConf
 
     def per_worker(*numbers: Any, _root_: Any) -> Any:
@@ -167,16 +168,32 @@ def _offer_settings() -> None:
         for name, settings in choices.items():
             store.store(name, asdict(settings), group=group)
 
+    class Addresses(ConfigSource):
+        """Answers for every name with a colon, in the groups that take one."""
 
-def _offer_addresses(overrides: Sequence[str]) -> None:
-    """Gives Hydra the addresses of a command line, as choices of the groups that take one."""
-    from hydra.core.config_store import ConfigStore
+        @staticmethod
+        def scheme() -> str:
+            return "address"
 
-    for override in overrides:
-        group, _, names = override.partition("=")
-        for name in re.split(r"[,\s()]+", names.replace("\\:", ":")) if group in OWN else []:  # a sweep has several
-            if is_address(name):
-                ConfigStore.instance().store(name, asdict(choose(group, name)), group=group)
+        def load_config(self, config_path: str) -> ConfigResult:
+            group, _, name = config_path.removesuffix(".yaml").partition("/")
+            content = OmegaConf.create(asdict(choose(group, name)))
+            return ConfigResult(self.provider, self.full_path(), content, header={"package": None})
+
+        def is_config(self, config_path: str) -> bool:
+            group, _, name = config_path.partition("/")
+            return group in OWN and is_address(name)
+
+        def is_group(self, config_path: str) -> bool:
+            return config_path in OWN
+
+        def available(self) -> bool:
+            return True
+
+        def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+            return []
+
+    Plugins.instance().register(Addresses)
 
 
 def _free_keys(overrides: Sequence[str]) -> list[str]:
