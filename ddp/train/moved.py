@@ -58,16 +58,18 @@ def moved_argument(name: str) -> str:
 
 
 def translated(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tree of settings, or an identity, with the keys and values of today."""
+    """Returns a tree of settings, or an identity, with the keys and values of today.
+
+    An old key beside today's stays, to be refused: files have one of the two, and a command line has defaults already.
+    """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in plain.items()}
     for old, new in KEYS.items():
         holder, last = _holder(tree, old)
         if holder is not None and last in holder:
-            value = holder.pop(last)
             above, _, name = new.rpartition(".")
             inside = tree.setdefault(above, {}) if above else tree
-            if isinstance(inside, dict):
-                inside.setdefault(name, value)
+            if isinstance(inside, dict) and name not in inside:
+                inside[name] = holder.pop(last)
     for key, values in VALUES.items():
         holder, last = _holder(tree, key)
         if holder is not None and isinstance(value := holder.get(last), (str, bool)) and value in values:

@@ -13,7 +13,7 @@ from ddp.errors import ConfigError
 from ddp.process.memory import available_cores
 from ddp.run.launch.command_line import CONF, composed, translated
 from ddp.run.settings.checks import resolve
-from ddp.run.settings.config import CHOICES, Config, choose
+from ddp.run.settings.config import CHOICES, Config, OwnData, OwnModel, choose
 from ddp.run.settings.reader import from_plain
 
 EVERY_CHOICE = [(group, name) for group, choices in CHOICES.items() for name in choices]
@@ -67,12 +67,28 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("+model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
         ("optim.beta3=1", "Did you mean optim.beta2?"),
         ("num_worker=1", "Did you mean loader.num_workers?"),
+        ("+log_every=5", "unknown key log_every. Did you mean report.log_every?"),
+        ("+optim.sharded=true", "unknown key optim.sharded. Did you mean strategy?"),
     ],
 )
 def test_an_unknown_key_is_looked_for_everywhere(override: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(Exception) as error:
         compose(tmp_path, override)
     assert words in str(translated(error.value))
+
+
+def test_a_recipe_of_ones_own_has_addresses_and_no_key_that_has_moved(tmp_path: Path) -> None:
+    recipes = tmp_path / "recipe"
+    recipes.mkdir()
+    head = "# @package _global_\ndefaults: [override /model: 'mine:Net', override /data: 'my.own:make']\n"
+    (recipes / "own.yaml").write_text(head + "model: {args: {width: 3}}\nreport: {log_every: 5}\n")
+    (recipes / "old.yaml").write_text(head + "log_every: 5\noptim: {sharded: true}\n")
+    search = f"hydra.searchpath=[address://,file://{tmp_path}]"  # as --config-dir has it
+    config = compose(tmp_path, search, "recipe=own")
+    assert config.model == OwnModel(name="mine:Net", args={"width": 3}) and config.report.log_every == 5
+    assert config.data == OwnData(name="my.own:make")
+    with pytest.raises(ConfigError, match=r"unknown key (log_every|optim.sharded). Did you mean (report.log|strategy)"):
+        compose(tmp_path, search, "recipe=old")
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
