@@ -70,7 +70,10 @@ def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, avera
     sharded = averaging.strategy == "sharded"
     if isinstance(model, Replica):
         if sharded and not isinstance(model, ShardedDataParallel):
-            raise ConfigError(f"strategy='sharded' with a model in a {name}: give ddp.fit the bare module")
+            raise ConfigError(
+                f"strategy='sharded' with a model in a {name}: give ddp.fit the bare module; or, for some of the "
+                "ranks, a ShardedDataParallel(module, comm=…) of ddp.replica.sharded"
+            )
         for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb"):
             if (given := getattr(averaging, key)) != getattr(Averaging, key):
                 takes_it = isinstance(model, BucketedDataParallel)

@@ -39,7 +39,11 @@ _ARGUMENTS = {
     "checkpoint_every_steps": "folder=ddp.Folder(every_steps=…)",
     "reduction": 'loss=ddp.LossFunction(loss, reduction="sum")',
     "schedule_every": 'schedule=ddp.optim.TorchSchedule(scheduler, every="epoch")',
-    "comm": "ddp.BucketedDataParallel(model, comm=…) as the model",
+    "comm": "ddp.BucketedDataParallel(model, comm=…) as the model; with strategy=\"sharded\", ddp.replica.sharded's "
+    "ShardedDataParallel(model, comm=…)",
+    "stop": "callbacks=[…] with a ddp.Callback that sets state.stopped_by to the reason, on all ranks after one step",
+    "settings": "callbacks=[…] with a ddp.Callback that returns them in state_dict, and compares them in "
+    "load_state_dict, which a resumed run calls",
 }
 _BATCHES = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "uneven", "seed", "collate")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from torch.nn import functional as F
 import ddp
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
+from ddp.replica.sharded import ShardedDataParallel
 from ddp.run.build.stages import bits_depend_on
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import _homes, from_plain
 from ddp.train.arguments import Given, inputs_of, sampler_for, settings_of
 from ddp.train.checkpoint import changes
 from ddp.train.moved import KEYS, moved_argument, translated
+from ddp.train.state import StepReport, TrainState
 
 OLD: dict[str, Any] = json.loads(Path(__file__).with_name("old_run.json").read_text())
 OF_THE_HOST = ("world_size", "device", "all_reduce", "buckets", "torch", "cpu", "machine", "threads_per_worker")
@@ -97,6 +100,7 @@ ARGUMENTS = [
     "order", "sharding", "skip_steps", "debug_data", "uneven", "max_unreadable", "cache", "schedule_every",
     "sharded", "wire", "hook", "num_shards", "micro_size", "seed", "checkpoint_dir", "checkpoint_every_steps",
     "keep_last", "keep_best", "resume", "log_every", "noise_scale_every", "progress", "curves", "trial", "comm",
+    "stop", "settings",
 ]
 # fmt: on
 
@@ -108,3 +112,40 @@ def test_an_argument_that_fit_had_once_is_told_where_it_has_gone(name: str) -> N
     with pytest.raises(ConfigError) as error:
         ddp.fit(model, (), torch.optim.SGD(model.parameters()), **{name: 1})  # type: ignore[arg-type]
     assert now and str(error.value) == f"fit() has no argument {name!r}: say {now}"
+
+
+class Stated(ddp.Callback):
+    """Stops after two steps, and goes on with equal words alone."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        state.stopped_by = "enough" if state.step == 2 else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"words": self.words}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["words"] != self.words:
+            raise ConfigError(f"the words were {state['words']}")
+
+
+def test_what_stands_for_an_argument_of_once_does_what_that_did(tmp_path: Path) -> None:
+    comm, data = ddp.init(), (torch.zeros(12, 6), torch.zeros(12, dtype=torch.long))
+
+    def fitted(kind: type[ddp.BucketedDataParallel], words: str) -> TrainState:
+        model = torch.nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 4, "strategy": "sharded", "epochs": 2}
+        folder = ddp.Folder(tmp_path / "run", resume="auto", curves=False, progress=False)
+        return ddp.fit(kind(model, comm=comm), data, optimizer, **how, folder=folder, callbacks=[Stated(words)])
+
+    state = fitted(ShardedDataParallel, "these")
+    assert (state.step, state.stopped_by) == (2, "enough")
+    with pytest.raises(ConfigError, match="the words were these"):
+        fitted(ShardedDataParallel, "others")
+    assert fitted(ShardedDataParallel, "these").step == 6
+    with pytest.raises(ConfigError, match=r"a ShardedDataParallel\(module, comm=…\) of ddp.replica.sharded"):
+        fitted(ddp.BucketedDataParallel, "these")
+    ddp.shutdown()
