@@ -1,21 +1,64 @@
-"""Data sets, the orders in which they are read, the samplers that share them out, and the loaders that fetch them."""
+"""Data sets, the orders in which they are read, the samplers that share them out, and the loaders that fetch them.
 
-from ddp.data.files.file_set import FileSet as FileSet
-from ddp.data.files.lines import Csv as Csv
-from ddp.data.files.lines import JsonLines as JsonLines
-from ddp.data.files.readers import Retries as Retries
-from ddp.data.files.storage import Storage as Storage
-from ddp.data.files.tar_files import ImageAndClass as ImageAndClass
-from ddp.data.files.tar_files import TarSamples as TarSamples
-from ddp.data.orders.order import Blocks as Blocks
-from ddp.data.orders.order import FirstOf as FirstOf
-from ddp.data.orders.order import Fixed as Fixed
-from ddp.data.orders.order import Order as Order
-from ddp.data.orders.order import Permutation as Permutation
-from ddp.data.orders.order import Stratified as Stratified
-from ddp.data.orders.order import Weighted as Weighted
-from ddp.data.orders.token_budget import TokenBudget as TokenBudget
-from ddp.data.samples import OnInput as OnInput
-from ddp.data.samples import Transformed as Transformed
-from ddp.data.sets.tokens import TokenSet as TokenSet
-from ddp.errors import UnreadableSample as UnreadableSample
+Names here are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp.data.files.file_set import FileSet as FileSet
+    from ddp.data.files.lines import Csv as Csv
+    from ddp.data.files.lines import JsonLines as JsonLines
+    from ddp.data.files.readers import Retries as Retries
+    from ddp.data.files.storage import Storage as Storage
+    from ddp.data.files.tar_files import ImageAndClass as ImageAndClass
+    from ddp.data.files.tar_files import TarSamples as TarSamples
+    from ddp.data.orders.order import Blocks as Blocks
+    from ddp.data.orders.order import FirstOf as FirstOf
+    from ddp.data.orders.order import Fixed as Fixed
+    from ddp.data.orders.order import Order as Order
+    from ddp.data.orders.order import Permutation as Permutation
+    from ddp.data.orders.order import Stratified as Stratified
+    from ddp.data.orders.order import Weighted as Weighted
+    from ddp.data.orders.token_budget import TokenBudget as TokenBudget
+    from ddp.data.samples import OnInput as OnInput
+    from ddp.data.samples import Transformed as Transformed
+    from ddp.data.sets.tokens import TokenSet as TokenSet
+    from ddp.errors import UnreadableSample as UnreadableSample
+
+_HOMES = {
+    "Blocks": "ddp.data.orders.order",
+    "Csv": "ddp.data.files.lines",
+    "FileSet": "ddp.data.files.file_set",
+    "FirstOf": "ddp.data.orders.order",
+    "Fixed": "ddp.data.orders.order",
+    "ImageAndClass": "ddp.data.files.tar_files",
+    "JsonLines": "ddp.data.files.lines",
+    "OnInput": "ddp.data.samples",
+    "Order": "ddp.data.orders.order",
+    "Permutation": "ddp.data.orders.order",
+    "Retries": "ddp.data.files.readers",
+    "Storage": "ddp.data.files.storage",
+    "Stratified": "ddp.data.orders.order",
+    "TarSamples": "ddp.data.files.tar_files",
+    "TokenBudget": "ddp.data.orders.token_budget",
+    "TokenSet": "ddp.data.sets.tokens",
+    "Transformed": "ddp.data.samples",
+    "UnreadableSample": "ddp.errors",
+    "Weighted": "ddp.data.orders.order",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddp.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

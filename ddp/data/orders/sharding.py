@@ -7,7 +7,7 @@
     a function      lane v has the samples of function(v, V), in a random order   rank and world size, where V is W
     auto            file, if there are files, and as many as shards; else sample
 
-Lanes (`sharding.py`) depend on V = `batch.num_shards` alone. So the samples of a step are the same at any number of
+Lanes (below) depend on V = `batch.num_shards` alone. So the samples of a step are the same at any number of
 workers, and a run can go on with more or fewer.
 """
 
@@ -82,8 +82,19 @@ class Lanes(Order):
         of_last = self._starts[lane] + self._num_whole * self._taken[lane] + slot - self._left_starts[lane]
         return self.places.samples(np.where(last, of_last, place), seed=seed, epoch=epoch)
 
+    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
+        """Returns the positions of a sample."""
+        return sorted(map(self._position, self.places.positions(sample, seed=seed, epoch=epoch)))
+
+    def _position(self, place: int) -> int:
+        lane = int(np.searchsorted(self._starts, place, side="right")) - 1
+        offset, taken = place - int(self._starts[lane]), int(self._taken[lane])
+        if offset >= self._num_whole * taken:
+            return self._num_whole * self.batch + int(self._left_starts[lane]) + offset - self._num_whole * taken
+        return offset // taken * self.batch + int(self._edges[lane]) + offset % taken
+
     def checksum(self) -> Checksum | None:
-        """Returns what the samples of a whole epoch add up to."""
+        """Returns the checksum of a whole epoch."""
         return self.places.checksum()
 
     def contents(self) -> tuple[NDArray[Any], ...]:
@@ -109,8 +120,13 @@ class Copies(Order):
         """Returns the samples at `positions`."""
         return self.order.samples(positions % self.order.length, seed=seed, epoch=epoch)
 
+    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
+        """Returns the positions of a sample, one in each copy."""
+        first = self.order.positions(sample, seed=seed, epoch=epoch)
+        return [copy * self.order.length + position for copy in range(self.number) for position in first]
+
     def checksum(self) -> Checksum | None:
-        """Returns what the samples of a whole epoch add up to."""
+        """Returns the checksum of a whole epoch."""
         one = self.order.checksum()
         return None if one is None else one.times(self.number)
 
@@ -147,7 +163,7 @@ class Listed(Order):
         return found
 
     def checksum(self) -> Checksum:
-        """Returns what the samples of a whole epoch add up to."""
+        """Returns the checksum of a whole epoch."""
         return Checksum.of(self._listed)
 
     def contents(self) -> tuple[NDArray[Any], ...]:
@@ -172,11 +188,20 @@ class Shuffles(Order):
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
         lane, offset = np.divmod(positions, self.num_samples)
-        shuffle = Permutations(key_of(seed, epoch), largest=self.num_samples)
-        return shuffle.places(offset, size=self.num_samples, group=lane)
+        return self._permutations(seed, epoch).places(offset, size=self.num_samples, group=lane)
+
+    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
+        """Returns the positions of a sample, one in each shuffle."""
+        lanes, all_alike = np.arange(self.number), np.full(self.number, sample)
+        offset = self._permutations(seed, epoch).numbers(all_alike, size=self.num_samples, group=lanes)
+        found: list[int] = (lanes * self.num_samples + offset).tolist()
+        return found
+
+    def _permutations(self, seed: int, epoch: int) -> Permutations:
+        return Permutations(key_of(seed, epoch), largest=self.num_samples)
 
     def checksum(self) -> Checksum:
-        """Returns what the samples of a whole epoch add up to."""
+        """Returns the checksum of a whole epoch."""
         return Checksum.of_range(self.num_samples).times(self.number)
 
 
