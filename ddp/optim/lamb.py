@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -26,9 +25,8 @@ from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range
 from ddp.optim.norms import Norms, trust_ratios
 
 
-@dataclass(frozen=True, kw_only=True)
-class LambChoices:
-    """The choices in which implementations of LAMB differ; by default the paper's.
+class LambChoices(TypedDict, total=False):
+    """The choices in which implementations of LAMB differ.
 
     Attributes:
         betas: decay of the running means of gradients and of squared gradients.
@@ -46,34 +44,67 @@ class LambChoices:
             not depend on the gradient's length, so this only limits what a single large gradient leaves in m and v.
     """
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-6
-    weight_decay: float = 0.01
-    bias_correction: bool = True
-    grad_averaging: bool = True
-    decay_in_ratio: bool = True
-    norm_bounds: tuple[float, float] = (0.0, math.inf)
-    max_ratio: float = math.inf
-    adapt: Adapt = "always"
-    clip_norm: float | None = None
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    grad_averaging: bool
+    decay_in_ratio: bool
+    norm_bounds: tuple[float, float]
+    max_ratio: float
+    adapt: Adapt
+    clip_norm: float | None
 
 
-PRESETS = {
-    "paper": LambChoices(),  # arXiv 1904.00962v5, algorithm 2; φ(‖w‖) = ‖w‖ as in its experiments
-    "tfa": LambChoices(weight_decay=0.0),  # tensorflow/addons@cbe5e9c, optimizers/lamb.py
-    "nvlamb": LambChoices(clip_norm=1.0),  # NVIDIA/apex@0bfb830, FusedLAMB(use_nvlamb=True)
-    "apex": LambChoices(clip_norm=1.0, adapt="with_decay"),  # NVIDIA/apex@0bfb830, csrc/multi_tensor_lamb.cu
-    "timm": LambChoices(clip_norm=1.0, adapt="with_decay"),  # huggingface/pytorch-image-models@9a6fcf5, lamb.py
-    "mlperf": LambChoices(clip_norm=1.0),  # mlcommons/training@373dfed, bert/optimization.py
+_PAPER: LambChoices = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-6,
+    "weight_decay": 0.01,
+    "bias_correction": True,
+    "grad_averaging": True,
+    "decay_in_ratio": True,
+    "norm_bounds": (0.0, math.inf),
+    "max_ratio": math.inf,
+    "adapt": "always",
+    "clip_norm": None,
+}
+PRESETS: dict[str, LambChoices] = {
+    "paper": _PAPER,  # arXiv 1904.00962v5, algorithm 2; φ(‖w‖) = ‖w‖ as in its experiments
+    "tfa": {**_PAPER, "weight_decay": 0.0},  # tensorflow/addons@cbe5e9c, optimizers/lamb.py
+    "nvlamb": {**_PAPER, "clip_norm": 1.0},  # NVIDIA/apex@0bfb830, FusedLAMB(use_nvlamb=True)
+    "apex": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # NVIDIA/apex@0bfb830, csrc/multi_tensor_lamb.cu
+    "timm": {**_PAPER, "clip_norm": 1.0, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9a6fcf5, lamb.py
+    "mlperf": {**_PAPER, "clip_norm": 1.0},  # mlcommons/training@373dfed, bert/optimization.py
 }
 
 
 class LAMB(Layerwise):
-    """LAMB; its choices are those of `LambChoices`. The rate is the share of a tensor's norm that one step changes."""
+    """LAMB: Adam's update, scaled tensor by tensor (You et al., arXiv 1904.00962v5).
+
+    Args:
+        params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
+        lr: the learning rate; the ratio makes it the share of a tensor's norm that one step changes.
+        preset: where the choices that are not given come from: "paper", "tfa", "nvlamb", "apex", "timm" or "mlperf".
+        maximize: go up the gradient.
+        choices: see `LambChoices`.
+
+    Raises:
+        ConfigError: there is no such preset or choice, or a value is out of its range.
+    """
 
     STATES = ("exp_avg", "exp_avg_sq")
     PRESETS = PRESETS
-    RATE = 1e-3
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        preset: str = "paper",
+        maximize: bool = False,
+        **choices: Unpack[LambChoices],
+    ) -> None:
+        super().__init__(params, lr, preset=preset, maximize=maximize, choices=choices)
 
     def _check(self, choices: Mapping[str, Any]) -> None:
         for beta in choices["betas"]:

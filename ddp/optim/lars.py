@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ddp.errors import ConfigError
 from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range
 from ddp.optim.norms import Norms, trust_ratios
 
 
-@dataclass(frozen=True, kw_only=True)
-class LarsChoices:
-    """The choices in which implementations of LARS differ; by default the paper's.
+class LarsChoices(TypedDict, total=False):
+    """The choices in which implementations of LARS differ.
 
     Attributes:
         momentum: μ.
@@ -45,35 +44,69 @@ class LarsChoices:
         clip_norm: largest norm of the gradient of all parameters together; None for no clipping.
     """
 
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    trust_coefficient: float = 0.001
-    eps: float = 0.0
-    nesterov: bool = False
-    rate_in_momentum: bool = True
-    decay_in_ratio: bool = True
-    norm_bounds: tuple[float, float] = (0.0, math.inf)
-    adapt: Adapt = "always"
-    clip_norm: float | None = None
+    momentum: float
+    weight_decay: float
+    trust_coefficient: float
+    eps: float
+    nesterov: bool
+    rate_in_momentum: bool
+    decay_in_ratio: bool
+    norm_bounds: tuple[float, float]
+    adapt: Adapt
+    clip_norm: float | None
 
 
-_OUTSIDE = LarsChoices(eps=1e-8, rate_in_momentum=False)
-LARS_PRESETS = {
-    "paper": LarsChoices(),  # arXiv 1708.03888, algorithm 1 and section 5
-    "timm": replace(_OUTSIDE, adapt="with_decay"),  # huggingface/pytorch-image-models@9d8ccd2, lars.py
-    "mlperf": LarsChoices(weight_decay=1e-4),  # mlcommons/training@615ad0a, tensorflow2/lars_optimizer.py
+_PAPER: LarsChoices = {
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "trust_coefficient": 0.001,
+    "eps": 0.0,
+    "nesterov": False,
+    "rate_in_momentum": True,
+    "decay_in_ratio": True,
+    "norm_bounds": (0.0, math.inf),
+    "adapt": "always",
+    "clip_norm": None,
 }
-LARC_PRESETS = {
-    "apex": replace(_OUTSIDE, trust_coefficient=0.02),  # NVIDIA/apex@0bfb830, apex/parallel/LARC.py
-    "timm": replace(_OUTSIDE, adapt="with_decay"),  # the same file, with trust_clip=True
+_OUTSIDE: LarsChoices = {**_PAPER, "eps": 1e-8, "rate_in_momentum": False}
+LARS_PRESETS: dict[str, LarsChoices] = {
+    "paper": _PAPER,  # arXiv 1708.03888, algorithm 1 and section 5
+    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # huggingface/pytorch-image-models@9d8ccd2, lars.py
+    "mlperf": {**_PAPER, "weight_decay": 1e-4},  # mlcommons/training@615ad0a, tensorflow2/lars_optimizer.py
+}
+LARC_PRESETS: dict[str, LarsChoices] = {
+    "apex": {**_OUTSIDE, "trust_coefficient": 0.02},  # NVIDIA/apex@0bfb830, apex/parallel/LARC.py
+    "timm": {**_OUTSIDE, "adapt": "with_decay"},  # the same file, with trust_clip=True
 }
 
 
 class LARS(Layerwise):
-    """LARS; its choices are those of `LarsChoices`."""
+    """LARS: momentum SGD, scaled tensor by tensor (You, Gitman, Ginsburg, arXiv 1708.03888).
+
+    Args:
+        params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
+        lr: the learning rate, which the ratio multiplies.
+        preset: where the choices that are not given come from: "paper", "timm" or "mlperf".
+        maximize: go up the gradient.
+        choices: see `LarsChoices`.
+
+    Raises:
+        ConfigError: there is no such preset or choice, or a value is out of its range.
+    """
 
     STATES: tuple[str, ...] = ("momentum_buffer",)
     PRESETS = LARS_PRESETS
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        *,
+        preset: str = "paper",
+        maximize: bool = False,
+        **choices: Unpack[LarsChoices],
+    ) -> None:
+        super().__init__(params, lr, preset=preset, maximize=maximize, choices=choices)
 
     def _check(self, choices: Mapping[str, Any]) -> None:
         check_range("momentum", choices["momentum"], least=0, below=1)
@@ -117,9 +150,25 @@ class LARS(Layerwise):
 
 
 class LARC(LARS):
-    """LARC: LARS whose rate is never above lr."""
+    """LARC: LARS whose rate is never above lr (NVIDIA/apex, parallel/LARC.py).
+
+    Args:
+        params, lr, maximize, choices: as in `LARS`.
+        preset: "apex" or "timm".
+    """
 
     PRESETS = LARC_PRESETS
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        *,
+        preset: str = "apex",
+        maximize: bool = False,
+        **choices: Unpack[LarsChoices],
+    ) -> None:
+        super().__init__(params, lr, preset=preset, maximize=maximize, **choices)
 
     def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
         ratios, rate = super()._ratios(weight_norms, update_norms, group), float(group["lr"])

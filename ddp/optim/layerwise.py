@@ -36,7 +36,9 @@ from ddp.process.memory import is_dense
 # The choices of an optimizer: a preset's, some of them replaced, each checked.
 
 
-def with_preset(kind: str, preset: str, presets: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]:
+def with_preset(
+    kind: str, preset: str, presets: Mapping[str, Mapping[str, Any]], choices: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns a preset's choices, some of them replaced.
 
     Raises:
@@ -44,7 +46,7 @@ def with_preset(kind: str, preset: str, presets: Mapping[str, Any], choices: Map
     """
     if preset not in presets:
         raise ConfigError(f"preset={preset!r}: {kind} has {', '.join(presets)}")
-    known = vars(presets[preset])
+    known = presets[preset]
     for name in choices:
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -139,11 +141,9 @@ class Layerwise(Optimizer, ABC):
     Every group has lr, weight_decay, maximize and `adapt`. Tensors without a ratio are treated as if it were 1.
 
     Args:
-        params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
-        lr: the learning rate, which the ratio multiplies; by default `RATE`.
-        preset: where the choices that are not given come from, a key of `PRESETS`; by default the first one.
-        maximize: go up the gradient.
-        choices: see the class of the presets.
+        params, lr, maximize: as in `LARS`.
+        preset: a key of `PRESETS`.
+        choices: what replaces some of the preset's.
 
     Raises:
         ConfigError: there is no such preset or choice, or a value is out of its range.
@@ -155,8 +155,7 @@ class Layerwise(Optimizer, ABC):
     """
 
     STATES: tuple[str, ...]
-    PRESETS: Mapping[str, Any]
-    RATE = 1.0
+    PRESETS: Mapping[str, Mapping[str, Any]]
     exchange: Exchange | None = None
 
     @staticmethod
@@ -166,15 +165,15 @@ class Layerwise(Optimizer, ABC):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor | None = None,
+        lr: float | Tensor,
         *,
-        preset: str | None = None,
-        maximize: bool = False,
-        **choices: Any,
+        preset: str,
+        maximize: bool,
+        choices: Mapping[str, Any],
     ) -> None:
-        chosen = with_preset(type(self).__name__, preset or next(iter(self.PRESETS)), self.PRESETS, choices)
+        chosen = with_preset(type(self).__name__, preset, self.PRESETS, choices)
         self._check(chosen)
-        defaults = {**chosen, "lr": self.RATE if lr is None else lr, "maximize": maximize}
+        defaults = {**chosen, "lr": lr, "maximize": maximize}
         for name in ("lr", "weight_decay", "eps"):
             check_range(name, defaults[name], least=0)
         if defaults["adapt"] not in get_args(Adapt):

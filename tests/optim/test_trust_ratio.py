@@ -98,7 +98,7 @@ def equals_the_formulas(kind: str, option: dict[str, Any], *, maximize: bool, nu
     params = parameters()
     weights = [p.detach().numpy().copy() for p in params]
     presets: dict[str, Any] = {"lamb": PRESETS["paper"], "lars": LARS_PRESETS["paper"], "larc": LARC_PRESETS["apex"]}
-    choices = {**vars(presets[kind]), "weight_decay": 0.02, **option}
+    choices = {**presets[kind], "weight_decay": 0.02, **option}
     decay = choices["weight_decay"]
     optimizer = KINDS[kind](in_groups(params, decay), lr=0.01, maximize=maximize, **choices)
     states: list[dict[str, Any]] = [{} for _ in params]

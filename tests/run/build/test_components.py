@@ -64,7 +64,7 @@ def test_every_preset_has_its_word(name: str, preset: str) -> None:
     plain = {"name": name, "preset": preset, "args": {"eps": 0.25}}
     decaying, excluded = optimizer_of(optim=plain).param_groups
     assert excluded["eps"] == 0.25
-    assert (decaying["weight_decay"], excluded["weight_decay"]) == (presets[preset].weight_decay, 0.0)
+    assert (decaying["weight_decay"], excluded["weight_decay"]) == (presets[preset]["weight_decay"], 0.0)
     assert optimizer_of(optim={**plain, "weight_decay": 0.5}).param_groups[0]["weight_decay"] == 0.5
     assert (excluded["adapt"] == "always") == (preset == "nvlamb")
 
