@@ -45,6 +45,7 @@ from ddp.process.log import log
 
 Reached = Mapping[int, Sequence[Kind]]  # rank → the kinds of memory through which it was reached
 
+
 class Channels:
     """Numbers the channels of the transport. The groups of one process share one of these."""
 

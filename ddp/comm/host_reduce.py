@@ -54,7 +54,6 @@ BLOCK_BYTES = 512 << 10  # of all ranks' tensors together: a quarter of a usual 
 MAX_PLANS = 512
 
 
-
 # --- additions and their order ---------------------------------------------------------------------------------------
 
 

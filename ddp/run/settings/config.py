@@ -16,7 +16,6 @@ Components never see these classes: `components.py` and `optimizer.py` take them
 """
 
 
-
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, replace
