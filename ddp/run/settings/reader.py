@@ -55,7 +55,8 @@ def unknown_key(
     level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
     if home := homes.get(key):
         return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
-    foreign = KEYS.get(key, meaning(last).setting) if homes else ""
+    moved = KEYS.get(key, "")
+    foreign = (moved if moved in homes else meaning(last).setting) if homes else ""
     guesses = [foreign] if foreign else _called(last, homes)
     if not guesses and (likely := nearest(last, names)):
         guesses = [above + likely]
