@@ -6,8 +6,8 @@
     ddp.Folder         what a run keeps and shows                           checkpoint.…, report.…
     ddp.Batches        how samples become steps                             data.…, batch.… (`data/orders/steps.py`)
 
-They are groups of the settings of a run, and arguments of `ddp.fit`. So default, meaning and bounds of each are said
-once, here, and whatever is given a policy reads a new field without another argument.
+They are arguments of `ddp.fit`, and all but Batches are groups of a run's settings. So default, meaning and bounds of
+each are said once, here, and whatever is given a policy reads a new field without another argument.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
 
 @dataclass(kw_only=True)
 class Training:
-    """Says how long a run trains, and on which numbers: the arguments of `ddp.fit` that are settings by themselves."""
+    """The length of a run, and its number format: the arguments of `ddp.fit` that are settings by themselves."""
 
     epochs: int | None = setting(None, "passes over the training samples; null: until max_steps", at_least=1)
     max_steps: int | None = setting(
@@ -69,7 +69,9 @@ class Reading(Policy):
     """Reading of samples."""
 
     num_workers: int | None = setting(
-        None, "loader processes of each worker; 0: the worker loads by itself; null: as the data say", at_least=0
+        None,
+        "loader processes of each worker; 0: the worker loads by itself; null: 0, but in Python a DataLoader's own",
+        at_least=0,
     )
     cache: bool = setting(False, "keep samples in memory once they are read, one copy for all processes of a host")
     max_unreadable: int = setting(

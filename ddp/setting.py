@@ -1,4 +1,4 @@
-"""Says what a setting is: the field of a dataclass, with its default, its meaning and its bounds on one line.
+"""A setting: the field of a dataclass, with its default, its meaning and its bounds on one line.
 
     every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
 

@@ -151,7 +151,7 @@ def _on_bed(bed: Bed, name: str, kind: type[Cell]) -> list[Cell]:
 
 
 def _lines_of(command: Sequence[str]) -> list[str]:
-    """Returns what the command prints; passes on its progress meanwhile."""
+    """Returns the lines that the command prints; passes on its progress meanwhile."""
     said = []
     # In a session of its own, so that Ctrl-C reaches only us, and a second one does not leave half a bed.
     with subprocess.Popen(

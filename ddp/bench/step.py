@@ -124,19 +124,19 @@ class StepCell(TimedCell):
 
     @property
     def over_alone(self) -> float | None:
-        """Returns what communication adds to a step, as a share of the step without it."""
+        """Returns the time that communication adds to a step, as a share of the step without it."""
         ratio = self.ratio("ours", "alone")
         return None if ratio is None else ratio - 1
 
     @property
     def over_unmeasured(self) -> float | None:
-        """Returns what measuring the noise scale in every tenth step adds to the mean step, as a share."""
+        """Returns the share that measuring the noise scale in every tenth step adds to the mean step."""
         ratio = self.ratio("fit_noise", "fit")
         return None if ratio is None else (ratio - 1) / NOISE_SCALE_EVERY
 
     @property
     def per_parameter_s(self) -> float | None:
-        """Returns what communication adds to a step, per parameter."""
+        """Returns the time that communication adds to a step, per parameter."""
         alone_s = self.median_s("alone")
         return None if self.over_alone is None or alone_s is None else self.over_alone * alone_s / self.num_parameters
 

@@ -111,7 +111,7 @@ def workload(model: str) -> Workload:
 
 
 def _own_batch(module: nn.Module, model: str) -> Batch:
-    """Returns what the user's own model gives as an example."""
+    """Returns the example batch of the user's own model."""
     give = "give it a method that returns one worker's (inputs, targets), two tensors"
     if not callable(example := getattr(module, "example_batch", None)):
         raise ConfigError(f"--models={model}: has no example_batch(); {give}")

@@ -94,7 +94,7 @@ def program(
     complete, sent = _complete_sums(rounds), _last_sent(rounds)
 
     def runs(lane: int, buffer: int, chunks: range) -> Iterator[tuple[int, int]]:
-        """Yields what a lane has of these chunks, nothing empty. Where there is one lane, neighbours travel as one."""
+        """Yields a lane's parts of these chunks, nothing empty. Where there is one lane, neighbours travel as one."""
         bounds, done = offsets[buffer], lane * segment_numel
         found = [(bounds[k] + done, min(bounds[k] + done + segment_numel, bounds[k + 1])) for k in chunks]
         if num_lanes == 1:

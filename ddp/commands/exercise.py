@@ -19,5 +19,5 @@ def main(words: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
-    """Returns what is said of a solution that is right."""
+    """Returns the answer to a solution that is right."""
     return str(tool("exercise").answer(options.number, options.file, begins=options.begin))

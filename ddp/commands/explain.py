@@ -106,7 +106,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, nbytes: int) -> Gradients:
-        """Returns as many matrices as hold about so many bytes of float32."""
+        """Returns as many matrices as hold about `nbytes` of float32."""
         num_matrices = max(1, round(nbytes / (4 * SIDE**2)))
         return cls(max(1, math.isqrt(nbytes // (4 * num_matrices))), num_matrices)
 
@@ -118,7 +118,7 @@ class Gradients(NamedTuple):
 
 
 def compared(comm: Communicator, nbytes: int, *, compute_s: float) -> str:
-    """Returns a table of what gradients of so many bytes send and cost in every way. Collective.
+    """Returns a table: bytes and cost of gradients of `nbytes`, sent in every way. Collective.
 
     Args:
         compute_s: seconds of a step's forward and backward.

@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
-    """Returns what was written."""
+    """Returns the files that were written, in words."""
     return str(tool("web").write_site(options.html))
 
 

@@ -1,8 +1,8 @@
 """The form of every data set here: two sets of samples, and the facts that a model needs to be built for them.
 
-Each module that follows has functions `load…`, which return `Splits`. Every worker calls them; only the parent, or one
-rank of each host, lets them download. Nothing in them depends on a rank or on the run's seed: train and test are the
-same samples in every run.
+Each module of `data/sets/` has functions `load…`, which return `Splits`. Every worker calls them; only the parent, or
+one rank of each host, lets them download. Nothing in them depends on a rank or on the run's seed: train and test are
+the same samples in every run.
 
 A sample is a pair (input, target). A data set may also derive from `WholeBatches` and return collated tensors at once:
 for data in memory this is one `index_select` instead of a Python loop over samples.
@@ -100,7 +100,7 @@ class TensorSet(WholeBatches):
 
 
 def as_it_is(given: Any) -> Any:
-    """Returns what it is given: a function with a name, because processes may have to pickle it."""
+    """Returns its argument: a function with a name, because processes may have to pickle it."""
     return given
 
 

@@ -127,7 +127,7 @@ class MasterWeights:
     # --- a step, in the order of time ---------------------------------------------------------------------------------
 
     def updated(self) -> Iterator[Tensor]:
-        """Yields what the optimizer updates: the masters, and the parameters that have none."""
+        """Yields the tensors that the optimizer updates: the masters, and the parameters that have none."""
         return (self.of.get(parameter, parameter) for parameter in self._module.parameters())
 
     def take_gradients(self) -> None:

@@ -1,1 +1,1 @@
-"""Pictures as SVG: a schedule's rounds, the timeline of a step, an epoch's order."""
+"""Pictures as SVG: a schedule's rounds, and the timeline of a step."""

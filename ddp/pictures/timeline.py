@@ -160,7 +160,7 @@ def _draw_bucket(axes: Any, bucket: Mapping[str, Any], color: str, y: float, poi
 
 
 def _legend(buckets: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns what explains the marks, and then the buckets."""
+    """Returns the entries of the legend: marks, and then buckets."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

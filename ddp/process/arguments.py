@@ -6,6 +6,8 @@
     --workers 1000000   →   bench: argument --workers: 1000000: give a whole number from 2 to 16: one worker alone …
 
 Every number of every command has one of these types, so that no command checks one by itself.
+
+The other way round, a command that a message prints begins as the user's own did (below).
 """
 
 from __future__ import annotations

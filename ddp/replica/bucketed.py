@@ -256,7 +256,7 @@ class BucketedDataParallel(Replica):
         self._layouts.adopt_order(list(names))
 
     def logging_data(self) -> dict[str, Any]:
-        """Returns how long the last step's reductions took, bucket by bucket (`bucketed.py`)."""
+        """Returns how long the last step's reductions took, bucket by bucket (`describe`)."""
         return describe(self._last, self.num_steps, self._layouts.current)
 
 

@@ -241,7 +241,7 @@ class Settlement:
         return totals
 
     def _verdicts_divided_by(self) -> int:
-        """Returns what the verdicts were divided by, together with the bucket that carried them."""
+        """Returns the number that the verdicts were divided by, together with the bucket that carried them."""
         has_count = self._totals is not None and self._layout.totals_ride and len(self._layout.buckets) == 1
         return int(self._divide_by) if self._layout.verdicts_ride and not has_count else 1
 

@@ -127,8 +127,8 @@ def fit(
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's, as `ddp.optim.TorchSchedule(scheduler, every="epoch")`.
         clip_norm: largest norm of the global gradient.
-        precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss (`ddp/optim/precision.py`);
-            "bf16_pure" for bfloat16 parameters with float32 master weights (`ddp/optim/precision.py`).
+        precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss; "bf16_pure" for bfloat16
+            parameters with float32 master weights (`ddp/optim/precision.py`).
         strategy: "replicated", or "sharded": each rank updates a slice of the parameters, and holds the optimizer's
             state of that alone. Or a `ddp.Averaging`, which also says how gradients travel.
         folder: of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json, curves.png. Unless given,

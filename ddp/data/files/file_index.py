@@ -114,7 +114,7 @@ class Format(ABC):
     draws_nothing: bool = False  # `decode` draws nothing at random, and may be called in any thread
 
     def settings(self) -> dict[str, Any]:
-        """Returns whatever the index depends on, for JSON."""
+        """Returns the settings that the index depends on, for JSON."""
         return {}
 
     @abstractmethod

@@ -131,7 +131,7 @@ class _Lines(Format):
     def _numbers(self, record: dict[str, Any], name: str) -> list[float]: ...
 
     def _header(self, reader: Reader, spans: Spans) -> tuple[dict[str, Any], Spans]:
-        """Returns what the head of a file says, and the samples after it."""
+        """Returns the facts in the head of a file, and the samples after it."""
         return {}, spans
 
     def _target_of(self, record: dict[str, Any], name: str) -> Tensor:
@@ -252,7 +252,7 @@ class Csv(_Lines):
         self.separator = separator
 
     def settings(self) -> dict[str, Any]:
-        """Returns whatever the index depends on."""
+        """Returns the settings that the index depends on."""
         return {"separator": self.separator}
 
     def check(self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]) -> None:

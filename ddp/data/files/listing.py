@@ -70,7 +70,7 @@ def listed(addresses: Addresses, *, suffixes: Sequence[str], storage: Storage) -
 
 
 def identity_of(address: str) -> object:
-    """Returns what all names of a local file have in common, also hard links; of a remote file, the address.
+    """Returns an identity that all names of a local file share, also hard links; of a remote file, the address.
 
     Size and time are part of it, because some network file systems give a number of theirs to several files.
 

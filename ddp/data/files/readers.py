@@ -1,7 +1,7 @@
 """Bytes of a file by position: `read(offset, length)`, without a position of its own that processes could share.
 
     LocalReader     os.pread on a descriptor       about 2 us for a few KB that the kernel has cached
-    RemoteReader    ranges through fsspec          `readers.py`, with a deadline and retries
+    RemoteReader    ranges through fsspec          with a deadline and retries
 
 pread(2) is used instead of a memory map, because a file that is cut off while it is mapped ends the process with a
 SIGBUS. Here it is an error that names the file.

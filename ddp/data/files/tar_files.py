@@ -15,6 +15,8 @@ Python's `tarfile` reads the headers, so long names (GNU's and pax) are no speci
 about 20 us a member, whatever its size. A tar file ends with blocks of zeros. If they are missing, the file was cut
 off. If anything but zeros comes after the last member, `tarfile` has stopped at a damaged header. Both are refused.
 So are sparse members, whose size is not the number of their bytes in the file.
+
+`ImageAndClass` makes pairs for training of such samples.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ def _check_together(reader: Reader, key: str, names: dict[str, str], seen: dict[
 
 
 def _headers(reader: Reader) -> Iterator[tarfile.TarInfo]:
-    """Yields what the file says of its members.
+    """Yields the headers of the file's members.
 
     Raises:
         ConfigError: the file is no tar file, or cut off, or has a sparse member.

@@ -12,6 +12,8 @@ attribute `may_read_ahead`; lists, TensorDatasets and `WholeBatches` need not. O
 sample may read a generator and leave no trace there, as with `torch.initial_seed()` or `fork_rng()`.
 
 `WholeBatches` hand out a micro-batch at once, unless the samples are to be collated in another way.
+
+Generators that belong to a data set are no part of the process's. They are found once, and seeded for each sample, too.
 """
 
 from __future__ import annotations
@@ -217,7 +219,7 @@ def _is_generator(each: Any) -> bool:
 
 
 def _parts(each: Any) -> Iterator[Any]:
-    """Yields what an object holds, and what its functions use."""
+    """Yields the objects that an object holds, and those that its functions use."""
     if isinstance(each, Mapping):
         yield from _some(each.values(), len(each))
     elif isinstance(each, (list, tuple, deque)):  # the order of a set differs between processes
@@ -249,7 +251,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _used_by(function: FunctionType) -> Iterator[Any]:
-    """Yields what a function has bound; and of the globals that it names, generators and functions of its module."""
+    """Yields a function's bound values; and of the globals that it names, generators and functions of its module."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty one: what it names is not bound yet, or not any more
             yield cell.cell_contents

@@ -121,7 +121,7 @@ class TrainLoader:
                 pass
 
     def _requests_of(self, plan: StepPlan, seed: int) -> Iterator[Request]:
-        """Yields what is to be fetched for a step."""
+        """Yields the requests of a step's batches."""
         for micro in plan.micros:
             keys = micro.positions if self._repeats else micro.indices
             yield Request(seed, plan.epoch, tuple(micro.indices), keys)

@@ -280,7 +280,7 @@ def _expect_no_more(iterator: Any) -> None:
 
 
 def _state(pid: int | None) -> str:
-    """Returns what a process is doing, in a word."""
+    """Returns the state of a process, in a word."""
     with suppress(OSError):  # it has ended, or there is no /proc
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"T": "stopped", "t": "stopped", "D": "waiting for a disk or network", "Z": "dead"}.get(letter, "alive")

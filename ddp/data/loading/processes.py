@@ -57,7 +57,7 @@ def data_loader(
 
 
 def process_options(given: Mapping[str, Any], *, num_workers: int) -> dict[str, Any]:
-    """Returns what torch's DataLoader takes for its processes, the user's `worker_init_fn` after our own."""
+    """Returns the arguments of torch's DataLoader for its processes, the user's `worker_init_fn` after our own."""
     if not num_workers:  # then torch refuses the others
         return {}
     return {**given, "worker_init_fn": partial(_begin_process, given.get("worker_init_fn"))}
@@ -146,7 +146,7 @@ class Packed:
 
 
 def packed(fetch: Callable[[], Any], samples: Iterable[tuple[int, Any]]) -> Packed:
-    """Returns what `fetch` returns, or the user's error that it raises, packed.
+    """Returns the result of `fetch`, or the user's error that it raises, packed.
 
     Args:
         samples: numbers and samples of this batch, read only to find the one that cannot be sent.
@@ -171,7 +171,7 @@ def packed(fetch: Callable[[], Any], samples: Iterable[tuple[int, Any]]) -> Pack
 
 
 def received(value: Any) -> Any:
-    """Returns what a loader process has sent.
+    """Returns the value that a loader process has sent.
 
     Raises:
         ConfigError: the loader process has sent this error.

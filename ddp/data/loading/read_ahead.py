@@ -6,6 +6,8 @@
 
 Batches, their order and their random numbers are the same with and without the thread. `loader.py` says which data it
 may read.
+
+Beside it, `DeviceCopies` copies batches to the GPU while the step before them computes.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def taken_apart(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluate
 
 
 def _batching(loader: DataLoader[Any], *, what: str) -> tuple[Any, bool, str]:
-    """Returns what chooses the samples, whether an incomplete batch is left out, and the batch's size in words."""
+    """Returns the sampler, whether an incomplete batch is left out, and the batch's size in words."""
     batches = loader.batch_sampler
     if batches is None:
         raise ConfigError(f"{what} is a DataLoader with batch_size=None: give its data set, with a sample per index")
@@ -325,7 +325,7 @@ def _tensor_set(inputs: Tensor, targets: Tensor, *, what: str) -> TensorSet:
 
 
 def whole_splits(found: Any, *, name: str) -> Splits:
-    """Returns what a function of the user's own has returned as `Splits`, with the facts that can be seen in it.
+    """Returns the data of a function of the user's own as `Splits`, with the facts that can be seen in it.
 
     Args:
         found: `Splits`, or a pair (train, test), each in any form that `source_of` takes.

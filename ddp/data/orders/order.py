@@ -149,7 +149,7 @@ class Order(ABC):
         return found
 
     def checksum(self) -> Checksum | None:
-        """Returns what the samples of an epoch add up to; None if that is not known, or differs from epoch to epoch.
+        """Returns the checksum of an epoch's samples; None if that is not known, or differs from epoch to epoch.
 
         If `length` is `num_samples`, each sample is expected once.
         """

@@ -281,7 +281,7 @@ class TrainSampler:
                 yield Micro(shard, part, mine[begin:stop])
 
     def num_micros(self, size: int) -> int:
-        """Returns this rank's number of micro-batches in a step of so many samples."""
+        """Returns this rank's number of micro-batches in a step of this size."""
         return sum(1 for _ in self.parts(range(size)))
 
     def commit(self, plan: StepPlan) -> None:
@@ -307,7 +307,7 @@ class TrainSampler:
         return seen
 
     def expected(self, epoch: int) -> Checksum | None:
-        """Returns what the samples of all ranks add up to in an epoch; None if the order does not say."""
+        """Returns the checksum of all ranks' samples in an epoch; None if the order does not say."""
         expected, first = self.order.checksum(), epoch * self.length
         if expected is None:
             return None
@@ -331,7 +331,7 @@ class TrainSampler:
         return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
 
     def places(self) -> Any:
-        """Returns what a state needs beside the state of all ranks: nothing, but for data that are a stream."""
+        """Returns this rank's part of a state: None, but for data that are a stream."""
         return None
 
     def load_places(self, places: Sequence[Any]) -> None:

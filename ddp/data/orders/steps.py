@@ -131,7 +131,7 @@ class Steps(ABC):
     @property
     @abstractmethod
     def setting(self) -> Any:
-        """Returns what the sizes follow from, as JSON can hold it."""
+        """Returns the settings that the sizes follow from, as JSON can hold it."""
 
     def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the steps that are left after `begin` samples, and the position after them.

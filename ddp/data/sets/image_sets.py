@@ -5,6 +5,8 @@
     CIFAR10    170 MB        cifar-10-batches-py/data_batch_1 …        shifted and mirrored, [3, 32, 32]
     FOLDER     none          train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
 
+The images of a folder are listed once, by the parent, for every process.
+
 An augmentation of the user's own takes the place of "shifted and mirrored", "cut out and mirrored".
 
 Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
@@ -206,7 +208,7 @@ def load_folder(
 
     Args:
         trains: False: the images under val/ alone, and no training samples.
-        index_dir, build: as in `image_sets.py`.
+        index_dir, build: as in `image_folder`.
 
     Raises:
         ConfigError: a folder is missing or holds no images; train and val have other classes, or an image in common.
@@ -244,7 +246,7 @@ def _check_sides(root: str | Path, train: Any, test: Any, *, build: bool) -> Non
 def folder_transforms(
     image_size: int, augment: Augment | None = None
 ) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
-    """Returns what makes a normalised tensor of a Pillow image, to train on and to test on.
+    """Returns two functions from a Pillow image to a normalised tensor, to train on and to test on.
 
     Args:
         augment: in place of a random part of the image, mirrored at random.

@@ -65,7 +65,7 @@ class TokenFiles(Format):
         self.context, self.dtype, self.header_bytes, self.vocab_size = context, dtype, header_bytes, vocab_size
 
     def settings(self) -> dict[str, Any]:
-        """Returns whatever the index depends on."""
+        """Returns the settings that the index depends on."""
         return {"context": self.context, "dtype": self.dtype, "header_bytes": self.header_bytes}
 
     def index(self, reader: Reader) -> Layout:

@@ -34,7 +34,7 @@ FORWARD = 1 / 3  # of the computing time; backward, twice as long, makes the gra
 
 
 class Cost(NamedTuple):
-    """Says what one bucket costs.
+    """The cost of one bucket.
 
     Attributes:
         nbytes: of its gradients.

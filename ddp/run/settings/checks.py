@@ -163,7 +163,7 @@ def _choice_problems(config: Config) -> Iterator[str]:
 
 
 def _order_problems(config: Config) -> Iterator[str]:
-    """Yields what is wrong with the order of samples."""
+    """Yields the errors in the order of samples."""
     data, batch = config.data, config.batch
     if data.sharding not in SHARDINGS and not is_address(data.sharding):
         hint = did_you_mean(data.sharding, SHARDINGS)
@@ -185,7 +185,7 @@ def _order_problems(config: Config) -> Iterator[str]:
 
 
 def _hook_problems(config: Config) -> Iterator[str]:
-    """Yields what a hook contradicts."""
+    """Yields the settings that a hook contradicts."""
     hook, key = config.hook, f"hook={config.hook.name}"
     if config.replica.kind == "naive":
         yield f"{key}: needs replica.kind=bucketed, whose buckets it gets; leave one out"
