@@ -126,3 +126,13 @@ def test_the_scripts_take_a_python_that_fits(found: dict[str, str], said: str, t
     ended = subprocess.run(command, cwd=tmp_path, env={"PATH": str(folder)}, capture_output=True, text=True)
     assert ended.returncode == 1, "these interpreters make no virtual environment"
     assert said in ended.stderr.splitlines()[0]
+
+
+def test_importing_ddp_and_its_data_leaves_torch_for_later() -> None:
+    program = """
+import sys
+import ddp, ddp.data
+assert not {"torch", "numpy"} & set(sys.modules)
+assert all(getattr(ddp.data, name).__name__ == name for name in ddp.data.__all__)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

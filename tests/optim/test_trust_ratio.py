@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 from typing import Any
@@ -402,3 +403,12 @@ def test_groups() -> None:
         ConfigError, match=r"optim.exclude: no trained parameter is called 'embed\*'; names are like 0.w"
     ):
         parameter_groups(net, weight_decay=0.1, exclude=["embed*"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "presets"), [("lamb", 1e-3, PRESETS), ("lars", 1.0, LARS_PRESETS), ("larc", 1.0, LARC_PRESETS)]
+)
+def test_help_shows_the_defaults_and_every_preset(kind: str, rate: float, presets: dict[str, Any]) -> None:
+    shown = inspect.signature(KINDS[kind]).parameters
+    assert (shown["lr"].default, shown["preset"].default) == (rate, next(iter(presets)))
+    assert all(f'"{preset}"' in (KINDS[kind].__doc__ or "") for preset in presets)
