@@ -154,7 +154,7 @@ class Folder(Checkpoints, Reports):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume == "":
-            raise ConfigError("resume='': take auto, or the path of a run or checkpoint")
+            raise ConfigError("resume='': take auto, or the path of a run or checkpoint, or None")
         if self.resume == "auto" and (self.path is None or self.is_unnamed):
             raise ConfigError(
                 'resume="auto": which run? Name its folder, such as ddp.Folder("runs/mine", resume="auto")'

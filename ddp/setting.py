@@ -75,9 +75,11 @@ def out_of_bounds(settings: Any, prefix: str = "") -> Iterator[str]:
         if is_dataclass(value):
             yield from out_of_bounds(value, f"{key}.")
         elif isinstance(value, Real) and not isinstance(value, bool):
-            bounds: Bounds = metadata_of(type(settings), item.name).get("bounds", Bounds())
-            if not abs(float(value)) <= LARGEST:
-                yield f"{key}={value}: must be a finite number, at most {LARGEST:.2g}"
+            bounds: Bounds | None = metadata_of(type(settings), item.name).get("bounds")
+            if bounds is None:
+                continue  # no setting: who takes it says what it wants
+            if not -LARGEST <= value <= LARGEST:  # type: ignore[operator]  # as an int may be too large for a float
+                yield f"{key}={value!s:.24}: must be a finite number, at most {LARGEST:.2g}"
             elif not bounds.admit(float(value)):
                 yield f"{key}={value}: must be {bounds}"
 
@@ -85,7 +87,7 @@ def out_of_bounds(settings: Any, prefix: str = "") -> Iterator[str]:
 def check_values(policy: Any) -> None:
     """Raises ConfigError for the first setting of a policy that is of another type, or out of its bounds.
 
-    A number of NumPy's is as good as one of Python's.
+    A number of NumPy's becomes one of Python's, which can be written as JSON.
     """
     kinds = get_type_hints(type(policy))
     for item in fields(policy):
@@ -94,18 +96,25 @@ def check_values(policy: Any) -> None:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if value is None and type(None) in options:
             continue
+        metadata = metadata_of(type(policy), item.name)
+        bounds: Bounds = metadata.get("bounds", Bounds())
         if bool in options and not isinstance(value, bool):
             raise ConfigError(f"{item.name}={value!r}: must be True or False")
-        bounds: Bounds = metadata_of(type(policy), item.name).get("bounds", Bounds())
         least = bounds.at_least
         is_whole = is_number and isinstance(value, Integral)
-        if int in options and not (is_whole and (least is None or int(value) >= least)):
+        if int in options and not (is_whole and (least is None or value >= least)):
             raise ConfigError(f"{item.name}={value!r}: must be a whole number from {least} up")
-        if float in options and not is_number:
+        if float in options and not (is_number and bounds.admit(value)):
             above = "" if bounds.above is None else f" above {bounds.above:g}"
-            raise ConfigError(f"{item.name}={value!r}: must be a number{above}")
+            or_none = metadata.get("meaning", "").partition("null: ")[2] if item.default is None else ""
+            remedy = f"; leave it out for {or_none}" if or_none else ""
+            raise ConfigError(f"{item.name}={value!r}: must be a number{above}{remedy}")
         words = next((get_args(each) for each in options if get_origin(each) is Literal), None)
-        if words is not None and value not in words:
-            raise ConfigError(f"{item.name}={value!r}: take one of {', '.join(words)}.{did_you_mean(value, words)}")
+        if words is not None and not (isinstance(value, str) and value in words):
+            missing = ", or leave it out" if type(None) in options else ""
+            hint = did_you_mean(value, words)
+            raise ConfigError(f"{item.name}={value!r}: take one of {', '.join(words)}{missing}.{hint}")
+        if is_number and not isinstance(value, (int, float)):
+            object.__setattr__(policy, item.name, int(value) if is_whole else float(value))
     for problem in out_of_bounds(policy):
         raise ConfigError(problem)

@@ -7,6 +7,7 @@ with its own, and the replicas would drift apart.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -88,6 +89,8 @@ class Given(Training):
         for name in ("loss", "global_batch"):
             if getattr(self, name) is NEEDED:
                 raise ConfigError(f"fit() needs {name}: see help(ddp.fit)")
+        if isinstance(self.clip_norm, float) and self.clip_norm == math.inf:
+            self.clip_norm = None  # torch's word for a norm that is only measured; fit measures it in any case
         check_values(self)
         if not isinstance(self.global_batch, (BatchWarmup, TokenBudget)):
             size = self.global_batch

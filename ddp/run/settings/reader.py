@@ -18,7 +18,7 @@ from ddp.errors import ConfigError, did_you_mean, nearest
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
-from ddp.train.moved import KEYS, meaning, translated
+from ddp.train.moved import KEYS, VALUES, meaning, translated
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:
@@ -57,6 +57,8 @@ def unknown_key(
         return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
     moved = KEYS.get(key, "")
     foreign = (moved if moved in homes else meaning(last).setting) if homes else ""
+    if True in VALUES.get(moved, {}):  # it was a switch
+        foreign = f"{moved}={VALUES[moved][True]}"
     guesses = [foreign] if foreign else _called(last, homes)
     if not guesses and (likely := nearest(last, names)):
         guesses = [above + likely]
