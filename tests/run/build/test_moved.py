@@ -84,7 +84,7 @@ def test_keys_that_have_moved_are_there_and_are_named() -> None:
     for old, new in KEYS.items():
         assert new in homes or new.partition(".")[0] in ("evaluation", "scheduler")  # of an identity
         assert old not in homes
-    with pytest.raises(ConfigError, match=r"unknown key optim.sharded. Did you mean strategy\?"):
+    with pytest.raises(ConfigError, match=r"unknown key optim.sharded. Did you mean strategy=sharded\?"):
         raise unknown("optim.sharded")
 
 

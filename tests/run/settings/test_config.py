@@ -68,7 +68,7 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("optim.beta3=1", "Did you mean optim.beta2?"),
         ("num_worker=1", "Did you mean loader.num_workers?"),
         ("+log_every=5", "unknown key log_every. Did you mean report.log_every?"),
-        ("+optim.sharded=true", "unknown key optim.sharded. Did you mean strategy?"),
+        ("+optim.sharded=true", "unknown key optim.sharded. Did you mean strategy=sharded?"),
     ],
 )
 def test_an_unknown_key_is_looked_for_everywhere(override: str, words: str, tmp_path: Path) -> None:
