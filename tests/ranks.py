@@ -14,11 +14,13 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -26,6 +28,9 @@ PRELOAD = [
     *("torch", "torch.distributed", "ddp.run.build.stages", "ddp.replica.drop_in.data_parallel", "ddp.train.fit"),
     "torch._dynamo",  # a second's import, for which torch's optimizers ask
 ]
+
+
+Result = TypeVar("Result")
 
 
 class RankFailed(AssertionError):
@@ -101,6 +106,26 @@ def unfailed(results: list[Any]) -> list[Any]:
         if isinstance(result, RankFailed):
             raise result
     return results
+
+
+def as_threads(world_size: int, program: Callable[[int, Any], Result]) -> list[Result]:
+    """Runs `program(rank, gather)` for every rank as a thread of this process; the results by rank."""
+    meeting = threading.Barrier(world_size, timeout=60)
+    payloads = [b""] * world_size
+
+    def run(rank: int) -> Result:
+        def gather(payload: bytes) -> list[bytes]:
+            payloads[rank] = payload
+            meeting.wait()
+            everyone = list(payloads)
+            meeting.wait()
+            return everyone
+
+        threading.current_thread().rank = rank  # type: ignore[attr-defined]
+        return program(rank, gather)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        return [done.result() for done in [threads.submit(run, rank) for rank in range(world_size)]]
 
 
 def without_gloo(printed: str) -> str:

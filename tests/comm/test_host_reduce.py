@@ -11,7 +11,6 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import collect, run_ranks, start_ranks, unfailed
+from ranks import as_threads, collect, run_ranks, start_ranks, unfailed
 from torch import Tensor
 
 from ddp.collectives.schedule import offsets
@@ -30,7 +29,7 @@ from ddp.comm.connect import join
 from ddp.comm.flat import flatten
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup, tree_steps
-from ddp.comm.transport.edge import TransportError
+from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
 
@@ -71,17 +70,8 @@ def on_one_host(
     size: int, program: Callable[[HostGroup], Result], *, kind: Kind = "memfd", timeout_s: float = 30
 ) -> list[Result]:
     """Runs `program` with the group of each of `size` ranks, as threads; the results by rank."""
-    meeting = threading.Barrier(size, timeout=60)
-    payloads = [b""] * size
 
-    def run(rank: int) -> Result:
-        def gather(payload: bytes) -> list[bytes]:
-            payloads[rank] = payload
-            meeting.wait()
-            everyone = list(payloads)
-            meeting.wait()
-            return everyone
-
+    def run(rank: int, gather: Gather) -> Result:
         joined = join(rank, gather, timeout_s=timeout_s, kinds=(kind,))
         group = joined.group
         assert joined.hosts == (tuple(range(size)),)
@@ -91,8 +81,7 @@ def on_one_host(
         finally:
             group.close()
 
-    with ThreadPoolExecutor(size) as threads:
-        return [done.result() for done in [threads.submit(run, rank) for rank in range(size)]]
+    return as_threads(size, run)
 
 
 class Numbered:

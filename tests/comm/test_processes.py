@@ -21,9 +21,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
 import ddp
-from ddp.comm import connect as topology
 from ddp.comm.communicator import Communicator
 from ddp.comm.reduction import Op
+from ddp.comm.transport import topology
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.call import Call
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost

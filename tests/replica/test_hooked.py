@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm import connect as topology
 from ddp.comm.communicator import Communicator
+from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged, ReplicaMismatch
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hooks.traffic import Traffic, predicted

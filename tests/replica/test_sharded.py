@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm import connect as topology
+from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups

@@ -7,7 +7,7 @@ import os
 from hooks import METHODS, HookCell, TimeHooks
 from ranks import run_ranks
 
-from ddp.comm import connect as topology
+from ddp.comm.transport import topology
 
 SOME_METHODS = ("plain", "int8", "sign", "powersgd1", "torch_fp16", "torch_powersgd1")
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import as_threads, run_ranks
 
-from ddp.comm import connect as topology
-from ddp.comm.connect import Gather, Neighbours, discover, group
+from ddp.comm.transport import topology
+from ddp.comm.transport.edge import Gather
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
+from ddp.comm.transport.topology import Neighbours, discover, group
 
 Result = TypeVar("Result")
 
@@ -67,26 +67,6 @@ def test_groups_are_ranks_that_all_reach_each_other_by_one_kind(
 
 
 # --- discovery, with ranks as threads and some facts replaced ---------------------------------------------------------
-
-
-def as_threads(size: int, program: Callable[[int, Gather], Result]) -> list[Result]:
-    """Runs `program(rank, gather)` for every rank; the results by rank."""
-    meeting = threading.Barrier(size, timeout=30)
-    payloads = [b""] * size
-
-    def run(rank: int) -> Result:
-        def gather(payload: bytes) -> list[bytes]:
-            payloads[rank] = payload
-            meeting.wait()
-            everyone = list(payloads)
-            meeting.wait()
-            return everyone
-
-        threading.current_thread().rank = rank  # type: ignore[attr-defined]
-        return program(rank, gather)
-
-    with ThreadPoolExecutor(size) as threads:
-        return [done.result() for done in [threads.submit(run, rank) for rank in range(size)]]
 
 
 def my_rank() -> int:
