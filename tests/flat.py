@@ -1,14 +1,23 @@
-"""Arguments of `ddp.fit` for tests that vary them one by one: fields of policies beside each other."""
+"""`ddp.fit` for tests that vary its arguments one by one, fields of policies beside each other; and its loop alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
 import ddp
+from ddp.data.loading.source import Source
 from ddp.replica.sharded import ShardedDataParallel
+from ddp.train.arguments import Given, Inputs
+from ddp.train.callbacks import Callback
+from ddp.train.evaluate import HeldOut
+from ddp.train.loop import train_loop
+from ddp.train.state import TrainState
+from ddp.train.stopping import StopFlag
+from ddp.train.tasks.cross_entropy import Classification
 
 POLICIES = {"evaluation": ddp.Evaluation, "batches": ddp.Batches, "reading": ddp.Reading}
 
@@ -50,3 +59,13 @@ def fit_over(comm: ddp.Communicator, module: nn.Module, **flat: Any) -> ddp.Trai
     """Returns the state after a fit of a module over a communicator of the test's own."""
     kind = ShardedDataParallel if flat.pop("sharded", False) else ddp.BucketedDataParallel
     return ddp.fit(kind(module, comm=comm), **grouped(**flat))
+
+
+def train_on(
+    state: TrainState, data: Any, *, callbacks: Sequence[Callback] = (), stop: StopFlag | None = None, **options: Any
+) -> None:
+    """Trains from `state` on, without evaluations."""
+    task = Classification()
+    inputs = Inputs(task, Source(data), HeldOut(None, None), state.model, None, None)
+    given = Given(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
+    train_loop(state, given, inputs, callbacks, StopFlag() if stop is None else stop)

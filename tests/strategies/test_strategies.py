@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from flat import fit_over
+from flat import fit_over, train_on
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.data.loading.source import Source
 from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError, Diverged
 from ddp.optim.precision import forward_precision
 from ddp.replica.broadcast import tensor_hash
 from ddp.strategies import Agreement, Replicated, Sharded, Strategy, step
-from ddp.train.arguments import Given, Inputs
-from ddp.train.callbacks import Callback
-from ddp.train.evaluate import HeldOut
-from ddp.train.loop import train_loop
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.cross_entropy import Classification
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
 NUM_STEPS = 5  # an epoch
-
-
-def train_on(
-    state: TrainState, data: Any, *, callbacks: Sequence[Callback] = (), stop: StopFlag | None = None, **options: Any
-) -> None:
-    """Trains from `state` on, without evaluations."""
-    task = Classification()
-    inputs = Inputs(task, Source(data), HeldOut(None, None), state.model, None, None)
-    given = Given(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
-    train_loop(state, given, inputs, callbacks, StopFlag() if stop is None else stop)
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,18 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from flat import train_on
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
-from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.run.build.load import load_initial_weights
 from ddp.strategies.replicated import Replicated
-from ddp.train.arguments import Given, Inputs
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
     Checkpointer,
@@ -34,24 +32,13 @@ from ddp.train.checkpoint import (
     save_checkpoint,
 )
 from ddp.train.checkpoint_store import CheckpointStore, load
-from ddp.train.evaluate import HeldOut
-from ddp.train.loop import end_of_run, train_loop
+from ddp.train.loop import end_of_run
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.cross_entropy import Classification
 from recipes.tutorial.simulated import SimulatedNetwork
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges
-
-
-def train_on(
-    state: TrainState, data: Any, *, callbacks: Sequence[Callback] = (), stop: StopFlag | None = None, **options: Any
-) -> None:
-    """Trains from `state` on, without evaluations."""
-    task = Classification()
-    inputs = Inputs(task, Source(data), HeldOut(None, None), state.model, None, None)
-    given = Given(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
-    train_loop(state, given, inputs, callbacks, StopFlag() if stop is None else stop)
 
 
 def model() -> nn.Module:
