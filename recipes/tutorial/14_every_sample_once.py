@@ -117,4 +117,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all of data-parallel training. `docs/data.md` has the settings; `docs/reading.md` leads on.
+# `15_who_starts_it.py`: how a process learns which rank it is. `docs/data.md` has the settings of this chapter.
