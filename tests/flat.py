@@ -68,4 +68,5 @@ def train_on(
     task = Classification()
     inputs = Inputs(task, Source(data), HeldOut(None, None), state.model, None, None)
     given = Given(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
-    train_loop(state, given, inputs, callbacks, StopFlag() if stop is None else stop)
+    state.stop_flag = StopFlag() if stop is None else stop
+    train_loop(state, given, inputs, callbacks)

@@ -1,6 +1,6 @@
-"""Callbacks watch a run at six moments; this file has the base class, what measures a run, `EarlyStopping` and `EMA`.
+"""Callbacks watch a run at eight moments; this file has the base class, what measures a run, `EarlyStopping` and `EMA`.
 
-    fit_start   step_start   step_end   evaluated   exception   fit_end
+    fit_start   step_start   step_end   evaluated   checkpoint_saved   exception   fit_end   finished
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
 it returns from `state_dict` is saved with the run (`kept.py`).
@@ -31,10 +31,11 @@ from ddp.train.state import StepReport, TrainState
 
 
 class Callback:
-    """Does nothing at any of the six moments; override what you need.
+    """Does nothing at any of the eight moments; override what you need.
 
     A callback changes what it likes of weights, optimizer and learning rate, alike on all ranks: it holds from the next
-    step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's do.
+    step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's do. One
+    that wants to end the run calls `state.stop`, on any rank.
     """
 
     def fit_start(self, state: TrainState) -> None:
@@ -52,11 +53,21 @@ class Callback:
     def evaluated(self, state: TrainState) -> None:
         """Runs after an evaluation; its metrics are in `state.evaluation`."""
 
+    def checkpoint_saved(self, state: TrainState, path: Path) -> None:
+        """Runs after a checkpoint was written to the folder `path`, as rank 0 names it from the root on.
+
+        The run keeps a few checkpoints, so that a later one may replace this one: copy what has to stay. One that was
+        saved without a metric may be written once more with it.
+        """
+
     def exception(self, state: TrainState, error: BaseException) -> None:
         """Runs before an error ends the run. It must not run collectives, because the ranks may no longer agree."""
 
     def fit_end(self, state: TrainState) -> None:
-        """Runs after the last step, also when the run stops early."""
+        """Runs after the last step and its checkpoint, also when the run stops early."""
+
+    def finished(self, state: TrainState, summary: Mapping[str, Any]) -> None:
+        """Runs last of all, once summary.json and curves.png are written; `summary` is what the former holds."""
 
     def evaluating(self, state: TrainState) -> AbstractContextManager[None]:
         """Returns a context for each evaluation, such as one with other weights; it leaves all as it was."""

@@ -57,8 +57,11 @@ def save_checkpoint(
     identity: Mapping[str, Any],
     score: float | None = None,
     kept: Kept | None = None,
-) -> None:
+) -> Path:
     """Writes a checkpoint of the run. Collective; rank 0 writes to its file system.
+
+    Returns:
+        The checkpoint's folder, as rank 0 names it from the root on.
 
     Raises:
         CheckpointError: it could not be written; on every rank.
@@ -84,7 +87,7 @@ def save_checkpoint(
         "averages": None if kept is None else kept.name_of_averages,
     }
 
-    def write() -> None:
+    def write() -> Path:
         parts = {
             "model": whole["model"],
             "optimizer": plain(whole["optimizer"]),
@@ -102,9 +105,9 @@ def save_checkpoint(
             parts["schedule"] = plain(state.schedule.state_dict())
         if hook is not None:
             parts["hook"] = hook
-        store.save(state.step, parts, meta=meta, score=score)
+        return store.save(state.step, parts, meta=meta, score=score).absolute()
 
-    on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
+    return on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
 
 
 def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
@@ -299,12 +302,22 @@ class Checkpointer(Callback):
 
     A checkpoint that is due together with an evaluation waits for `AfterEvaluation`: the metric decides which one is
     the best.
+
+    Args:
+        callbacks: told of each checkpoint.
     """
 
     def __init__(
-        self, store: CheckpointStore, *, identity: Mapping[str, Any], every_steps: int | None, kept: Kept | None = None
+        self,
+        store: CheckpointStore,
+        *,
+        identity: Mapping[str, Any],
+        every_steps: int | None,
+        kept: Kept | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self._store, self._identity, self._every_steps, self._kept = store, identity, every_steps, kept
+        self._callbacks = callbacks
         self._due, self._saved_step = False, -1
 
     def fit_start(self, state: TrainState) -> None:
@@ -332,8 +345,10 @@ class Checkpointer(Callback):
     def _save(self, state: TrainState) -> None:
         self._due = False
         score = state.evaluation.get(state.main_metric) if state.evaluated_at == state.step else None
-        save_checkpoint(self._store, state, identity=self._identity, score=score, kept=self._kept)
+        path = save_checkpoint(self._store, state, identity=self._identity, score=score, kept=self._kept)
         self._saved_step = state.step
+        for callback in self._callbacks:
+            callback.checkpoint_saved(state, path)
 
 
 class AfterEvaluation(Callback):

@@ -59,7 +59,7 @@ def evaluate(
         data, loss: as in `ddp.fit`; collate: as in `ddp.Batches`.
         batch_size: samples per forward and rank; apart from rounding, the result does not depend on it.
         num_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
-        stop: polled every few batches; if any rank wants to stop, all ranks give up the evaluation.
+        stop: polled every few batches; once a signal has reached any rank, all ranks give up the evaluation.
 
     Returns:
         Metric by name; None if the ranks gave up the evaluation.
@@ -79,7 +79,7 @@ def evaluate(
     with _evaluating(model, task), torch.no_grad():
         batches = iter(loader)
         for index in range(num_batches):
-            if stop is not None and index % POLL_EVERY == POLL_EVERY - 1 and comm.agree_any(bool(stop)):
+            if stop is not None and index % POLL_EVERY == POLL_EVERY - 1 and comm.agree_any(bool(stop.signal_name)):
                 return None
             if (batch := next(batches, None)) is None:
                 continue

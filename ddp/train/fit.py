@@ -48,13 +48,13 @@ from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, Noise
 from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
 from ddp.train.evaluate import modes_kept, note_of_choice
-from ddp.train.kept import Kept
+from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.progress import ProgressBar, StopNote, TrafficHint
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
-from ddp.train.stopping import StopFlag, flag_of_a_new_fit
+from ddp.train.stopping import flag_of_a_new_fit
 from ddp.train.tasks.task import Task
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted
@@ -185,11 +185,12 @@ def _train(given: Given, comm: Communicator) -> TrainState:
 
     # 2  the state
     run = open_run(given, inputs, comm)
+    run.state.stop_flag = stop
     _say(given, comm, "\n".join(run.notes))
 
     # 3  the loop
     meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
-    _loop(given, inputs, run, meters, stop)
+    _loop(given, inputs, run, meters)
 
     # 4  the results
     state = run.state
@@ -203,9 +204,15 @@ def _train(given: Given, comm: Communicator) -> TrainState:
         _say(given, comm, f"the cache holds {counted(kept.num_cached, 'sample')} in {size}")
     seconds = now_s() - start_s
     summary = summary_of(state, meters, given, seconds=seconds)
-    if run.folder is not None:
-        write = partial(_write_results, run.folder, summary, curves=given.folder.curves)
-        on_rank_zero(comm, write, label="writing the results")
+    write = partial(_write_results, run.folder, summary, curves=given.folder.curves)
+    try:
+        summary = on_rank_zero(comm, write, label="writing the results")
+        for callback in given.callbacks:
+            callback.finished(state, summary)
+    except BaseException as error:
+        for callback in given.callbacks:
+            callback.exception(state, error)
+        raise
     return state
 
 
@@ -258,10 +265,13 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     state.main_metric = f"{inputs.held_out.chooser}_{inputs.task.main_metric}"
     state.higher_is_better = inputs.task.higher_is_better
     identity = run_identity(comm, inputs.replica, settings if given.settings is None else given.settings)
+    state.settings = plain(identity)
     saves = given.folder.path is not None
     beside = Kept(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
-        folder, start = on_rank_zero(comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint")
+        folder, state.run_dir, start = on_rank_zero(
+            comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint"
+        )
         if start is not None:
             checkpoint = read_checkpoint(comm, start)
             restore(checkpoint, state, identity=identity)
@@ -278,15 +288,17 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     return OpenRun(state, source, identity, beside, folder, start, num_steps, notes)
 
 
-def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None]:
-    """Returns the folder of the run, which exists then, and the checkpoint to go on from. On rank 0 only.
+def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:
+    """Returns the folder of the run, which exists then, also from the root on, and the checkpoint to go on from.
+
+    On rank 0 only.
 
     Raises:
         ConfigError: the folder holds another run, or cannot be made.
         CheckpointError: `resume` names a path without a checkpoint.
     """
     if keeps.path is None:
-        return None, None if keeps.resume is None else resume_from(str(keeps.resume), Path())
+        return None, None, None if keeps.resume is None else resume_from(str(keeps.resume), Path())
     run_dir = Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}") if keeps.is_unnamed else Path(keeps.path)
     start = None if keeps.resume is None else resume_from(str(keeps.resume), run_dir)
     is_own = start is not None and start.resolve().is_relative_to(run_dir.resolve())
@@ -297,13 +309,13 @@ def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None]:
         make_folder(run_dir)
     except OSError as error:
         raise ConfigError(f"folder={run_dir}: {error.strerror}; take another folder") from error
-    return run_dir, start
+    return run_dir, run_dir.absolute(), start
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
-def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, stop: StopFlag) -> None:
+def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters) -> None:
     """Makes the steps of the run, while no other process may write into its folder."""
     state, keeps = run.state, given.folder
     store = None
@@ -316,10 +328,10 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, stop: Stop
         if store is not None:  # before a callback changes a file there
             on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
         if given.stop is None:
-            until_end.enter_context(stop.listening())
+            until_end.enter_context(state.stop_flag.listening())
         try:
-            callbacks = _callbacks(given, inputs, run, meters, store, stop)
-            train_loop(state, given, inputs._replace(source=run.source), callbacks, stop)
+            callbacks = _callbacks(given, inputs, run, meters, store)
+            train_loop(state, given, inputs._replace(source=run.source), callbacks)
         except BaseException as error:
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
@@ -327,7 +339,7 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, stop: Stop
 
 
 def _callbacks(
-    given: Given, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None, stop: StopFlag
+    given: Given, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None
 ) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
     comm, keeps = run.state.comm, given.folder
@@ -335,7 +347,8 @@ def _callbacks(
     last: list[Callback] = [run.beside]
     if run.folder is not None and store is not None:
         every_steps, metrics = keeps.every_steps, run.folder / "metrics.jsonl"
-        checkpointer = Checkpointer(store, identity=run.identity, every_steps=every_steps, kept=run.beside)
+        how: dict[str, Any] = {"every_steps": every_steps, "kept": run.beside, "callbacks": given.callbacks}
+        checkpointer = Checkpointer(store, identity=run.identity, **how)
         watching += [MetricsFile(metrics, meters, every=keeps.log_every), checkpointer]
         last.append(AfterEvaluation(checkpointer))
     if comm.host_partition.num_hosts > 1:
@@ -345,7 +358,7 @@ def _callbacks(
         num_steps, num_epochs = run.num_steps, given.epochs
         last.append(ProgressBar(meters.throughput, num_steps=num_steps, num_epochs=num_epochs, if_long=if_long))
     if given.stop is None:
-        last.append(StopNote(run.folder, stop))
+        last.append(StopNote(run.folder))
     return [*watching, *given.callbacks, *last]
 
 
@@ -403,8 +416,10 @@ def _notes(
     return notes
 
 
-def _write_results(run_dir: Path, summary: dict[str, Any], *, curves: bool) -> None:
-    """Writes summary.json and curves.png. On rank 0 only."""
+def _write_results(run_dir: Path | None, summary: dict[str, Any], *, curves: bool) -> dict[str, Any]:
+    """Writes summary.json and curves.png, if there is a folder, and returns the summary. On rank 0 only."""
+    if run_dir is None:
+        return summary
     path = run_dir / "summary.json"
     if not summary["samples_per_s"] and path.exists():  # nothing was left to train: keep the figures of the training
         with contextlib.suppress(ValueError):
@@ -413,3 +428,4 @@ def _write_results(run_dir: Path, summary: dict[str, Any], *, curves: bool) -> N
     write_summary(run_dir, summary)
     if curves:
         draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
+    return summary

@@ -25,14 +25,14 @@ from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
 from ddp.train.state import TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
-from ddp.train.stopping import StopFlag
 from ddp.units import counted
 
 
-def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Sequence[Callback], stop: StopFlag) -> None:
+def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Sequence[Callback]) -> None:
     """Trains from `state` on, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
 
-    If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on.
+    If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on. Its flag is
+    the caller's: one that is still set stops the next call, too.
 
         for each epoch:
             for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
@@ -44,11 +44,10 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
         evaluate once more for the report, if there are samples for it alone
 
     Args:
-        state: model, optimizer, sampler and step; the sampler's seed is that of every random stream.
+        state: model, optimizer, sampler, step, stop flag; the sampler's seed is that of every random stream.
         given: length of the run, precision, reading, and when to evaluate.
         inputs: task, samples and schedule.
-        callbacks: run at the six moments of `callbacks.py`, in this order.
-        stop: this rank's wish to stop. It is the caller's: a flag that is still set stops the next call, too.
+        callbacks: run at the moments of `callbacks.py`, in this order.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -73,8 +72,8 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
         noise_scale_every=given.folder.noise_scale_every,
         looks=looks,
     )
-    evaluator, evaluates = Evaluator(given, inputs, callbacks, stop), held_out.is_evaluated
-    feed = _feed(state, source, uneven, reading.max_unreadable, stop)
+    evaluator, evaluates = Evaluator(given, inputs, callbacks), held_out.is_evaluated
+    feed = _feed(state, source, uneven, reading.max_unreadable)
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
     state.stopped_by = ""
@@ -89,13 +88,13 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
                 running_step = state.step + 1
                 for callback in callbacks:
                     callback.step_start(state)
-                step, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(stop))
+                step, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(state.stop_flag))
                 if step.num_ending:
                     feed.ended(step.num_ending)
                 for callback in callbacks:
                     callback.step_end(state, step)
                 if someone_stops:
-                    state.stopped_by = agreed_reason(state.comm, stop) or "stopped"
+                    state.stopped_by = agreed_reason(state) or "stopped"
                 elif evaluates and _is_time(state, when):
                     evaluator.choose(state)
                 if state.step >= num_steps or state.stopped_by:
@@ -127,16 +126,14 @@ def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
             raise
 
 
-def _feed(
-    state: TrainState, source: Source, uneven: Uneven, max_unreadable: int, stop: StopFlag
-) -> TrainLoader | StreamFeed:
+def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int) -> TrainLoader | StreamFeed:
     """Returns the loader, or the feed of a stream, which yields steps with their batches, epoch by epoch."""
     choices: dict[str, Any] = {
         "collate": source.collate,
         "num_workers": source.num_workers,
         "device": state.comm.device,
         "processes": source.processes,
-        "limits": limits_of(state.comm, stop),
+        "limits": limits_of(state.comm, state.stop_flag),
     }
     if isinstance(state.sampler, IterableSampler):
         loader = IterableLoader(source.samples, state.sampler, **choices)
@@ -197,9 +194,9 @@ def _is_time(state: TrainState, when: Evaluation) -> bool:
 class Evaluator:
     """Evaluates the model of a run on its held-out samples, with the weights that callbacks evaluate."""
 
-    def __init__(self, given: Given, inputs: Inputs, callbacks: Sequence[Callback], stop: StopFlag) -> None:
-        self._held_out, self._callbacks, self._stop = inputs.held_out, callbacks, stop
-        self._options: dict[str, Any] = {"loss": inputs.task, "precision": given.precision, "stop": stop}
+    def __init__(self, given: Given, inputs: Inputs, callbacks: Sequence[Callback]) -> None:
+        self._held_out, self._callbacks = inputs.held_out, callbacks
+        self._options: dict[str, Any] = {"loss": inputs.task, "precision": given.precision}
         self._options["batch_size"] = given.evaluation.batch
 
     def choose(self, state: TrainState) -> None:
@@ -220,9 +217,9 @@ class Evaluator:
         with ExitStack() as contexts:
             for callback in self._callbacks:
                 contexts.enter_context(callback.evaluating(state))
-            metrics = evaluate(state.model, source, comm=state.comm, **self._options)
+            metrics = evaluate(state.model, source, comm=state.comm, stop=state.stop_flag, **self._options)
         if metrics is None:
-            state.stopped_by = agreed_reason(state.comm, self._stop) or "stopped"
+            state.stopped_by = agreed_reason(state) or "stopped"
             return None
         return {f"{side}_{name}": value for name, value in metrics.items()}
 

@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "schedule_every": 'schedule=ddp.optim.TorchSchedule(scheduler, every="epoch")',
     "comm": "ddp.BucketedDataParallel(model, comm=…) as the model; with strategy=\"sharded\", ddp.replica.sharded's "
     "ShardedDataParallel(model, comm=…)",
-    "stop": "callbacks=[…] with a ddp.Callback that sets state.stopped_by to the reason, on all ranks after one step",
+    "stop": "callbacks=[…] with a ddp.Callback that calls state.stop(reason), on any rank",
     "settings": "callbacks=[…] with a ddp.Callback that returns them in state_dict, and compares them in "
     "load_state_dict, which a resumed run calls",
 }

@@ -17,9 +17,9 @@ from ddp.gradients import ErrorFeedback, PowerSGD
 from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.process.clock import now_s
 from ddp.process.log import log
-from ddp.train.callbacks import EARLY, Callback, ThroughputMeter
+from ddp.train.callbacks import Callback, ThroughputMeter
 from ddp.train.state import StepReport, TrainState, agreed_reason
-from ddp.train.stopping import StopFlag, has_obeyed
+from ddp.train.stopping import has_obeyed, is_signal
 from ddp.units import format_time
 
 REFRESH_EVERY_S = 0.2
@@ -133,15 +133,14 @@ class StopNote(Callback):
 
     Args:
         run_dir: the folder of the run; None: nothing is saved.
-        stop: what signals set; one that came too late to stop the run still asks its program to.
     """
 
-    def __init__(self, run_dir: Path | None, stop: StopFlag) -> None:
-        self._run_dir, self._stop = run_dir, stop
+    def __init__(self, run_dir: Path | None) -> None:
+        self._run_dir = run_dir
 
     def fit_end(self, state: TrainState) -> None:
-        if state.stopped_by in ("", EARLY):
-            if has_obeyed(late := agreed_reason(state.comm, self._stop)) and state.comm.rank == 0:
+        if not is_signal(state.stopped_by):  # one that came too late to stop the run still asks its program to
+            if has_obeyed(late := agreed_reason(state)) and state.comm.rank == 0:
                 log.warning("%s came after the last step: the run is complete", late)
             return
         if not has_obeyed(state.stopped_by) or state.comm.rank != 0:

@@ -135,6 +135,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
         shares = f"computing {computing:.0%}, waiting for other workers {waiting:.0%}, for data {data:.0%}"
     table.add_row("share of a step", shares)
     table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
+    if summary["stopped_by"] not in titles:
+        table.add_row("stopped by", summary["stopped_by"])
     if was_on := ", ".join(_was_on(summary)):
         table.add_row("with", was_on)
     console = Console()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,12 +14,13 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader_watch import Limits
 from ddp.data.orders.sampler import TrainSampler
+from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts
 from ddp.optim.schedules import Rates, TorchSchedule
 from ddp.replica.replica import Replica
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.strategy import Strategy
-from ddp.train.stopping import StopFlag
+from ddp.train.stopping import StopFlag, is_signal
 
 
 @dataclass(eq=False)
@@ -29,7 +31,10 @@ class TrainState:
         strategy: holds parameters and optimizer state, and makes the update.
         optimizer: the user's, whose groups and state hold in every step as they are then.
         step: committed optimizer steps.
+        run_dir: the run's folder, as rank 0 names it from the root on; None: nothing is written.
+        settings: what the bits of the result depend on, by name, in plain values: a checkpoint's identity of the run.
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
+        stop_flag: this rank's wish to stop, which signals and `stop` set.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
         main_metric: the one of them that everything goes by that chooses, such as which checkpoint is the best
@@ -46,7 +51,10 @@ class TrainState:
     optimizer: Optimizer
     sampler: TrainSampler
     step: int = 0
+    run_dir: Path | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
     stopped_by: str = ""
+    stop_flag: StopFlag = field(default_factory=StopFlag)
     train_loss: float | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
@@ -64,6 +72,20 @@ class TrainState:
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups
         ]
+
+    def stop(self, reason: str) -> None:
+        """Ends the run on all ranks after the next step that begins, with a checkpoint; `stopped_by` is `reason` then.
+
+        One rank is enough: its wish travels with the totals of that step. The first reason stands, and of several
+        ranks' that of the lowest rank. No evaluation is made afterwards. A wish after the last step changes nothing,
+        because the run is complete.
+
+        Raises:
+            ConfigError: the reason is no text, or an empty one.
+        """
+        if not isinstance(reason, str) or not reason:
+            raise ConfigError(f"state.stop({reason!r}): say why the run ends, such as state.stop('pruned')")
+        self.stop_flag.request(reason)
 
     @property
     def model(self) -> Replica:
@@ -147,9 +169,13 @@ class StepReport:
 
 def limits_of(comm: Communicator, stop: StopFlag | None) -> Limits:
     """Returns how long this rank waits for its loader processes: as for other ranks, and less if it is to stop."""
-    return Limits(comm.rank, comm.warn_s, comm.abort_s, lambda: "" if stop is None else stop.reason)
+    return Limits(comm.rank, comm.warn_s, comm.abort_s, lambda: "" if stop is None else stop.signal_name)
 
 
-def agreed_reason(comm: Communicator, stop: StopFlag) -> str:
-    """Returns, on every rank, the reason of the lowest rank that wants to stop; "" if none does. Collective."""
-    return next((reason for reason in all_gather_object(comm, stop.reason) if reason), "")
+def agreed_reason(state: TrainState) -> str:
+    """Returns, on every rank, the reason of the lowest rank that wants to stop; "" if none does. Collective.
+
+    A signal on any rank comes before the wish of a callback, because it asks the program to stop, too.
+    """
+    reasons = filter(None, all_gather_object(state.comm, state.stop_flag.reason))
+    return min(reasons, key=lambda reason: not is_signal(reason), default="")  # the first one of the least

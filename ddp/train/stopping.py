@@ -58,12 +58,16 @@ Program = CodeType | None
 _obeyed: list[tuple[signal.Signals, Program]] = []  # those that have ended a fit, on any rank, and of which program
 
 
+def is_signal(reason: str) -> bool:
+    """Returns True if this is the name of a signal: a run that has stopped for that reason will go on."""
+    return reason in signal.Signals.__members__
+
+
 def has_obeyed(reason: str) -> bool:
     """Remembers that a fit has ended for this reason, and returns True, if it is a signal (note "the program")."""
-    is_signal = reason in signal.Signals.__members__
-    if is_signal:
+    if is_signal(reason):
         _obeyed.append((signal.Signals[reason], _program()))
-    return is_signal
+    return is_signal(reason)
 
 
 def _program() -> Program:
@@ -98,9 +102,15 @@ class StopFlag:
     def __bool__(self) -> bool:
         return bool(self.reason)
 
+    @property
+    def signal_name(self) -> str:
+        """Returns the signal that asks to stop; "" where none or a callback does, which can wait for its step."""
+        return self.reason if is_signal(self.reason) else ""
+
     def request(self, reason: str) -> None:
-        """Asks to stop after the running step."""
-        self.reason = self.reason or reason
+        """Asks to stop after the running step. The first reason stands, but a signal asks for more than a callback."""
+        if not self.reason or is_signal(reason) > is_signal(self.reason):
+            self.reason = reason
 
     @contextmanager
     def listening(self) -> Iterator[None]:

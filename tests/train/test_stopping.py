@@ -74,6 +74,15 @@ def test_the_first_reason_stands() -> None:
     assert stop.reason == "SIGTERM"
 
 
+def test_a_signal_comes_before_a_callback_s_wish_because_it_asks_the_program_too() -> None:
+    stop = StopFlag()
+    stop.request("pruned")
+    assert (stop.reason, stop.signal_name) == ("pruned", "")
+    with stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+    assert (stop.reason, stop.signal_name) == ("SIGTERM", "SIGTERM")
+
+
 SECOND_WISH = """
 import signal
 from ddp.train import stopping

@@ -3,7 +3,7 @@
     check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
                              the checkpoint to be resumed; so one process says once what is wrong
     run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
-    finish(config, run_dir)  in the parent, afterwards: yardsticks, curves.png, the table, and what a GPT writes
+    finish(config, run_dir)  in the parent, afterwards: the table, and of a GPT yardsticks and what it writes
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,8 +113,8 @@ def finish(config: Config, run_dir: Path) -> None:
     if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
         summary |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
         write_summary(run_dir, summary)
-    if config.report.curves:
-        draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
+        if config.report.curves:  # once more, with the yardsticks
+            draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
     print_summary(summary, run_dir, next_commands=_next_commands(config, summary, run_dir))
 
 
@@ -152,7 +152,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
             schedule=optimization.make_schedule(config, sizes),
             clip_norm=config.clip_norm,
             precision=config.precision,
-            folder=replace(folder_of(config, run_dir), curves=False),  # `finish` draws them, with the yardsticks
+            folder=folder_of(config, run_dir),
             callbacks=components.make_callbacks(config),
             stop=stop,
             settings=bits_depend_on(config, splits),

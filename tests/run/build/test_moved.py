@@ -121,7 +121,8 @@ class Stated(ddp.Callback):
         self.words = words
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
-        state.stopped_by = "enough" if state.step == 2 else ""
+        if state.step == 1:
+            state.stop("enough")
 
     def state_dict(self) -> dict[str, Any]:
         return {"words": self.words}
