@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from ddp.data.orders.steps import BatchWarmup as BatchWarmup
     from ddp.data.samples import Splits as Splits
     from ddp.errors import PeerLost as PeerLost
+    from ddp.errors import WorkersFailed as WorkersFailed
     from ddp.gradients.totals import Totals as Totals
     from ddp.policies import Averaging as Averaging
     from ddp.policies import Evaluation as Evaluation
@@ -139,6 +140,7 @@ _HOMES = {
     "Totals": "ddp.gradients.totals",
     "TrainSampler": "ddp.data.orders.sampler",
     "TrainState": "ddp.train.state",
+    "WorkersFailed": "ddp.errors",
 }
 
 __all__ = list(_HOMES)

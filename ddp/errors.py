@@ -8,7 +8,7 @@
                                         ├── UnusedParameters    a gradient never became ready
                                         ├── CollectiveMismatch  ranks called different collectives
                                         ├── HookFailed          a communication hook failed
-                                        └── WorkersFailed       the workers of `ddp.launch` failed
+                                        └── WorkersFailed       the workers of `ddp.launch` failed; of the cause's type
     * also a RuntimeError, because torch's DistributedDataParallel raises that where ours raises these
 
 Every message has the offending value and a remedy. `assert` is for invariants of this package alone.
@@ -17,8 +17,13 @@ Every message has the offending value and a remedy. `assert` is for invariants o
 from __future__ import annotations
 
 import difflib
+import pickle
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import new_class
+from typing import Any
 
 
 def first_line(error: BaseException) -> str:
@@ -89,7 +94,77 @@ class HookFailed(RuntimeError):
 
 
 class WorkersFailed(RuntimeError):
-    """The workers of `ddp.launch` failed; the message ends with the root cause's block."""
+    """The workers of `ddp.launch` failed; the message ends with the root cause's block.
+
+    It is raised from the exception of the worker that failed first, and is of its type, too. So `except ValueError`
+    around `ddp.launch` catches it if that was a ValueError. It has the attributes of that exception, beside its own.
+
+    Attributes:
+        rank: the worker that failed first.
+        type_name: of its exception; "" if it was killed.
+        exception: that exception, with the worker's traceback in a note; None if it was killed, or if the exception
+            could not be sent, because it cannot be pickled, or is larger than 64 MiB.
+    """
+
+    rank: int | None = None
+    type_name: str = ""
+    exception: Exception | None = None
+    _made_of: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.exception is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.exception, name)
+
+    # The class is made for each, so that it cannot be pickled by its name.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return workers_failed, self._made_of or self.args
+
+
+def workers_failed(
+    message: str, rank: int | None = None, type_name: str = "", sent: bytes = b"", note: str = ""
+) -> WorkersFailed:
+    """Returns the error of a launch.
+
+    Args:
+        sent: the exception, as pickled in the worker; it was not sent, or cannot be read here, if it is not one.
+        note: for that exception.
+    """
+    original = None
+    with suppress(Exception):
+        original = pickle.loads(sent)
+    failed = WorkersFailed()
+    if not isinstance(original, Exception):
+        original = None
+    elif not isinstance(failed, type(original)):
+        with suppress(Exception):  # such as of a type that forbids subclasses
+            failed = _of_both_types(original)
+    if original is not None:
+        with suppress(Exception):
+            original.add_note(note)
+    BaseException.__init__(failed, message)
+    vars(failed).update(rank=rank, type_name=type_name, exception=original)
+    vars(failed)["_made_of"] = message, rank, type_name, sent, note
+    BaseException.__setattr__(failed, "__cause__", original)
+    return failed
+
+
+def _of_the_original(name: str, failed: WorkersFailed) -> Any:
+    return getattr(failed.exception, name)
+
+
+def _of_both_types(original: Exception) -> WorkersFailed:
+    """Returns an object, not yet filled, of a class derived from WorkersFailed and from the type of `original`."""
+    kind = type(original)
+    names = [name for name in dir(kind) if not hasattr(WorkersFailed, name) and not name.startswith("__")]
+    body: dict[str, Any] = {name: property(partial(_of_the_original, name)) for name in names}
+    body |= {"__module__": WorkersFailed.__module__, "__doc__": WorkersFailed.__doc__}
+    both = new_class(WorkersFailed.__name__, (WorkersFailed, kind), exec_body=lambda space: space.update(body))
+    made: WorkersFailed = kind.__new__(both, *original.args)
+    return made
 
 
 @dataclass(eq=False)

@@ -115,9 +115,8 @@ def _on_this_host(jobs: Sequence[Job], options: argparse.Namespace) -> list[Cell
         try:
             cells += launch(job, workers=workers, threads_per_worker=1)[0]
         except WorkersFailed as failed:
-            last_line = str(failed).rstrip().splitlines()[-1]
-            if last_line.startswith("ConfigError: "):  # every rank has said the same
-                raise ConfigError(last_line.removeprefix("ConfigError: ")) from None
+            if isinstance(failed.exception, ConfigError):  # every rank has said the same
+                raise failed.exception from None
             raise
         if options.json:
             options.json.write_text(to_json(cells))  # a long run that breaks off leaves what it had

@@ -26,11 +26,11 @@ def respond(parser: Parser, options: argparse.Namespace, answer: Callable[[argpa
     try:
         if text := answer(options):  # one rank of many says it
             print(text, flush=True)
-    except (ValueError, ScheduleError) as error:
-        parser.error(str(error))
-    except WorkersFailed as error:
+    except WorkersFailed as error:  # first, because it is also of the type of its cause
         print(error, file=sys.stderr, flush=True)
         return 1
+    except (ValueError, ScheduleError) as error:
+        parser.error(str(error))
     except KeyboardInterrupt:
         print("stopped by SIGINT before there was an answer", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT

@@ -345,7 +345,7 @@ def train(config: Config, run_dir: Path) -> int:
 
     if ended.failures:
         _restore_terminal()
-        print(describe_failures(ended.failures, run_dir / "logs"), file=sys.stderr, flush=True)
+        print(describe_failures(ended.failures, run_dir / "logs").text, file=sys.stderr, flush=True)
         return 1
     if config.trial or (run_dir / "summary.json").exists():  # it does not after a signal before the first step
         finish(config, run_dir)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ddp.comm.meeting.place import refuse_workers
-from ddp.errors import ConfigError, WorkersFailed, nearest
+from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.run.launch.engine import run_workers, temporary_folder
@@ -44,7 +44,8 @@ def launch(
 
     Raises:
         ConfigError: an argument cannot work, or cannot be sent; or this process is one rank of several already.
-        WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first.
+        WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first. It is of
+            the type of that one's exception, too, so that `except ValueError` around the launch works.
         KeyboardInterrupt, SystemExit: Ctrl-C, or another signal, which has ended the workers, too.
     """
     check_call(function, args, kwargs)
@@ -61,11 +62,11 @@ def launch(
         if stopped_by is not None:
             raise SystemExit(128 + stopped_by)
         if ended.failures:
-            raise WorkersFailed(describe_failures(ended.failures, folder / "logs"))
+            raise _failed(folder, ended.failures)
         results = [result_file(folder, rank) for rank in range(workers)]
         for rank, path in enumerate(results):
             if not path.exists():
-                raise WorkersFailed(f"rank {rank} ended without a result: does the function call sys.exit?")
+                raise workers_failed(f"rank {rank} ended without a result: does the function call sys.exit?", rank)
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
@@ -92,17 +93,43 @@ def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
 #
 #     call.pkl               world size and `sys.path`; then function, arguments and keywords
 #     result-rank-R.pkl      what the function returned on rank R
+#     raised-rank-R.pkl      what it raised there, if that can be sent
 #
 # What cannot be sent, or does not fit on the disk, is one sentence: on the way there before a worker starts.
 
 
 CALL = "call.pkl"
+LARGEST_EXCEPTION = 1 << 26  # bytes
 OURS = ("workers", "threads_per_worker", "timeout_s")
 
 
 def result_file(folder: Path, rank: int) -> Path:
     """Returns the file in which a rank leaves its result."""
     return folder / f"result-rank-{rank}.pkl"
+
+
+def write_exception(folder: Path, rank: int, error: Exception) -> None:
+    """Leaves a rank's exception for the launcher, if it can be sent."""
+    import cloudpickle
+
+    with contextlib.suppress(Exception):  # the report has its type, and all that it says
+        data = cloudpickle.dumps(error)
+        if len(data) <= LARGEST_EXCEPTION:
+            _exception_file(folder, rank).write_bytes(data)
+
+
+def _exception_file(folder: Path, rank: int) -> Path:
+    return folder / f"raised-rank-{rank}.pkl"
+
+
+def _failed(folder: Path, failures: Mapping[int, Failure]) -> WorkersFailed:
+    """Returns the error that carries the exception of the worker that failed first."""
+    cause = describe_failures(failures, folder / "logs")
+    if cause.report is None:
+        return workers_failed(cause.text, cause.rank)
+    path = _exception_file(folder, cause.rank)
+    sent = path.read_bytes() if path.exists() else b""
+    return workers_failed(cause.text, cause.rank, cause.report.type, sent, cause.report.block())
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -115,8 +115,21 @@ class Failure(NamedTuple):
     time_s: float
 
 
-def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
-    """Returns a line for each rank that failed as a consequence, and last the block of the one that failed first.
+class RootCause(NamedTuple):
+    """The worker that failed first.
+
+    Attributes:
+        report: None if it died without one.
+        text: a line for each other worker that failed, and last the block of this one.
+    """
+
+    rank: int
+    report: Report | None
+    text: str
+
+
+def describe_failures(failures: Mapping[int, Failure], logs: Path) -> RootCause:
+    """Returns the worker that failed first, with what is to be said of all that failed.
 
     Args:
         failures: by rank, in the order of discovery; not empty.
@@ -126,7 +139,7 @@ def describe_failures(failures: Mapping[int, Failure], logs: Path) -> str:
     root = _root_cause(failures, reports)
     lines = [_aside(rank, reports.get(rank), root, reports.get(root)) for rank in sorted(failures) if rank != root]
     block = reports[root].block() if root in reports else _death(root, failures[root].status, logs)
-    return "\n".join([*lines, block])
+    return RootCause(root, reports.get(root), "\n".join([*lines, block]))
 
 
 def _aside(rank: int, report: Report | None, root: int, root_report: Report | None) -> str:

@@ -31,6 +31,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -42,7 +43,7 @@ from ddp.process.log import add_handler, follow_rank
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
 from ddp.process.stack import stack_of
 from ddp.process.terminal import keep_writing
-from ddp.run.launch.from_python import write_result
+from ddp.run.launch.from_python import write_exception, write_result
 from ddp.run.launch.report import Report
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -107,7 +108,7 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
 
     if timeout_s is not None:
         _give_up_after(timeout_s, logs=logs, rank=rank)
-    return guarded(work, logs=logs, rank=rank)
+    return guarded(work, logs=logs, rank=rank, leave_exception=partial(write_exception, file.parent, rank))
 
 
 # ---------------------------------------------------------------------------------------------- 1 follow the parent
@@ -144,6 +145,7 @@ def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
         where = "".join(traceback.format_list(stack_of(main_thread)))
         message = f"still running after timeout_s={timeout_s:g}"
         Report(rank=rank, type="TimeoutError", message=message, traceback=f"{where}TimeoutError: {message}").write(logs)
+        write_exception(logs.parent, rank, TimeoutError(message))
         leave(1)
 
     timer = threading.Timer(timeout_s, give_up)
@@ -195,7 +197,9 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
 # ------------------------------------------------------------------------------------------------- 3 work, 4 report
 
 
-def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
+def guarded(
+    work: Callable[[], None], *, logs: Path, rank: int, leave_exception: Callable[[Exception], None] = lambda _: None
+) -> int:
     """Runs `work`; returns 0, 1 after an exception, which it reports, or 130 after Ctrl-C outside of training."""
     try:
         work()
@@ -205,12 +209,21 @@ def guarded(work: Callable[[], None], *, logs: Path, rank: int) -> int:
         report = Report.of(error, rank=rank)
         try:
             report.write(logs)
+            leave_exception(error)
             with to_append(logs / f"rank-{rank}.log") as log:
                 log.write(f"{report.traceback}\n")
         except (OSError, ConfigError):  # such as a full disk, which may have ended the work
             print(report.block(), file=sys.stderr, flush=True)
+        _tell_the_others(error)
         return 1
     return 0
+
+
+def _tell_the_others(error: Exception) -> None:
+    """Lets the ranks that wait for this one hear why it ends: after the report, because then the engine ends them."""
+    if (session := sys.modules.get("ddp.comm.session")) is not None:  # else it has not joined them
+        with contextlib.suppress(Exception):
+            session.shutdown(failed=f"{type(error).__name__}: {error}")
 
 
 def leave(status: int) -> NoReturn:

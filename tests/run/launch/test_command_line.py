@@ -270,24 +270,36 @@ def fail_as_told(tell: Mapping[str, str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tell", "last", "elsewhere"),
+    ("tell", "last", "elsewhere", "kind"),
     [
-        ({"0": "lost", "1": "raise"}, "ArithmeticError: scripted", "rank 0 stopped because rank 1 failed"),
-        ({"0": "lost", "1": "kill"}, "rank 1 was killed by SIGKILL (out of memory?)", "rank 0 stopped because rank 1"),
-        ({"1": "exit"}, "last words", "rank 1 exited with status 7"),
+        (
+            *({"0": "lost", "1": "raise"}, "ArithmeticError: scripted", "rank 0 stopped because rank 1 failed"),
+            ArithmeticError,
+        ),
+        (
+            *({"0": "lost", "1": "kill"}, "rank 1 was killed by SIGKILL (out of memory?)"),
+            *("rank 0 stopped because rank 1", None),
+        ),
+        ({"1": "exit"}, "last words", "rank 1 exited with status 7", None),
     ],
 )
-def test_launch_names_the_root_cause_last(tell: dict[str, str], last: str, elsewhere: str, tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailed) as error:
+def test_launch_names_the_root_cause_last(
+    tell: dict[str, str], last: str, elsewhere: str, kind: type[Exception] | None, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkersFailed if kind is None else kind) as error:
         launch(fail_as_told, tell, tmp_path)
+    assert isinstance(error.value, WorkersFailed) and error.value.rank == 1
+    assert error.value.type_name == ("" if kind is None else kind.__name__)
     lines = str(error.value).splitlines()
     assert last in (lines[-1], lines[-1].startswith("in your code: ") and lines[-2])
     assert elsewhere in str(error.value)
 
 
 def test_a_launch_past_its_time_says_where_it_stood(tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailed, match=r"(?s)in fail_as_told.*TimeoutError: still running after timeout_s=1$"):
+    words = r"(?s)in fail_as_told.*TimeoutError: still running after timeout_s=1$"
+    with pytest.raises(TimeoutError, match=words) as failed:
         launch(fail_as_told, {"0": "hang"}, tmp_path, workers=1, timeout_s=1)
+    assert isinstance(failed.value, WorkersFailed)
 
 
 def test_launch_needs_a_worker() -> None:
@@ -321,7 +333,7 @@ def test_root_cause(
 ) -> None:
     for rank, (time_s, secondary) in reports.items():
         reported(tmp_path, rank, time_s=time_s, secondary=secondary)
-    text = describe_failures({rank: Failure(*how) for rank, how in failures.items()}, tmp_path)
+    text = describe_failures({rank: Failure(*how) for rank, how in failures.items()}, tmp_path).text
     *others, block = text.split(f"rank {root} ", 1) if len(failures) == 1 else text.rsplit(f"\nrank {root} ", 1)
     assert block.startswith(("on host", "was killed", "exited"))
     assert all(f"rank {rank} " in others[0] for rank in failures if rank != root)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import pickle
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +21,8 @@ import torch
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.run.launch.from_python import CALL, _left_by, folder_for_call, write_result
-from ddp.run.launch.report import Failure
+from ddp.run.launch.from_python import CALL, _failed, _left_by, folder_for_call, write_exception, write_result
+from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.train.state import TrainState
 
 LOCK = threading.Lock()
@@ -137,6 +139,125 @@ def test_a_result_that_cannot_be_sent_says_what_to_return(tmp_path: Path) -> Non
         write_result(tmp_path, 0, plain, state)
     with pytest.raises(ConfigError, match=r"plain returned a lock, .*: return what you need of it$"):
         write_result(tmp_path, 0, plain, LOCK)
+
+
+class Pruned(Exception):
+    """An exception of the user's own, as Optuna's TrialPruned."""
+
+    def __init__(self, value: float, *, why: str = "") -> None:
+        super().__init__(value)
+        self.value, self.why = value, why
+
+    def half(self) -> float:
+        return self.value / 2
+
+
+class NeedsTwo(Exception):
+    """One whose pickle cannot be read."""
+
+    def __init__(self, one: int, *, two: int) -> None:
+        super().__init__(one)
+
+
+class Frozen(Exception):
+    """One that lets nothing be derived from it, or be set."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("final")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+
+def holds_a_lock() -> ValueError:
+    error = ValueError(1)
+    error.lock = LOCK  # type: ignore[attr-defined]
+    return error
+
+
+def value(of: object, name: str) -> Any:
+    return getattr(of, name, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_sent", "is_of_type"),
+    [
+        (Pruned(3.0, why="too slow"), True, True),
+        (FileNotFoundError(2, "No such file", "/nowhere"), True, True),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), True, True),
+        (ExceptionGroup("several", [KeyError("k"), ValueError()]), True, True),
+        (StopIteration(5), True, True),
+        (RuntimeError("plain"), True, True),
+        (ddp.PeerLost(1, "here", 0, 3, "all_reduce"), True, True),
+        (ddp.WorkersFailed("of a launch of its own"), True, True),
+        (Frozen("x"), True, False),
+        (NeedsTwo(1, two=2), False, False),
+        (holds_a_lock(), False, False),
+        (ValueError("x" * 100), False, False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_failed_launch_is_of_the_type_of_its_cause(
+    error: Exception, is_sent: bool, is_of_type: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if len(str(error)) == 100:
+        monkeypatch.setattr("ddp.run.launch.from_python.LARGEST_EXCEPTION", 99)
+    Report.of(error, rank=1).write(tmp_path / "logs")
+    write_exception(tmp_path, 1, error)
+    failures = {1: Failure(1, 0.0)}
+    failed = _failed(tmp_path, failures)
+    assert str(failed) == describe_failures(failures, tmp_path / "logs").text
+    assert (failed.rank, failed.type_name) == (1, type(error).__name__)
+    for each in (failed, copy.copy(failed), pickle.loads(pickle.dumps(failed))):
+        assert isinstance(each, ddp.WorkersFailed) and isinstance(each, type(error)) == is_of_type
+        assert (type(each.exception) is type(error)) == is_sent and each.__cause__ is each.exception
+        assert (str(each), each.rank, each.type_name) == (str(failed), 1, failed.type_name)
+        if is_of_type:
+            names = [name for name in dir(error) if not name.startswith("__") and name not in dir(ddp.WorkersFailed)]
+            here = {name: value(error, name) for name in names if not callable(value(error, name))}
+            assert repr(here) == repr({name: value(each, name) for name in here})
+            assert "rank 1 on host" in "".join(traceback.format_exception(each.__cause__))
+    if isinstance(error, Pruned):
+        with pytest.raises(Pruned) as caught:
+            raise failed
+        assert (caught.value.value, caught.value.why, caught.value.half()) == (3.0, "too slow", 1.5)
+        with pytest.raises(AttributeError, match="'Pruned' object has no attribute 'nothing'"):
+            getattr(failed, "nothing")  # noqa: B009
+
+
+class Listens(ddp.Callback):
+    """Raises on some ranks, and writes down what each rank hears."""
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        self.folder, self.ranks = folder, ranks
+
+    def step_end(self, state: TrainState, report: ddp.StepReport) -> None:
+        if state.step == 2 and state.comm.rank in self.ranks:
+            raise Pruned(0.5, why=f"as rank {state.comm.rank} has seen")
+
+    def exception(self, state: TrainState, error: BaseException) -> None:
+        (self.folder / f"{state.comm.rank}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def pruned_trial(folder: Path, ranks: Sequence[int]) -> None:
+    model, data = torch.nn.Linear(2, 1), (torch.ones(8, 2), torch.ones(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    listens, loss = Listens(folder, ranks), torch.nn.functional.mse_loss
+    ddp.fit(model, data, optimizer, loss=loss, global_batch=2, epochs=2, folder=None, callbacks=[listens])
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_a_callback_s_error_keeps_its_type_and_the_other_ranks_hear_it(ranks: Sequence[int], tmp_path: Path) -> None:
+    with pytest.raises(Pruned) as caught:
+        ddp.launch(pruned_trial, tmp_path, ranks, workers=2)
+    failed = caught.value
+    assert isinstance(failed, ddp.WorkersFailed) and failed.rank in ranks and failed.value == 0.5
+    assert failed.why == f"as rank {failed.rank} has seen"
+    heard = (tmp_path / "1.txt").read_text()
+    if 1 not in ranks:
+        assert heard.startswith("PeerLost: lost rank 0 ") and "it failed: Pruned: 0.5" in heard
+    else:
+        assert heard == "Pruned: 0.5"
 
 
 def test_workers_that_leave_by_a_signal_s_status_are_a_stop_and_no_failure() -> None:
