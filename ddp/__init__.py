@@ -143,12 +143,15 @@ _HOMES = {
     "WorkersFailed": "ddp.errors",
 }
 
+_NAMESPACES = {name: f"ddp.{name}" for name in ("collectives", "data", "gradients", "optim", "strategies")}
+_NAMESPACES["drop_in"] = "ddp.replica.drop_in"
+
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("collectives", "data", "gradients", "optim", "strategies"):
-        return importlib.import_module(f"ddp.{name}")
+    if name in _NAMESPACES:
+        return importlib.import_module(_NAMESPACES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}")
     drawn = random.getstate()  # importing rich draws a number, which would be missing in the user's program
@@ -159,4 +162,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "collectives", "data", "gradients", "optim", "strategies"])
+    return sorted([*_HOMES, *_NAMESPACES])

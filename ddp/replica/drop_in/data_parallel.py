@@ -104,6 +104,8 @@ class DistributedDataParallel(BucketedDataParallel):
     _get_data_parallel_params = staticmethod(TORCH_CLASS._get_data_parallel_params)
     _set_params_and_buffers_to_ignore_for_model = staticmethod(TORCH_CLASS._set_params_and_buffers_to_ignore_for_model)
 
+    _active_ddp_module = None  # torch's own class sets it at the name that ours may have (`replacement.py`)
+
     def __init__(
         self,
         module: nn.Module,

@@ -207,8 +207,7 @@ def sentences(number: int) -> list[dict[str, Any]]:
 def on_a_rank(programs: list[Program], folder: Path, is_ours: bool) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Runs programs to their ends; the losses and weights of each."""
     if is_ours:  # the one import that is changed, before the library does it
-        nn.parallel.DistributedDataParallel = ddp.DistributedDataParallel
-        nn.parallel.distributed.DistributedDataParallel = ddp.DistributedDataParallel
+        ddp.drop_in.take_over()
     torchvision()  # all of these libraries import it where it is installed
     results = []
     for program in programs:
