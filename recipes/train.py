@@ -4,11 +4,11 @@
     python recipes/train.py -m cluster.workers=1,2,4              three runs, one after another
     python recipes/train.py run.name=mine resume=auto             continue runs/mine
 
-`python -m ddp train` does the same from any folder. The settings: --help, or docs/settings.md. What happens:
-ddp/run/launch/command_line.py.
+`python -m ddp train` does the same from any folder. Below torchrun, mpirun or srun, both train in the processes that
+are there. The settings: --help, or docs/settings.md. What happens: ddp/run/launch/command_line.py.
 """
 
-from ddp.run.launch.command_line import main
+from ddp.commands.train import train
 
 if __name__ == "__main__":
-    main()
+    train()

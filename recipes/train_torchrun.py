@@ -1,4 +1,4 @@
-"""The same training, in processes that torchrun has started, on one host or many.
+"""The same training, in processes that torchrun has started, on one host or many; and never in others.
 
     torchrun --standalone --nproc-per-node 4 recipes/train_torchrun.py data=digits
 

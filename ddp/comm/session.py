@@ -10,30 +10,33 @@ import atexit
 import os
 import sys
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.place import Place, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
-from ddp.comm.meeting.rendezvous import answered, open_store, rendezvous
+from ddp.comm.meeting.rendezvous import answered, on_this_host, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
-from ddp.comm.settings import Settings, choose_device, on_this_host_now
+from ddp.comm.settings import Settings, choose_device
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.process.clock import LONGEST_S
+from ddp.process.clock import LONGEST_S, Patience
 from ddp.process.log import follow_rank, log
 from ddp.process.memory import keep_large_blocks
 from ddp.setting import Additions
 
 ABORT_S = 600.0
 ANSWER_S = 3.0  # wait for a store that has answered before
+POLL_S = 0.05
 
 
 @dataclass
@@ -43,7 +46,9 @@ class _Session:
     comms: dict[tuple[dist.ProcessGroup, str], Communicator] = field(default_factory=dict)  # by kind of device, too
     generation: int = -1  # of the last one for all ranks
     owned_store: Store | None = None  # of torch.distributed, if `init` began it
-    stores: dict[Place, Store] = field(default_factory=dict)  # each connects once, or serves once
+    hooks: tuple[Any, Any] = None, None  # sys.excepthook before that, and torch's, which names the rank
+    met: tuple[Place, Store] | None = None  # the launcher's store: served, or connected to, once for a meeting place
+    on_host: tuple[int, int] | None = None  # number among the ranks of this host, and how many these are
     handled: BaseException | None = None  # the exception in whose handler the session began
     pid: int = os.getpid()  # a forked child ends for itself
 
@@ -91,7 +96,9 @@ def init(
     keep_large_blocks()
     _session.generation += 1
     _session.handled = sys.exception()
-    chosen_device, chosen_backend = choose_device(device, backend, *on_this_host_now())
+    abort_s = abort_s or (ABORT_S if dist.group.WORLD is None else _timeout_s(dist.group.WORLD))
+    _session.on_host = _on_this_host(warn_s=warn_s, abort_s=abort_s)
+    chosen_device, chosen_backend = choose_device(device, backend, *_session.on_host)
     if chosen_device.type == "cuda" and not isinstance(device, torch.device):
         torch.cuda.set_device(chosen_device)
     settings = Settings(
@@ -101,7 +108,7 @@ def init(
         order=order,
         shared_memory=shared_memory,
         segment_bytes=segment_bytes,
-        abort_s=abort_s or (ABORT_S if dist.group.WORLD is None else _timeout_s(dist.group.WORLD)),
+        abort_s=abort_s,
         debug=debug,
     )
     return _opened(dist.group.WORLD, settings, chosen_backend, warn_s=warn_s)
@@ -147,7 +154,9 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None
     if (known := _known(group, device)) is not None:
         return known
     wanted = device or (world.device if world is not None else None)
-    chosen, backend = choose_device(wanted, "auto", *on_this_host_now())
+    as_if_all_were = dist.get_rank(), dist.get_world_size()  # because only all ranks together can count
+    on_host = _session.on_host or ((here := place()) and here.on_host) or as_if_all_were
+    chosen, backend = choose_device(wanted, "auto", *on_host)
     base = world.settings if world is not None else Settings(device=chosen)
     algorithm = base.algorithm if chosen.type == base.device.type else "auto"  # the memory of a host is for the CPU
     settings = replace(
@@ -248,7 +257,9 @@ def _end_torch_distributed(*, failed: bool = False) -> None:
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
-    _session.owned_store = None
+    _session.owned_store, (before, torch_s) = None, _session.hooks
+    if sys.excepthook is torch_s:  # each session would add its own
+        sys.excepthook = before
 
 
 @atexit.register
@@ -288,15 +299,11 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
     Gloo carries set-up even on GPUs: it needs no device, and its errors have a text.
     """
     timeout = timedelta(seconds=abort_s)
-    rank, world_size = 0, 1
-    store: Store = HashStore()
-    if (found := place()) is not None:
-        rank, world_size = found.rank, found.world_size
-        if found not in _session.stores or not _answers(_session.stores[found]):
-            _session.stores[found] = open_store(found, warn_s=warn_s, abort_s=abort_s)
-        store = _session.stores[found]
-    store = rendezvous(part_of(store, "ddp"), rank, world_size, warn_s=warn_s, abort_s=abort_s)
+    here = place() or Place("", 0, 1)
+    rank, world_size = here.rank, here.world_size
+    store = _met(here, warn_s=warn_s, abort_s=abort_s)
     store.set(f"joins/{rank}", "")
+    hook = sys.excepthook
     begin = partial(dist.init_process_group, "gloo", rank=rank, world_size=world_size, timeout=timeout)
     try:
         answered(lambda: begin(store=for_torch(store)), within_s=abort_s)
@@ -304,8 +311,50 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
         raise
     except RuntimeError as error:
         raise _not_connected(store, rank, world_size, error) from error
-    _session.owned_store = store
+    _session.owned_store, _session.hooks = store, (hook, sys.excepthook)
     return part_of(store, "ddp")
+
+
+def _on_this_host(*, warn_s: float, abort_s: float) -> tuple[int, int]:
+    """Returns this rank's number on its host, and how many ranks are there. Collective, unless a launcher says so."""
+    here = place() or Place("", 0, 1)
+    if here.on_host is not None:
+        return here.on_host
+    group, within_s = dist.group.WORLD, {"warn_s": warn_s, "abort_s": abort_s}
+    store = _met(here, **within_s) if group is None else _own_part(group, **within_s)
+    return on_this_host(here, store, within_s=abort_s)
+
+
+def _met(here: Place, *, warn_s: float, abort_s: float) -> Store:
+    """Returns a part of the launcher's store that is new, once all ranks have come there.
+
+    These processes may have met here before, with other ranks, so that another one serves the store now. Whoever
+    served it then ends that when it comes here, which may be after the others have come.
+    """
+    patience, before = Patience(abort_s), _session.met[0] if _session.met else here._replace(port=0)
+    has_met_here = (before.address, before.port) == (here.address, here.port)
+    while True:
+        store = _kept_store(here)
+        try:
+            if store is None:
+                store = open_store(here, warn_s=warn_s, abort_s=abort_s)
+                _session.met = here, store
+            return rendezvous(part_of(store, "ddp"), here.rank, here.world_size, warn_s=warn_s, abort_s=abort_s)
+        except (ConfigError, PeerLost):
+            if not has_met_here or (store is not None and _answers(store)) or not patience.left_s():
+                raise
+            time.sleep(POLL_S)
+
+
+def _kept_store(here: Place) -> Store | None:
+    """Returns the store of an earlier meeting if it is the same one; otherwise ends it, and returns None."""
+    if _session.met is not None:
+        there, store = _session.met
+        is_same = (there.address, there.port, there.rank == 0) == (here.address, here.port, here.rank == 0)
+        if is_same and _answers(store):
+            return store
+        _session.met = None
+    return None
 
 
 def _not_connected(store: Store, rank: int, world_size: int, error: RuntimeError) -> PeerLost:

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddp.collectives.simulate import SEGMENT_BYTES
-from ddp.comm.meeting.place import on_this_host, place
 from ddp.errors import ConfigError
 from ddp.setting import Additions
 
@@ -83,11 +81,3 @@ def choose_device(
     if index is None and torch.cuda.is_initialized():  # asking would begin it
         index = torch.cuda.current_device() or None  # 0 is also what it is before anyone sets it
     return torch.device("cuda", local_rank % num_gpus if index is None else index), backend
-
-
-def on_this_host_now() -> tuple[int, int]:
-    """Returns this process's number on its host, and how many there are on it."""
-    if dist.is_initialized():
-        return on_this_host(dist.get_rank(), dist.get_world_size())
-    found = place()
-    return (0, 1) if found is None else on_this_host(found.rank, found.world_size)

@@ -1,4 +1,4 @@
-"""Trains with the settings that follow, which Hydra reads; under torchrun, in the processes that are there."""
+"""Trains with the settings that follow, which Hydra reads; below torchrun, mpirun, …, in its processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from ddp.run.launch import torchrun as under_torchrun
 def main(settings: Sequence[str]) -> NoReturn:
     """Trains, and ends the process."""
     sys.argv = [f"{program()} train", *settings]
-    with launcher.bad_input_to(launcher.exit_with_error):
-        train = under_torchrun.main if is_rank() else launcher.main
     train()
+
+
+def train() -> NoReturn:
+    """Trains as the command line says, as the rank that this process is, or else with workers of its own; ends it."""
+    with launcher.bad_input_to(launcher.exit_with_error):
+        as_asked = under_torchrun.main if is_rank() else launcher.main
+    as_asked()
     raise AssertionError("training ends the process")

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import checks, opening, session
-from ddp.comm.meeting.place import on_this_host
 from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.session import current
 from ddp.comm.settings import choose_device
@@ -197,20 +197,33 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own_or_the_one_that_is_set(
     assert choose_device(device, "auto", 5, 6) == (torch.device(expected), "gloo")
 
 
-def test_a_rank_s_number_on_its_host_is_known_without_variables_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `torch.multiprocessing.spawn`, whose variables are the user's own, or none."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert on_this_host(3, 4) == (3, 4)
-    monkeypatch.setenv("WORLD_SIZE", "4")  # half a place, which init_process_group(rank=…) makes whole
-    assert on_this_host(3, 4) == (3, 4)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("MASTER_ADDR", "a")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert on_this_host(3, 4) == (3, 4)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert on_this_host(3, 4) == (1, 2)
+def take_a_gpu(hosts: str, begun: bool) -> tuple[str, str, str]:
+    """What `init` chooses under a launcher that says nothing of the host; two GPUs are seen on each, by a stand-in."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    socket.gethostname = lambda: hosts[rank]
+    torch.cuda.device_count, torch.cuda.set_device = (lambda: 2), lambda _: None
+    chosen: list[str] = []
+
+    def instead_of_nccl(*given: Any, backend: str, **_: Any) -> None:
+        chosen[:] = str(given[4].device), backend
+
+    session.open_communicator = instead_of_nccl  # type: ignore[assignment]
+    if begun:
+        dist.init_process_group("gloo")
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]  # they may be nobody's, as under `torch.multiprocessing.spawn`
+    ddp.init(device="auto", abort_s=20)
+    of_some = dist.new_group(list(range(world_size)))
+    session.communicator_of(of_some, torch.device("cuda"))  # type: ignore[arg-type]
+    return (*chosen, hosts[rank])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ranks_of_a_host_take_gpus_of_their_own_though_no_variable_says_which_ranks_these_are(begun: bool) -> None:
+    taken = run_ranks(take_a_gpu, 3, "aba", begun)
+    assert taken == [("cuda:0", "nccl", "a"), ("cuda:0", "nccl", "b"), ("cuda:1", "nccl", "a")]
 
 
 def fail_in_the_middle(shared_memory: bool) -> None:

@@ -2,9 +2,12 @@
 
 | launcher              | rank, world size               | of its host                          | they meet at       |
 |-----------------------|--------------------------------|--------------------------------------|--------------------|
-| torchrun, PyTorchJob  | RANK, WORLD_SIZE               | LOCAL_RANK, LOCAL_WORLD_SIZE         | MASTER_ADDR, _PORT |
+| torch.distributed     | as it has begun already        | as below, if that agrees             | its store          |
+| torchrun, Ray Train   | RANK, WORLD_SIZE               | LOCAL_RANK, LOCAL_WORLD_SIZE         | MASTER_ADDR, _PORT |
 | Open MPI, MVAPICH     | …_COMM_WORLD_RANK, …_SIZE      | …_LOCAL_RANK, …_LOCAL_SIZE           | note "meeting"     |
+| submitit, on one host | SUBMITIT_LOCAL_GLOBALID, …     | SUBMITIT_LOCAL_LOCALID, …            | note "meeting"     |
 | srun, submitit        | SLURM_PROCID, …_STEP_NUM_TASKS | SLURM_LOCALID, …_STEP_TASKS_PER_NODE | rank 0's host      |
+| Flux                  | FLUX_TASK_RANK, FLUX_JOB_SIZE  | FLUX_TASK_LOCAL_ID                   | MASTER_ADDR, _PORT |
 | MPICH, Intel MPI      | PMI_RANK, PMI_SIZE             | MPI_LOCALRANKID, MPI_LOCALNRANKS     | note "meeting"     |
 | TensorFlow's          | TF_CONFIG                      | TF_CONFIG                            | rank 0's address   |
 
@@ -12,6 +15,13 @@ The first row that is set counts. Without any, this process is a world of its ow
 and yet not which of them this one is, each would train alone, so that is refused. One row may say that this process is
 alone where another one shows more: independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1, and
 so does what is left of torchrun's ranks, and keeps its LOCAL_RANK. It counts, and one sentence tells.
+
+PyTorchJob sets RANK and WORLD_SIZE alone. Where a row lacks what is said of the host, the ranks count
+(`rendezvous.py::on_this_host`).
+
+Note "two launchers". One may start the other: srun starts torchrun or a worker of Ray on each node, and these number
+their ranks in their own way. But if RANK was set by hand, and another launcher says that this process has another rank
+among as many, one of both is wrong, so that is refused.
 
 Slurm's variables are those of a job *step*, because a batch script, which is one process, has SLURM_NTASKS as well.
 
@@ -21,11 +31,13 @@ address before MPI_Init. On one host its ranks meet at a port that follows from 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +60,7 @@ class Place(NamedTuple):
     Attributes:
         launcher: name of the launcher that started the ranks.
         local_rank, local_world_size: its number among the ranks of its host, and how many these are; None: unknown.
-        address, port: where rank 0 keeps the store; "" and 0 in a world of one that needs none.
+        address, port: where rank 0 keeps the store; "" and 0 if torch.distributed has one, or nobody needs one.
     """
 
     launcher: str
@@ -58,6 +70,14 @@ class Place(NamedTuple):
     local_world_size: int | None = None
     address: str = ""
     port: int = 0
+
+    @property
+    def on_host(self) -> tuple[int, int] | None:
+        """Its number among the ranks of its host, and how many these are; None if only all ranks together know."""
+        if self.world_size == 1:
+            return self.local_rank or 0, 1
+        known = self.local_rank is not None and self.local_world_size is not None
+        return (self.local_rank, self.local_world_size) if known else None  # type: ignore[return-value]
 
 
 # --- the table: what each launcher says ------------------------------------------------------------------------------
@@ -90,13 +110,16 @@ class _Launcher(NamedTuple):
 
 
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SUBMITIT = _Launcher("submitit", *(f"SUBMITIT_LOCAL_{name}" for name in ("GLOBALID", "NTASKS", "LOCALID", "NTASKS")))
 _SLURM = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 _PMI = _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _UNDERSTOOD = (  # in this order
     _TORCHRUN,
     _Launcher.with_prefix("Open MPI", "OMPI_COMM_WORLD_"),
     _Launcher.with_prefix("MVAPICH", "MV2_COMM_WORLD_"),
+    _SUBMITIT,
     _SLURM,
+    _Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     _PMI,
 )
 _SEEN = (  # they only show that there are other processes
@@ -106,6 +129,7 @@ _SEEN = (  # they only show that there are other processes
     _Launcher("PMIx", "PMIX_RANK"),
 )
 _TASKS = "SLURM_STEP_TASKS_PER_NODE"
+_NESTED = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID")  # of those that set RANK, and may be started by another launcher
 
 
 # --- the code: how it is read ----------------------------------------------------------------------------------------
@@ -115,12 +139,31 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
     """Returns this process's place among the ranks that a launcher has started, or None if it is alone.
 
     Args:
-        environment: os.environ, unless given.
+        environment: that of this process, unless given.
 
     Raises:
         ConfigError: the variables contradict, are malformed, or show several processes but not which one this is.
     """
-    env = {name: value for name, value in (os.environ if environment is None else environment).items() if value}
+    if environment is None:
+        return _in_group() or _told_by(os.environ)
+    return _told_by(environment)
+
+
+def _in_group() -> Place | None:
+    """Returns this process's place in a torch.distributed that has begun already, whatever has begun it."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(ConfigError):
+        told = _told_by(os.environ)
+        if told is not None and (told.rank, told.world_size) == (rank, world_size):
+            return told._replace(address="", port=0)
+    return Place("torch.distributed", rank, world_size)
+
+
+def _told_by(environment: Mapping[str, str]) -> Place | None:
+    env = {name: value for name, value in environment.items() if value}
     launcher = _launcher(env)
     found = _from_tensorflow(env) if launcher is None else _placed(launcher, env)
     if launcher is not _TORCHRUN and (found is None or found.world_size == 1):
@@ -132,23 +175,9 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
             raise ConfigError(f"{name}={env[name]}: {found.launcher} says {mine}; leave it out, or set {other}, too")
     if found.world_size == 1:
         _tell_of_others(env)
+    elif launcher is _TORCHRUN:
+        _refuse_two_launchers(env, found)
     return found
-
-
-def on_this_host(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the number of a rank on its host, and how many ranks are there; unless known, as if all were.
-
-    Args:
-        rank, world_size: as torch.distributed has them, whatever the variables say.
-    """
-    try:
-        found = place()
-    except ConfigError:
-        found = None
-    if found is None or (found.rank, found.world_size) != (rank, world_size):
-        return rank, world_size
-    local_rank = rank if found.local_rank is None else found.local_rank
-    return local_rank, found.local_world_size or world_size
 
 
 def launcher_serves() -> bool:
@@ -166,12 +195,10 @@ def is_rank() -> bool:
 
 
 def refuse_workers(what: str, *, instead: str) -> None:
-    """Raises ConfigError in a rank that has others beside it, where `what` would start workers in each of them."""
+    """Raises ConfigError in a rank that has others beside it, because `what` would start workers in each of them."""
     if (found := place()) is not None and found.world_size > 1:
-        raise ConfigError(
-            f"{what} would start workers in each of the {found.world_size} processes that {found.launcher} has started "
-            f"already, of which this is rank {found.rank}: start it once, without {found.launcher}, or {instead}"
-        )
+        rank = f"rank {found.rank} of {found.world_size} already, as {found.launcher} says"
+        raise ConfigError(f"{what}: this process is {rank}: {instead}")
 
 
 def _launcher(env: Mapping[str, str]) -> _Launcher | None:
@@ -246,6 +273,19 @@ def _refuse_half_a_place(env: Mapping[str, str], *, is_placed: bool) -> None:
         sign = each.sign(env)
         if sign and not (each in _UNDERSTOOD and each.is_whole(env)):
             raise ConfigError(f"{sign} shows several processes, but RANK is not set: {HOW_TO_START}")
+
+
+def _refuse_two_launchers(env: Mapping[str, str], found: Place) -> None:
+    """Raises ConfigError if another launcher gives this process another rank among as many (note "two launchers")."""
+    if any(name in env for name in _NESTED):
+        return
+    for each in _UNDERSTOOD[1:]:
+        is_as_many = each.is_whole(env) and _number(env, each.world_size) == found.world_size
+        if is_as_many and _number(env, each.rank) != found.rank:
+            raise ConfigError(
+                f"RANK={found.rank}, but {each.rank}={env[each.rank]}, of WORLD_SIZE={found.world_size} both: leave "
+                f"RANK and WORLD_SIZE out, because {each.name} says the same, or set RANK to the same number"
+            )
 
 
 def _tell_of_others(env: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp.comm.meeting.place import Place, launcher_serves
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
@@ -108,15 +109,32 @@ def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: f
         raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
 
 
+def on_this_host(here: Place, store: Store, *, within_s: float) -> tuple[int, int]:
+    """Returns this rank's number among the ranks of its host, and how many these are. Collective, unless it is known.
+
+    Args:
+        store: of this session of the ranks alone, in which all have come.
+    """
+
+    def count() -> tuple[int, int]:
+        store.set(f"host/{here.rank}", socket.gethostname())
+        hosts = [store.get(f"host/{rank}") for rank in range(here.world_size)]
+        return hosts[: here.rank].count(hosts[here.rank]), hosts.count(hosts[here.rank])
+
+    return here.on_host or answered(count, within_s=within_s)
+
+
 def open_store(place: Place, *, warn_s: float, abort_s: float) -> Store:
     """Returns the store of all ranks: in the private folder of a launch, or torchrun's agent's, or rank 0 serves it.
+
+    If torch.distributed has begun, it has one.
 
     Raises:
         ConfigError: rank 0 cannot serve it at this address, or the secret could be guessed.
         PeerLost: rank 0 cannot be reached.
     """
     if not place.address:
-        return HashStore()
+        return sealed(_get_default_store(), secret()) if place.world_size > 1 else HashStore()
     if (folder := private_part(place.port)) is not None:
         return Folder(folder)
     key = secret()

@@ -1,6 +1,6 @@
 """From a command line to running workers: compose, check, start, wait, explain.
 
-    recipes/train.py, ddp train           recipes/train_torchrun.py              a script or notebook
+    recipes/train.py, ddp train           the same, in a rank                    a script or notebook
          │ main                                │ torchrun.main                        │ from_python.launch
          ▼                                     ▼                                      │
     Hydra composes, once             rank 0: Hydra composes, once                     │
@@ -40,7 +40,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import USER_ERRORS, ConfigError, first_line
 from ddp.process.arguments import program, setting_for, shown, train_command
 from ddp.process.files import json_object
@@ -64,8 +63,6 @@ CONF = Path(__file__).parents[1] / "settings" / "conf"
 def main() -> NoReturn:
     """Trains as the command line says: one run, or with `-m` a sweep of runs one after another. Ends the process."""
     keep_writing()
-    with bad_input_to(exit_with_error):
-        refuse_workers("this command", instead=f"take {program()} train, or recipes/train_torchrun.py")
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(page(program()))
         sys.exit(0)
@@ -108,7 +105,7 @@ def main() -> NoReturn:
     _offer_settings()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
     with bad_input_to(exit_with_error):
-        arguments = _options_first(sys.argv[1:])
+        arguments = options_first(sys.argv[1:])
     sys.argv[1:] = _quoted_paths(_free_keys(arguments), sweeps=arguments[:1] in (["-m"], ["--multirun"]))
     varied: list[str] = []
 
@@ -206,7 +203,7 @@ HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i
 HYDRAS |= {"-cd", "--config-dir", "-cn", "--config-name", "--hydra-help", "--version"}
 
 
-def _options_first(arguments: Sequence[str]) -> list[str]:
+def options_first(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with `-m` in front, because Hydra reads no settings on both sides of it.
 
     Raises:

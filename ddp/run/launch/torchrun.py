@@ -29,7 +29,7 @@ from ddp.comm.meeting.place import Place, place
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.memory import collect_later
 from ddp.process.terminal import keep_writing, tolerant
-from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, print_error
+from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, options_first, print_error
 from ddp.run.launch.engine import CUBLAS_WORKSPACE
 from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
@@ -40,7 +40,7 @@ from ddp.run.settings.reader import from_plain
 
 
 def main() -> NoReturn:
-    """Trains as one of the ranks that torchrun has started; ends the process. `cluster.workers` is the world size."""
+    """Trains as one of the ranks that are there; ends the process. `cluster.workers` is the world size."""
     collect_later()
     keep_writing()
     os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/run/launch/engine.py
@@ -48,7 +48,7 @@ def main() -> NoReturn:
     with bad_input_to(exit_with_error):
         here = place()
     if here is None:
-        exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or train.py")
+        exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or recipes/train.py")
     follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
     sent, _store = _received(here)  # which this process may serve, as long as it lives
 
@@ -81,7 +81,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
     from torch.distributed import DistError
 
     from ddp.comm.meeting.private_store import part_of
-    from ddp.comm.meeting.rendezvous import open_store, rendezvous
+    from ddp.comm.meeting.rendezvous import on_this_host, open_store, rendezvous
     from ddp.comm.opening import WARN_S
     from ddp.comm.session import ABORT_S
     from ddp.comm.watch.call import Call
@@ -92,7 +92,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
     try:
         job = part_of(open_store(here, warn_s=WARN_S, abort_s=ABORT_S), "ddp.run.launch.command_line")
         attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
-        local_rank, local_workers = _on_this_host(here, attempt)
+        local_rank, local_workers = on_this_host(here, attempt, within_s=ABORT_S)
         if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
             os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
         watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
@@ -152,11 +152,13 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
 
 def _asked_for(*, world_size: int, local_workers: int) -> tuple[Config, Path]:
     """Returns the run that the command line asks for."""
-    overrides = sys.argv[1:]
+    for option in {"-m", "--multirun", "-h", "--help"} & set(sys.argv[1:]):
+        raise ConfigError(f"{option} is for one process, and here are {world_size}: start it without a launcher")
+    overrides = options_first(sys.argv[1:])
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "cluster.workers" and value != str(world_size):
-            raise ConfigError(f"{override}: torchrun has started {world_size} workers; leave this setting out")
+            raise ConfigError(f"{override}: there are {world_size} workers already; leave this setting out")
     return composed([*overrides, f"cluster.workers={world_size}", f"+cluster.local_workers={local_workers}"])
 
 
@@ -186,16 +188,6 @@ def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
 
         load_data(from_plain(sent["config"]), download=True)
     return found
-
-
-def _on_this_host(here: Place, attempt: Any) -> tuple[int, int]:
-    """Returns this rank's number among the ranks of its host, and how many these are."""
-    if here.local_rank is not None and here.local_world_size is not None:
-        return here.local_rank, here.local_world_size
-    attempt.set(f"host/{here.rank}", socket.gethostname())
-    hosts = [attempt.get(f"host/{rank}").decode() for rank in range(here.world_size)]
-    mine = hosts[here.rank]
-    return hosts[: here.rank].count(mine), hosts.count(mine)
 
 
 def _wait_for_readers(store: Any, *, num_readers: int, limit_s: float = 10.0) -> None:

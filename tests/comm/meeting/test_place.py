@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from flat import grouped
 from ranks import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ddp
+from ddp.comm import session
 from ddp.comm.meeting.place import FIRST_PORT, NUM_PORTS, Place, _say_once, first_host, is_rank, place, refuse_workers
+from ddp.commands import train
 from ddp.errors import ConfigError
+from ddp.run.launch import command_line, from_python, torchrun
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "2000"}
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", **MEET}
 BATCH_SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
 STEP = {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
 SRUN = {**BATCH_SCRIPT, **STEP, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[07-10],x"}
+
+
+BELOW_IT = {"RANK": "1", "WORLD_SIZE": "7", **MEET}  # one rank on each node, with numbers of its own
 
 
 def open_mpi(rank: int, size: int, *, local_size: int) -> dict[str, str]:
@@ -29,6 +39,11 @@ def open_mpi(rank: int, size: int, *, local_size: int) -> dict[str, str]:
 
 def mpich(rank: int, size: int) -> dict[str, str]:
     return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": str(size)}
+
+
+def submitit(rank: int, size: int) -> dict[str, str]:
+    numbers = {"GLOBALID": rank, "LOCALID": rank, "NTASKS": size}
+    return {f"SUBMITIT_LOCAL_{name}": str(number) for name, number in numbers.items()}
 
 
 def tensorflow(kind: str, index: int, **cluster: list[str]) -> dict[str, str]:
@@ -47,9 +62,12 @@ TWO_HOSTS = open_mpi(3, 4, local_size=2)
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, None),
         (tensorflow("worker", 0, worker=["h:1"]), None),
         ({"RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
+        (FLUX, Place("Flux", 1, 2, 1, None, "a", 2000)),
         (ALONE, Place("torchrun", 0, 1)),
         ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Place("torchrun", 0, 1, 1, 1)),
         ({**SRUN, "RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
+        ({**SRUN, **BELOW_IT, "TORCHELASTIC_RUN_ID": "x"}, Place("torchrun", 1, 7, None, None, "a", 2000)),
+        ({**SRUN, **BELOW_IT, "RAY_JOB_ID": "x"}, Place("torchrun", 1, 7, None, None, "a", 2000)),
         ({**TWO_HOSTS, **MEET}, Place("Open MPI", 3, 4, 1, 2, "a", 2000)),
         ({**SRUN, **MEET, "WORLD_SIZE": "7"}, Place("srun", 3, 7, 1, 2, "a", 2000)),
         ({**SRUN, **open_mpi(0, 1, local_size=1)}, Place("Open MPI", 0, 1, 0, 1)),
@@ -63,7 +81,7 @@ def test_each_launcher_s_variables_are_understood(environment: dict[str, str], e
     assert place(environment) == expected
 
 
-@pytest.mark.parametrize("environment", [SRUN, mpich(0, 2), open_mpi(1, 2, local_size=2)])
+@pytest.mark.parametrize("environment", [SRUN, mpich(0, 2), open_mpi(1, 2, local_size=2), submitit(1, 2)])
 def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: dict[str, str]) -> None:
     found = place(environment)
     assert found is not None
@@ -93,6 +111,8 @@ def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: 
         ({"RANK": "2", "WORLD_SIZE": "2", **MEET}, "RANK=2 with WORLD_SIZE=2: ranks are 0 to WORLD_SIZE - 1"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': must be a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "torchrun has started 2 ranks, but MASTER_PORT is not"),
+        ({"RANK": "0", "WORLD_SIZE": "4", **MEET, **TWO_HOSTS}, "RANK=0, but OMPI_COMM_WORLD_RANK=3, of WORLD_SIZE=4"),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "7", **MEET}, "leave RANK and WORLD_SIZE out, because srun says the same"),
         ({"RANK": "0", "WORLD_SIZE": "2", **MEET, "MASTER_PORT": "0"}, "MASTER_PORT=0: must be from 1 to 65535"),
         (TWO_HOSTS, "Open MPI has started 4 ranks, but MASTER_ADDR is not set: give all of them MASTER_ADDR"),
         ({**SRUN, "WORLD_SIZE": "2"}, "WORLD_SIZE=2: srun says 7; leave it out, or set RANK, too"),
@@ -119,6 +139,8 @@ LAUNCHED = [
     {**open_mpi(1, 2, local_size=2), "PMIX_RANK": "1"},
     {name.replace("OMPI", "MV2"): value for name, value in open_mpi(1, 2, local_size=2).items()},
     mpich(1, 2),
+    submitit(1, 2),
+    FLUX,
     {name.replace("OMPI_COMM_WORLD", "HOROVOD"): value for name, value in open_mpi(1, 2, local_size=2).items()},
     {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MEET},
     {**tensorflow("worker", 1, worker=WORKERS), "RANK": "1", "WORLD_SIZE": "3"},
@@ -172,16 +194,61 @@ def test_the_first_host_of_slurm_s_list() -> None:
     assert {nodes: first_host(nodes) for nodes in lists} == lists
 
 
-def test_one_task_may_start_workers_and_one_rank_of_several_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_task_may_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in open_mpi(0, 1, local_size=1).items():
         monkeypatch.setenv(name, value)
     refuse_workers("x", instead="y")
     assert not is_rank()
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
-    assert is_rank()
-    with pytest.raises(ConfigError, match=r"in each of the 2 processes that Open MPI .* or call float\(…\) itself"):
-        ddp.launch(float, workers=2)
+
+
+def fits(**_: Any) -> None:
+    model, data = torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ddp.fit(model, data, optimizer, loss=torch.nn.functional.mse_loss, global_batch=2, epochs=1)
+
+
+ENTRANCES = {"init": ddp.init, "fit": fits, "launch": lambda: ddp.launch(fits), "train": lambda: train.main([])}
+WHOLE = [*(each for each in LAUNCHED if not {"HOROVOD_RANK", "TF_CONFIG"} & each.keys())]
+WHOLE += [tensorflow("worker", 1, worker=WORKERS), {"RANK": "1", "WORLD_SIZE": "2", **MEET}]  # the last one: PyTorchJob
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("variables", [*WHOLE, {}], ids=lambda each: next(iter(each), "torch.distributed"))
+def test_a_rank_joins_the_others_or_is_told_what_to_do(
+    variables: dict[str, str], entrance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has started it, and whichever way it takes: it never trains beside them."""
+    joined: list[tuple[int, int]] = []
+
+    class Joins(BaseException):
+        """It would meet the others now."""
+
+    def join(here: Place | None = None, **_: Any) -> None:
+        here = here or place()
+        assert here is not None
+        joined.append((here.rank, here.world_size))
+        raise Joins
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(session, "open_store", join)
+    monkeypatch.setattr(session, "_own_part", lambda group, **_: join())
+    monkeypatch.setattr(torchrun, "main", join)
+    for module in (from_python, command_line):
+        monkeypatch.setattr(module, "run_workers", lambda *_, **__: pytest.fail("it starts workers of its own"))
+    with contextlib.ExitStack() as until_end:
+        if not variables:
+            dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+            until_end.callback(dist.destroy_process_group)
+        here = place()
+        assert here is not None
+        refused = pytest.raises(ConfigError, match=rf"ddp.launch\(fits, …\): this process is rank {here.rank} of ")
+        with refused if entrance == "launch" else pytest.raises(Joins):
+            ENTRANCES[entrance]()
+        assert joined == ([] if entrance == "launch" else [(here.rank, here.world_size)])
+        if entrance == "launch":
+            with pytest.raises(ConfigError, match=f"already, as {here.launcher} says: call fits\\(…\\) itself"):
+                ddp.launch(fits, word=1)
 
 
 def train_as(rows: list[dict[str, str]]) -> tuple[int, int, list[list[float]]]:

@@ -26,7 +26,7 @@ from ranks import without_gloo
 
 import ddp
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
-from ddp.run.launch.command_line import _options_first, _quoted_paths, translated
+from ddp.run.launch.command_line import _quoted_paths, options_first, translated
 from ddp.run.launch.from_python import launch
 from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[3]
 TRAIN = [sys.executable, str(ROOT / "recipes" / "train.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TRAIN_UNDER_TORCHRUN = [*TORCHRUN, str(ROOT / "recipes" / "train_torchrun.py")]
+TRAIN_UNDER_TORCHRUN = [*TORCHRUN, *TRAIN[1:]]
 
 
 def surroundings(standin: str) -> dict[str, str]:
@@ -366,7 +366,9 @@ def test_root_cause(
         ("steps_per_epoch=3", "unknown key steps_per_epoch. Did you mean max_steps?"),
         ("optim.lr=[1]", "optim.lr=[1]: expected a number"),
         ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2"),
-        ("cluster.workers=3", "torchrun has started 2 workers"),
+        ("cluster.workers=3", "there are 2 workers already"),
+        ("-m", "-m is for one process, and here are 2: start it without a launcher"),
+        ("--epochs=3", "--epochs=3: settings have no dashes before them; write epochs=3"),
         ("a b", "cannot read 'a b': "),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
     ],
@@ -393,12 +395,12 @@ def test_every_error_of_hydra_becomes_one_sentence(
 )
 def test_a_setting_that_is_written_as_an_option_is_told_how(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        _options_first(arguments)
+        options_first(arguments)
     assert str(refused.value).endswith(words)
 
 
 def test_the_word_for_a_sweep_may_stand_anywhere_and_its_paths_are_split_at_commas() -> None:
-    assert _options_first(["epochs=3", "-m", "seed=1,2"]) == ["-m", "epochs=3", "seed=1,2"]
+    assert options_first(["epochs=3", "-m", "seed=1,2"]) == ["-m", "epochs=3", "seed=1,2"]
     paths = ["data.path=a.csv,{b,c}.tar", "data.test_path=d", 'data.path="e,f"', "seed=1,2"]
     quoted = ['data.path="a.csv","{b,c}.tar"', 'data.test_path="d"', 'data.path="e,f"', "seed=1,2"]
     assert _quoted_paths(paths, sweeps=True) == quoted
