@@ -52,8 +52,15 @@ def stack_of(thread: int) -> list[FrameSummary]:
     return frames[::-1]
 
 
+_INSTALLED = {"site-packages", "dist-packages"}
 _LIBRARIES = [str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 _NOT_THE_USERS = ("<frozen", *(f"{place}{os.sep}" for place in (Path(__file__).parents[1], *_LIBRARIES)))
+
+
+def is_installed(file: str) -> bool:
+    """Returns True for code of an installed library other than this package and Python's own."""
+    path = Path(file)
+    return not _INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(Path(__file__).parents[1])
 
 
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -54,7 +54,7 @@ from ddp.train.progress import ProgressBar, StopNote, TrafficHint
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
-from ddp.train.stopping import flag_of_a_new_fit
+from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 from ddp.train.tasks.task import Task
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted
@@ -179,8 +179,13 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 
 
 def _train(given: Given, comm: Communicator) -> TrainState:
-    # 1  what is given
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
+    with stop.before_libraries():
+        return _trained(given, comm, stop)
+
+
+def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
+    # 1  what is given
     inputs = arguments.inputs_of(given, comm)
 
     # 2  the state
@@ -194,6 +199,7 @@ def _train(given: Given, comm: Communicator) -> TrainState:
 
     # 4  the results
     state = run.state
+    stop.agreed = state.stopped_by
     state.strategy.finish()
     if note := note_of_choice(state, inputs.held_out, given.callbacks, saves=run.folder is not None):
         _say(given, comm, note)

@@ -12,11 +12,18 @@ Note "the program". A signal asks the program to stop, and not one fit of it. So
 fit, such as a loop over folds, ends where it begins the next one. What is typed at a prompt, or stands in a cell of a
 notebook, is a program of its own: a loop there ends, and whatever the user begins next runs.
 
-| signal           | who sends it                             | it asks to stop                         |
-|------------------|------------------------------------------|-----------------------------------------|
-| SIGTERM, SIGINT  | process managers, Ctrl-C                 | unless it is ignored (`sh -c 'job &'`)  |
-| SIGHUP           | a terminal that closes                   | unless it is ignored (`nohup`) or the   |
-| SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has a handler of its own |
+Note "handlers of libraries". submitit answers SIGUSR2 by a handler of its own: rank 0's requeues the job and ends the
+process. If it ran in the midst of a step, the other ranks would lose rank 0, and the new run the steps since the last
+checkpoint. So a fit takes the place of a handler that an installed library has set, stops in agreement, saves, writes
+its results, and then lets that handler have the signal: on every rank, also where it came to another one alone. A
+handler of the user's own program keeps its signal, except for SIGTERM and SIGINT.
+
+| signal           | who sends it                             | it asks to stop                         | library's |
+|------------------|------------------------------------------|-----------------------------------------|-----------|
+| SIGINT           | Ctrl-C                                   | unless it is ignored (`sh -c 'job &'`)  | never     |
+| SIGTERM          | process managers                         | unless it is ignored                    | afterward |
+| SIGHUP           | a terminal that closes                   | unless it is ignored (`nohup`) or the   | afterward |
+| SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has a handler of its own | afterward |
 """
 
 from __future__ import annotations
@@ -29,8 +36,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 from ddp.process.clock import now_s
+from ddp.process.stack import is_installed
 
 ECHO_S = 3.0
 
@@ -42,6 +51,17 @@ def stop_signals() -> list[signal.Signals]:
     return [number for number in always if signal.getsignal(number) is not signal.SIG_IGN] + [
         number for number in if_free if signal.getsignal(number) is signal.SIG_DFL and number not in caught
     ]
+
+
+def _handled_by_libraries() -> dict[signal.Signals, Any]:
+    """Returns the handlers that installed libraries have set, by signal (note "handlers of libraries")."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return {number: handler for number in numbers if _is_of_a_library(handler := signal.getsignal(number))}
+
+
+def _is_of_a_library(handler: Any) -> bool:
+    code = getattr(handler, "__code__", getattr(type(handler).__call__, "__code__", None))
+    return isinstance(code, CodeType) and is_installed(code.co_filename)
 
 
 def _caught_by_anyone() -> set[int]:
@@ -97,7 +117,10 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.reason = ""
+        self.agreed = ""  # for which all ranks have stopped
         self._first_signal_s: float | None = None
+        self._got: set[int] = set()
+        self._of_libraries: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return bool(self.reason)
@@ -125,10 +148,30 @@ class StopFlag:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextmanager
+    def before_libraries(self) -> Iterator[None]:
+        """Lets signals wait until the end of the block if a library handles them (note "handlers of libraries")."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._of_libraries = _handled_by_libraries()
+        for number in self._of_libraries:
+            signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            handlers, self._of_libraries = self._of_libraries, {}
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for number in handlers:
+                if number in self._got or number.name == self.agreed:
+                    signal.raise_signal(number)
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._got.add(number)
         if self._first_signal_s is None:
             self._first_signal_s = now_s()
         elif now_s() - self._first_signal_s > ECHO_S:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, self._of_libraries.get(signal.Signals(number), signal.SIG_DFL))
             signal.raise_signal(number)
         self.request(signal.Signals(number).name)
