@@ -63,6 +63,10 @@ SAME = {  # what a line may become without being wrong, and why
     "(-1, positions": "a tensor of one dimension",
     "parcels[-1].gradient": "gradients of one bucket have one type and one device",
     "part.stop + part.start": "of one rank a host, the part is everything",
+    "FIRST_PORT - zlib": "another port, alike on all ranks",
+    "not in b'\\x00'": "the first process of all, alike on all ranks",
+    "'MASTER_PORT' not in env": "an address that a world of one does not use",
+    "is not _TORCHRUN or local": "Slurm's ranks have a place to meet before",
     "everything.kind": "a name that does not exist, in a case that does not occur: all messages have one shape",
 }
 ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
@@ -86,6 +90,9 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "consumed == 0": "saves at the end of an epoch",
     "parcel.is_dense": "tensors that are sent as they are",
     "super().enter": "hooks inside of others",
+    "words = ": "what an error says",
+    "most = world_size": "refuses variables that contradict",
+    "not 0 < port": "refuses a port",
     "_velocity": "momentum",
     "tail = ": "how much of the log is shown",
     "has_ratio = ": "tensors of zeros",
@@ -134,6 +141,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "data/orders/sharding.py: _equal_lanes",
         "data/orders/order.py: Blocks.samples, _windows, Checksum.of",
     ],
+    "15_who_starts_it": ["comm/meeting/place.py: _placed, _meeting, _port_of, _starter"],
 }
 
 
