@@ -174,7 +174,24 @@ def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[Train
         raise ConfigError(f"max_unreadable={most}: data is a stream, which must leave samples out itself")
     limits = {"epochs": given.epochs, "max_steps": given.max_steps}
     processes = max(1, inputs.source.num_workers)
-    return sampler_of_stream(limits=limits, schedule=inputs.schedule, num_processes=processes, **dealing), ""
+    told = None
+    if inputs.schedule is not None and given.epochs is not None:
+        told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
+    dealing |= {"num_processes": processes, "told": told}
+    return sampler_of_stream(limits=limits, schedule=inputs.schedule, **dealing), ""
+
+
+def _told_length(data: Any, comm: Communicator, *, is_sum: bool) -> int | None:
+    """Returns how many samples a stream says that it has; None if it does not say so on each rank. Collective.
+
+    Args:
+        is_sum: each rank has a stream of its own.
+    """
+    length = None
+    with contextlib.suppress(TypeError, NotImplementedError, AssertionError):  # of a chain of streams without one
+        length = len(data)
+    lengths = all_gather_object(comm, length)
+    return None if None in lengths else sum(lengths) if is_sum else lengths[0]
 
 
 def _num_shards(given: Given, comm: Communicator) -> int | None:

@@ -278,7 +278,14 @@ class StreamFeed:
             num_samples = sum(all_gather_object(self._comm, self._loader.num_samples))
             if not num_samples and not self._consumed:
                 raise ConfigError("the data have given no sample: is the iterable used up? It must be read again")
-            sampler.end_pass(self._consumed + num_samples)
+            had = self._consumed + num_samples
+            if sampler.told not in (None, had) and sampler.state.epoch == self._comm.rank == 0:
+                log.warning(
+                    "the schedule goes by the length of the data, %d, and the first pass had %d samples: let __len__ "
+                    "say what a pass has, or give max_steps",
+                    *(sampler.told, had),
+                )
+            sampler.end_pass(had)
             self._is_over = True
 
     def _check(self, firsts: list[tuple[str, ...] | None]) -> None:
@@ -299,7 +306,8 @@ class StreamFeed:
         if not self._loader.sampler.shares_itself and len(set(found.values())) > 1:
             raise ConfigError(
                 f"the streams of {counted(len(found), 'rank')} do not begin with the same samples: if the data share "
-                "themselves out by rank, take sharding='off'; if they are shuffled, that needs a seed"
+                "themselves out by rank, take ddp.Batches(sharding='off'), and each rank trains on all that its own "
+                "stream gives; if they are shuffled, that needs a seed"
             )
 
     def close(self) -> None:

@@ -337,6 +337,11 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"data": X},
         r"cross_entropy needs batches \(inputs, targets\), but the data give a tensor",
     ),
+    "rows with names": (
+        ddp.Classification(),
+        {"data": [{"x": x, "y": y} for x, y in zip(X, CLASSES, strict=True)]},
+        r"Classification needs batches \(inputs, targets\), but the data give a dict",
+    ),
     "a stream": (F.cross_entropy, {"data": Stream(), "epochs": None}, "data is a stream, and nobody knows where"),
     "a test stream": (F.cross_entropy, {"test_data": Stream()}, "test_data is Stream, an iterable"),
     "no samples": (F.cross_entropy, {"data": (X[:0], CLASSES[:0])}, "the training set has 0 samples"),

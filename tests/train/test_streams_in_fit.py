@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -132,6 +133,53 @@ def with_choices(data: Any, folder: str | None, choices: dict[str, Any]) -> Any:
 
 def resumed(data: Any, folder: str, **choices: Any) -> tuple[Any, ...]:
     return run(data, folder=folder, resume="auto", **choices)
+
+
+class Sized(Shared):
+    """One shard for each rank, whose length is known, as a user makes it of a shard of Ray Data."""
+
+    def __init__(self, lengths: list[int], *, says: int = 0) -> None:
+        super().__init__(lengths)
+        self.says = says
+
+    def __len__(self) -> int:
+        return self.lengths[ddp.init().rank] + self.says
+
+
+class Rates(ddp.Callback):
+    """Writes down the learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def step_end(self, state: Any, report: Any) -> None:
+        self.seen.append(report.rate)
+
+
+def rates_by_length(lengths: list[int]) -> tuple[Any, list[float]]:
+    rates, goes_by = Rates(), ddp.optim.cosine()
+    limits: dict[str, Any] = {"max_steps": None, "epochs": 2, "schedule": goes_by, "sharding": "off"}
+    return run(Sized(lengths), callbacks=[rates], **limits), rates.seen
+
+
+def test_a_schedule_goes_by_the_length_that_a_stream_has_and_epochs_end_with_it() -> None:
+    for lengths in ([30], [30, 24]):
+        total = sum(lengths)
+        starts = [total * epoch + first for epoch in range(2) for first in range(0, 30 * len(lengths), 12)]
+        expected = [0.05 * (1 + math.cos(math.pi * min(1.0, (first + 6) / (2 * total)))) for first in starts]
+        for found, rates in run_ranks(rates_by_length, len(lengths), lengths):
+            assert found[2:4] == (2, 2 * total)
+            torch.testing.assert_close(rates, expected)
+
+
+def test_a_stream_whose_length_is_another_one_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ddp"):
+        run(Sized([30], says=5), max_steps=None, epochs=2, schedule=ddp.optim.cosine())
+        run(Sized([30], says=5), max_steps=None, epochs=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the schedule goes by the length of the data, 35, and the first pass had 30 samples: let __len__ say what a "
+        "pass has, or give max_steps"
+    ]
 
 
 def test_steps_are_the_same_at_any_world_size_and_number_of_loader_processes() -> None:
@@ -270,7 +318,7 @@ def test_a_wrong_sharding_is_told_from_the_first_samples() -> None:
     same, other = run_ranks(wrong_sharding, 2)[0]
 
     assert any("ranks 0, 1 begin with the same 3 samples; if they read the same stream" in text for text in same)
-    assert "take sharding='off'" in other and "needs a seed" in other
+    assert "take ddp.Batches(sharding='off'), and each rank trains on all" in other and "needs a seed" in other
 
 
 @pytest.mark.parametrize(

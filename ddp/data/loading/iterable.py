@@ -11,8 +11,8 @@ or begins at the data's own `state_dict`. Reading must be the cheap part then, a
 With sharding="off" the data share themselves out, by rank and by `torch.utils.data.get_worker_info()`. Each process
 takes what it is given, in turn; ranks may have unequal numbers.
 
-Nobody knows where a stream ends. So a rank fetches its next batch before the last backward of a step, and the totals of
-the step tell all ranks how many have none. Then:
+Nobody knows where a stream ends: a `__len__` is its own word, and only a schedule goes by it. So a rank fetches its
+next batch before the last backward of a step, and the totals of the step tell all ranks how many have none. Then:
 
     join        ranks without samples take part with none, until all streams are at their end
     stop_all    the pass ends as soon as one rank has no batch for the next step; what the others have left is dropped
@@ -79,13 +79,21 @@ class IterableSampler(TrainSampler):
         global_batch, rank, world_size, num_shards, micro_size, seed: as in `TrainSampler`.
         shares_itself: the data give each process its own samples.
         num_processes: that read the stream on each rank.
+        told: samples of a pass over all ranks, by the data's own word; None: they do not say, or nothing goes by it.
     """
 
     def __init__(
-        self, *, global_batch: int, seed: int, shares_itself: bool, num_processes: int = 1, **shares: Any
+        self,
+        *,
+        global_batch: int,
+        seed: int,
+        shares_itself: bool,
+        num_processes: int = 1,
+        told: int | None = None,
+        **shares: Any,
     ) -> None:
         super().__init__(_Endless(), global_batch=global_batch, seed=seed, **shares)
-        self.shares_itself, self._num_processes = shares_itself, num_processes
+        self.shares_itself, self._num_processes, self.told = shares_itself, num_processes, told
         self.seen = None
         self.read: dict[int, Place] = {}  # by this rank's loader processes, until the last committed step
         self.read_after: dict[int, Place] = {}  # until the step that the loader has handed out
@@ -102,9 +110,10 @@ class IterableSampler(TrainSampler):
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if nobody knows."""
+        by_epochs = ENDLESS if epochs is None or self.told is None else epochs * self.told
         if num_steps is None:
-            return ENDLESS, ENDLESS
-        return num_steps, self.position + max(0, num_steps) * self.global_batch
+            return ENDLESS, by_epochs
+        return num_steps, min(by_epochs, self.position + max(0, num_steps) * self.global_batch)
 
     @property
     def num_batches(self) -> int:
@@ -180,6 +189,7 @@ def sampler_of_stream(
     order: Order | None,
     limits: Mapping[str, int | None],
     schedule: Any,
+    told: int | None,
     global_batch: Any,
     **shares: Any,
 ) -> IterableSampler:
@@ -188,6 +198,7 @@ def sampler_of_stream(
     Args:
         limits: epochs and max_steps of the run.
         schedule: a function of the samples of the whole run; None: there is none.
+        told: as in `IterableSampler`.
 
     Raises:
         ConfigError: an argument is for data that have a length.
@@ -196,9 +207,10 @@ def sampler_of_stream(
         raise ConfigError(
             "data is a stream, and nobody knows where it ends: give max_steps, or epochs if it has an end"
         )
-    if limits["max_steps"] is None and schedule is not None:
+    if limits["max_steps"] is None and schedule is not None and not told:
         raise ConfigError(
-            "schedule: goes by the samples of the whole run, and nobody knows how many a stream has: give max_steps"
+            "schedule: goes by the samples of the whole run, and nobody knows how many a stream has: give the data a "
+            "__len__, or max_steps, or take ddp.optim.TorchSchedule(scheduler, every='epoch'), which needs neither"
         )
     if not isinstance(global_batch, int):
         raise ConfigError(f"global_batch={global_batch!r}: for a stream, give a number of samples")
@@ -210,7 +222,7 @@ def sampler_of_stream(
         raise ConfigError(
             f"sharding={sharding!r}: data is a stream; take 'off' if it shares itself out by rank, or leave it out"
         )
-    return IterableSampler(global_batch=global_batch, shares_itself=sharding == "off", **shares)
+    return IterableSampler(global_batch=global_batch, shares_itself=sharding == "off", told=told, **shares)
 
 
 class IterableLoader:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp.errors import ConfigError
-from ddp.train.tasks.task import IGNORE, Batch, Task, at_least_float32
+from ddp.train.tasks.task import IGNORE, Batch, Task, at_least_float32, pair_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Classification(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Returns (Σ cross-entropy over the samples, their number)."""
-        inputs, classes = batch
+        inputs, classes = pair_of(batch, self)
         scores = at_least_float32(model(inputs))
         targets = _targets(classes, scores)
         loss_sum = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)

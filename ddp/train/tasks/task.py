@@ -129,12 +129,7 @@ class LossFunction(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Returns (the sum over the samples, their number)."""
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ConfigError(
-                f"{name_of(self.function)} needs batches (inputs, targets), but the data give {_form(batch)}: give "
-                "samples of two parts, or a ddp.Task, which may have batches of any form"
-            )
-        inputs, targets = batch
+        inputs, targets = pair_of(batch, self.function)
         outputs = model(inputs)
         try:
             loss = self.function(outputs, targets)
@@ -165,6 +160,21 @@ def as_task(loss: Task | Callable[[Any, Any], Tensor]) -> Task:
     if not callable(loss):
         raise ConfigError(f"loss={loss!r}: give a function loss(outputs, targets), or a ddp.Task")
     return LossFunction(loss)
+
+
+def pair_of(batch: Batch, loss: object) -> tuple[Any, Any]:
+    """Returns inputs and targets.
+
+    Raises:
+        ConfigError: the batch has another form.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ConfigError(
+            f"{name_of(loss)} needs batches (inputs, targets), but the data give {_form(batch)}: give "
+            "samples of two parts, or a ddp.Task, which may have batches of any form"
+        )
+    inputs, targets = batch
+    return inputs, targets
 
 
 def length_of(batch: Batch) -> int:
