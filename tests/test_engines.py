@@ -1,0 +1,94 @@
+"""docs/engines.md: its files can be read by what they are for, and scripts/engines finds out what is wrong.
+
+The runs themselves need the engines: scripts/engines all.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddp.comm.meeting.place import place
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts" / "enginebed"))
+import engines  # noqa: E402
+from starts import as_pods  # noqa: E402
+
+PAGE = (ROOT / "docs" / "engines.md").read_text()
+FILES = engines.files_of(PAGE)
+
+
+def test_each_file_can_be_read() -> None:
+    blocks = re.findall(r"^```\w+\n", PAGE, re.MULTILINE)
+    assert len(FILES) == len(blocks), "a block has no name in its first line"
+    for name, text in FILES.items():
+        if name.endswith(".py"):
+            ast.parse(text)
+        elif name.endswith(".sh"):
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        else:
+            assert yaml.safe_load(text)["kind"]
+
+
+def test_each_engine_has_its_file_and_its_row() -> None:
+    assert {each.file for each in engines.ENGINES.values()} | {"circle.py", "loop.py"} == FILES.keys()
+    assert engines.with_rows(PAGE, {}) == PAGE, "scripts/engines NAME --json writes the rows anew"
+    other = engines.with_rows(PAGE, {"dask": "ran"})
+    assert "| ran |" in other and other.count("\n") == PAGE.count("\n")
+
+
+def test_circle_is_the_program_of_the_readme() -> None:
+    """All but what the page says: no launch, three arguments, and the seed of the first weights."""
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[-1]
+    theirs, ours = readme.split("\n\n\nif __name__")[0], FILES["circle.py"].split("\n\n\nif __name__")[0]
+    changed = [line for line in ours.splitlines() if line not in theirs.splitlines()]
+    assert [line.strip().partition("(")[0] for line in changed] == [
+        "# circle.py",
+        "def train",
+        "torch.manual_seed",
+        "state = ddp.fit",
+        "global_batch=64, epochs=5, test_data=test, folder=ddp.Folder",
+        "callbacks=callbacks)",
+    ]
+
+
+@pytest.mark.parametrize("manifest", ["pytorchjob.yaml"])
+def test_a_pod_finds_its_rank(manifest: str, tmp_path: Path) -> None:
+    (tmp_path / manifest).write_text(FILES[manifest])
+    with as_pods(tmp_path / manifest) as pods:
+        found = [place(each.variables) for each in pods]
+    assert [(each.rank, each.world_size) for each in found if each] == [(0, 2), (1, 2)]
+    assert len({each.port for each in found if each}) == 1
+
+
+def whole_run() -> list[dict[str, Any]]:
+    share = engines.NUM_SAMPLES // 2
+    samples = [[[number, 0.0] for number in range(rank * share, (rank + 1) * share)] * 5 for rank in range(2)]
+    return [{"rank": r, "world_size": 2, "pid": r, "weights": "w", "samples": samples[r]} for r in range(2)]
+
+
+def test_what_is_wrong_is_found() -> None:
+    engines.check(whole_run(), whole=True, said="")
+    changes: dict[str, Any] = {
+        "ranks and world sizes": lambda ranks: ranks.pop(),
+        "world sizes were": lambda ranks: ranks[1].update(world_size=1),
+        "one process": lambda ranks: ranks[1].update(pid=0),
+        "different weights": lambda ranks: ranks[1].update(weights="v"),
+        "epoch 0 had 3999 of": lambda ranks: ranks[0]["samples"].__setitem__(0, [1, 0.0]),
+        "epoch 4 had": lambda ranks: ranks[0]["samples"].pop(),
+        "samples, and not": lambda ranks: ranks[0]["samples"].append([1, 0.0]),
+    }
+    for words, change in changes.items():
+        ranks = copy.deepcopy(whole_run())
+        change(ranks)
+        with pytest.raises(engines.Wrong, match=words):
+            engines.check(ranks, whole=True, said="")
