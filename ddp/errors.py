@@ -96,8 +96,9 @@ class HookFailed(RuntimeError):
 class WorkersFailed(RuntimeError):
     """The workers of `ddp.launch` failed; the message ends with the root cause's block.
 
-    It is raised from the exception of the worker that failed first, and is of its type, too. So `except ValueError`
-    around `ddp.launch` catches it if that was a ValueError. It has the attributes of that exception, beside its own.
+    It is raised from the exception of the worker that failed first, and is of its type, too, if that is an `Exception`.
+    So `except ValueError` around `ddp.launch` catches it if that was a ValueError. It has the attributes of that
+    exception, beside its own.
 
     Attributes:
         rank: the worker that failed first.
@@ -106,22 +107,21 @@ class WorkersFailed(RuntimeError):
             could not be sent, because it cannot be pickled, or is larger than 64 MiB.
     """
 
-    rank: int | None = None
-    type_name: str = ""
-    exception: Exception | None = None
-    _made_of: tuple[Any, ...] = ()
+    rank: int | None  # these are not on the class, so that one that Ray derives from it looks for them in its cause
+    type_name: str
+    exception: BaseException | None
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
     def __getattr__(self, name: str) -> Any:
-        if self.exception is None or name.startswith("__"):
+        if (original := vars(self).get("exception")) is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.exception, name)
+        return getattr(original, name)
 
     # The class is made for each, so that it cannot be pickled by its name.
     def __reduce__(self) -> tuple[Any, ...]:
-        return workers_failed, self._made_of or self.args
+        return workers_failed, vars(self).get("_made_of", self.args)
 
 
 def workers_failed(
@@ -137,9 +137,9 @@ def workers_failed(
     with suppress(Exception):
         original = pickle.loads(sent)
     failed = WorkersFailed()
-    if not isinstance(original, Exception):
+    if not isinstance(original, BaseException):
         original = None
-    elif not isinstance(failed, type(original)):
+    elif isinstance(original, Exception) and not isinstance(failed, type(original)):
         with suppress(Exception):  # such as of a type that forbids subclasses
             failed = _of_both_types(original)
     if original is not None:
@@ -159,7 +159,8 @@ def _of_the_original(name: str, failed: WorkersFailed) -> Any:
 def _of_both_types(original: Exception) -> WorkersFailed:
     """Returns an object, not yet filled, of a class derived from WorkersFailed and from the type of `original`."""
     kind = type(original)
-    names = [name for name in dir(kind) if not hasattr(WorkersFailed, name) and not name.startswith("__")]
+    ours = {*dir(WorkersFailed), *WorkersFailed.__annotations__}
+    names = [name for name in dir(kind) if name not in ours and not name.startswith("__")]
     body: dict[str, Any] = {name: property(partial(_of_the_original, name)) for name in names}
     body |= {"__module__": WorkersFailed.__module__, "__doc__": WorkersFailed.__doc__}
     both = new_class(WorkersFailed.__name__, (WorkersFailed, kind), exec_body=lambda space: space.update(body))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ddp.comm.communicator import Communicator
@@ -108,7 +108,8 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
         for callback in callbacks:
             callback.fit_end(state)
     except BaseException as error:
-        error.step = running_step  # type: ignore[attr-defined]  # for the report of a worker that fails
+        with suppress(Exception):  # of a class that lets nothing be set
+            error.ddp_step = running_step  # type: ignore[attr-defined]  # for the report of a worker that fails
         for callback in callbacks:
             callback.exception(state, error)
         raise

@@ -30,7 +30,7 @@ def run(config, run_dir):
         stopped_by = _wait_for_agreed_stop(run_dir)
     if os.environ["STANDIN"] == "raise" and rank == 1:
         error = ArithmeticError("scripted")
-        error.step = 7
+        error.ddp_step = 7
         raise error
     if rank == 0:
         summary = {"stopped_by": stopped_by, "world_size": config.cluster.workers, "test_accuracy": 0.5}

@@ -108,7 +108,7 @@ def result_file(folder: Path, rank: int) -> Path:
     return folder / f"result-rank-{rank}.pkl"
 
 
-def write_exception(folder: Path, rank: int, error: Exception) -> None:
+def write_exception(folder: Path, rank: int, error: BaseException) -> None:
     """Leaves a rank's exception for the launcher, if it can be sent."""
     import cloudpickle
 

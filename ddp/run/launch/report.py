@@ -44,8 +44,8 @@ class Report:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> Report:
-        """Describes an exception; the training loop gives it an attribute `step`."""
-        step = getattr(error, "step", None)
+        """Describes an exception; the training loop gives it an attribute `ddp_step`."""
+        step = getattr(error, "ddp_step", None)
         return cls(
             rank=rank,
             type=type(error).__name__,

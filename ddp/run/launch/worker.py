@@ -108,7 +108,7 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
 
     if timeout_s is not None:
         _give_up_after(timeout_s, logs=logs, rank=rank)
-    return guarded(work, logs=logs, rank=rank, leave_exception=partial(write_exception, file.parent, rank))
+    return guarded(work, logs=logs, rank=rank, send=partial(write_exception, file.parent, rank))
 
 
 # ---------------------------------------------------------------------------------------------- 1 follow the parent
@@ -198,18 +198,24 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
 
 
 def guarded(
-    work: Callable[[], None], *, logs: Path, rank: int, leave_exception: Callable[[Exception], None] = lambda _: None
+    work: Callable[[], None], *, logs: Path, rank: int, send: Callable[[BaseException], None] = lambda _: None
 ) -> int:
-    """Runs `work`; returns 0, 1 after an exception, which it reports, or 130 after Ctrl-C outside of training."""
+    """Runs `work`; returns 0, 1 after an exception, which it reports, or 130 after Ctrl-C outside of training.
+
+    Args:
+        send: is given the exception, once the report is written.
+    """
     try:
         work()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
         report = Report.of(error, rank=rank)
         try:
             report.write(logs)
-            leave_exception(error)
+            send(error)
             with to_append(logs / f"rank-{rank}.log") as log:
                 log.write(f"{report.traceback}\n")
         except (OSError, ConfigError):  # such as a full disk, which may have ended the work
@@ -219,7 +225,7 @@ def guarded(
     return 0
 
 
-def _tell_the_others(error: Exception) -> None:
+def _tell_the_others(error: BaseException) -> None:
     """Lets the ranks that wait for this one hear why it ends: after the report, because then the engine ends them."""
     if (session := sys.modules.get("ddp.comm.session")) is not None:  # else it has not joined them
         with contextlib.suppress(Exception):

@@ -169,6 +169,10 @@ class Frozen(Exception):
         raise AttributeError("frozen")
 
 
+class Cancelled(BaseException):
+    """One that `except Exception` lets pass."""
+
+
 def holds_a_lock() -> ValueError:
     error = ValueError(1)
     error.lock = LOCK  # type: ignore[attr-defined]
@@ -191,14 +195,15 @@ def value(of: object, name: str) -> Any:
         (ddp.PeerLost(1, "here", 0, 3, "all_reduce"), True, True),
         (ddp.WorkersFailed("of a launch of its own"), True, True),
         (Frozen("x"), True, False),
+        (Cancelled("x"), True, False),
         (NeedsTwo(1, two=2), False, False),
         (holds_a_lock(), False, False),
         (ValueError("x" * 100), False, False),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_a_failed_launch_is_of_the_type_of_its_cause(
-    error: Exception, is_sent: bool, is_of_type: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: BaseException, is_sent: bool, is_of_type: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if len(str(error)) == 100:
         monkeypatch.setattr("ddp.run.launch.from_python.LARGEST_EXCEPTION", 99)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -63,20 +64,24 @@ def test_an_error_of_the_user_shows_no_traceback(error: Exception) -> None:
 def test_the_step_is_the_error_s_own() -> None:
     assert raiser(ValueError()).step is None
     error = ValueError()
-    error.step = 11  # type: ignore[attr-defined]
+    error.ddp_step = 11  # type: ignore[attr-defined]
     assert raiser(error).step == 11
 
 
 def test_guarded_turns_an_exception_into_a_status_a_report_and_a_log(tmp_path: Path) -> None:
     assert guarded(lambda: None, logs=tmp_path, rank=0) == 0
 
-    def work() -> None:
-        raise ArithmeticError("scripted")
+    for rank, kind in enumerate((ArithmeticError, asyncio.CancelledError)):
 
-    assert guarded(work, logs=tmp_path, rank=1) == 1
-    report = Report.read(tmp_path, rank=1)
-    assert report is not None and report.type == "ArithmeticError"
-    assert "ArithmeticError: scripted" in (tmp_path / "rank-1.log").read_text()
+        def work(kind: type[BaseException] = kind) -> None:
+            raise kind("scripted")
+
+        assert guarded(work, logs=tmp_path, rank=rank) == 1
+        report = Report.read(tmp_path, rank=rank)
+        assert report is not None and report.type == kind.__name__
+        assert f"{kind.__name__}: scripted" in (tmp_path / f"rank-{rank}.log").read_text()
+    with pytest.raises(SystemExit):
+        guarded(lambda: sys.exit(3), logs=tmp_path, rank=2)
 
 
 def test_settings_that_were_changed_after_the_launcher_s_check_are_not_read(tmp_path: Path) -> None:
