@@ -1,6 +1,6 @@
-"""Callbacks watch a run at eight moments; this file has the base class, what measures a run, `EarlyStopping` and `EMA`.
+"""Callbacks watch a run at nine moments; this file has the base class, what measures a run, `EarlyStopping` and `EMA`.
 
-    fit_start   step_start   step_end   evaluated   checkpoint_saved   exception   fit_end   finished
+    fit_start   step_start   step_end   evaluated   logged   checkpoint_saved   exception   fit_end   finished
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
 it returns from `state_dict` is saved with the run (`kept.py`).
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp.comm.objects import all_gather_object
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.orders.order import Checksum
 from ddp.errors import ConfigError
 from ddp.process.files import json_object, read_own, to_append, write_whole
@@ -31,7 +31,7 @@ from ddp.train.state import StepReport, TrainState
 
 
 class Callback:
-    """Does nothing at any of the eight moments; override what you need.
+    """Does nothing at any of the nine moments; override what you need.
 
     A callback changes what it likes of weights, optimizer and learning rate, alike on all ranks: it holds from the next
     step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's do. One
@@ -52,6 +52,12 @@ class Callback:
 
     def evaluated(self, state: TrainState) -> None:
         """Runs after an evaluation; its metrics are in `state.evaluation`."""
+
+    def logged(self, state: TrainState, entry: Mapping[str, Any]) -> None:
+        """Runs with each object of metrics.jsonl, also where none is written: of some steps, and of each evaluation.
+
+        Its `kind` is "step", "evaluation" or "report", its `step` the number of steps made; all else are numbers.
+        """
 
     def checkpoint_saved(self, state: TrainState, path: Path) -> None:
         """Runs after a checkpoint was written to the folder `path`, as rank 0 names it from the root on.
@@ -188,13 +194,18 @@ class MetricsFile(Callback):
 
     A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again. A run that
     is complete already reports the same once more, which is not written twice.
+
+    Args:
+        path: of the file; None: nothing is written.
+        callbacks: told of each object.
     """
 
-    def __init__(self, path: Path, meters: Meters, *, every: int) -> None:
+    def __init__(self, path: Path | None, meters: Meters, *, every: int, callbacks: Sequence[Callback] = ()) -> None:
         self._path, self._meter, self._noise, self._every = path, meters.throughput, meters.noise, every
+        self._callbacks = callbacks
 
     def fit_start(self, state: TrainState) -> None:
-        if state.comm.rank == 0 and self._path.exists():
+        if state.comm.rank == 0 and self._path is not None and self._path.exists():
             lines = read_own(self._path).splitlines()
             write_whole(self._path, "".join(f"{line}\n" for line in lines if _step_of(line) <= state.step))
 
@@ -224,14 +235,22 @@ class MetricsFile(Callback):
 
     def fit_end(self, state: TrainState) -> None:
         if reported := state.reported:
-            self._append(state, {"kind": "report", **_where(state), **reported})
+            entry = {"kind": "report", **_where(state), **reported}
+            if on_rank_zero(state.comm, lambda: not self._holds(entry), label="a report"):
+                self._append(state, entry)
 
     def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
-        if state.comm.rank == 0:
-            line = json.dumps({key: value for key, value in entry.items() if value is not None})
-            if entry["kind"] != "report" or not (self._path.exists() and line in read_own(self._path).splitlines()):
-                with to_append(self._path) as file:
-                    file.write(f"{line}\n")
+        known = {key: value for key, value in entry.items() if value is not None}
+        if state.comm.rank == 0 and self._path is not None:
+            with to_append(self._path) as file:
+                file.write(f"{json.dumps(known)}\n")
+        for callback in self._callbacks:
+            callback.logged(state, known)
+
+    def _holds(self, entry: dict[str, Any]) -> bool:
+        """Returns True if this line is in the file."""
+        path = self._path
+        return path is not None and path.exists() and json.dumps(entry) in read_own(path).splitlines()
 
 
 def _where(state: TrainState) -> dict[str, int]:

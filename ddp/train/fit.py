@@ -349,13 +349,13 @@ def _callbacks(
 ) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
     comm, keeps = run.state.comm, given.folder
-    watching: list[Callback] = [*meters]
+    metrics = None if run.folder is None else run.folder / "metrics.jsonl"
+    watching: list[Callback] = [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
     last: list[Callback] = [run.beside]
-    if run.folder is not None and store is not None:
-        every_steps, metrics = keeps.every_steps, run.folder / "metrics.jsonl"
-        how: dict[str, Any] = {"every_steps": every_steps, "kept": run.beside, "callbacks": given.callbacks}
+    if store is not None:
+        how: dict[str, Any] = {"every_steps": keeps.every_steps, "kept": run.beside, "callbacks": given.callbacks}
         checkpointer = Checkpointer(store, identity=run.identity, **how)
-        watching += [MetricsFile(metrics, meters, every=keeps.log_every), checkpointer]
+        watching.append(checkpointer)
         last.append(AfterEvaluation(checkpointer))
     if comm.host_partition.num_hosts > 1:
         watching.append(TrafficHint(partial(_say, given, comm)))

@@ -30,7 +30,11 @@ class Hears(ddp.Callback):
 
     def __init__(self) -> None:
         self.heard = list[str]()
+        self.entries = list[Any]()
         self.summary: Mapping[str, Any] = {}
+
+    def logged(self, state: ddp.TrainState, entry: Mapping[str, Any]) -> None:
+        self.entries.append(entry)
 
     def checkpoint_saved(self, state: ddp.TrainState, path: Path) -> None:
         assert path.is_absolute() and (path / "model.pt").exists() and path.parent.parent == state.run_dir
@@ -81,7 +85,7 @@ def moments(folder: Path) -> None:
     assert len(X) / comm.world_size > POLL_EVERY
 
     hears = Hears()
-    bits, state = fit(hears, folder=folder / "whole", checkpoint_every_steps=3)
+    bits, state = fit(hears, folder=folder / "whole", checkpoint_every_steps=3, log_every=3)
     names = ["step-00000003", "step-00000006", "step-00000008"]
     assert hears.heard == [*names, "fit_end", "finished", "curves.png"] and torch.equal(bits, whole)
     assert state.run_dir == folder / "whole" and hears.summary["steps"] == NUM_STEPS
@@ -89,6 +93,9 @@ def moments(folder: Path) -> None:
     assert state.settings["world_size"] == comm.world_size and state.settings["optimizer"][0]["lr"] == "0.01"
     assert all(each == hears.summary for each in all_gather_object(comm, dict(hears.summary)))
 
+    lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines()
+    assert lines == list(map(json.dumps, hears.entries)) or comm.rank  # samples per second are a rank's own
+    assert [(each["kind"], each["step"]) for each in hears.entries] == [("step", 3), ("step", 6)]
     for moment, ends_after in {"step_start": 4, "step_end": 4, "evaluated": 4, "checkpoint_saved": 4}.items():
         hears, run = Hears(), folder / moment
         how = {"folder": run, "curves": False, "checkpoint_every_steps": 3, "every_steps": 3, **held_out}
@@ -108,6 +115,7 @@ def moments(folder: Path) -> None:
         assert (state.step, state.stopped_by) == (NUM_STEPS, "") and torch.equal(bits, whole)
         assert state.evaluation["test_loss"] == state.evaluation["validation_loss"], "the report is made, too"
         assert hears.heard == ["fit_end", "finished"] and hears.summary["stopped_by"] is None
+        assert [each["kind"] for each in hears.entries] == ["evaluation", "evaluation", "report"], "and nothing written"
     bits, state = fit(Stops("step_start", NUM_STEPS - 1))
     assert (state.step, state.stopped_by) == (NUM_STEPS, "pruned") and torch.equal(bits, whole)
     assert fit(Stops("step_end", on=None))[1].stopped_by == "pruned by rank 0"
