@@ -17,6 +17,7 @@ from ddp.errors import ConfigError
 from ddp.process.files import scratch_folder
 from ddp.train.arguments import Given
 from ddp.train.state import TrainState
+from ddp.train.tracker import Tracker
 
 NUM_STEPS = 3
 _NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of nobody else's, because it is removed
@@ -37,6 +38,7 @@ def tried(train: Callable[[Given, Communicator], TrainState], given: Given, comm
         max_steps=num_steps,
         evaluation=replace(given.evaluation, every_epochs=None, every_steps=num_steps),
         folder=replace(keeps, path=folder, every_steps=NUM_STEPS, trial=False),
+        callbacks=[each for each in given.callbacks if not isinstance(each, Tracker)],
     )
     with until_end:
         state = train(short, comm)
