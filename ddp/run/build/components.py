@@ -38,11 +38,13 @@ from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.run.settings import config as settings
-from ddp.run.settings.address import called, from_address, is_address, told
+from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
 from ddp.run.settings.config import Config
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Task, as_task
+from ddp.train.tracker import Tracker
+from ddp.train.trackers import CSV, MLflow, TensorBoard, WandB
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 _NUM_TRIED = 100  # samples, of which one must be readable
@@ -182,7 +184,45 @@ def make_callbacks(config: Config) -> list[Callback]:
     patience, decay = config.early_stopping.patience, config.ema.decay
     averages = [] if decay is None else [EMA(decay)]
     stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
-    return [*averages, *stops]
+    own = [_own_callback(address, folder=config.run.code) for address in config.callbacks]
+    return [*averages, *stops, *own, *(_tracker(name, group=config.run.group) for name in config.trackers)]
+
+
+def check_callbacks(config: Config) -> None:
+    """Raises ConfigError unless the callbacks can be made. A class is not called: it may begin something."""
+    for address in config.callbacks:
+        _own_callback(address, folder=config.run.code, calls_class=False)
+    for name in config.trackers:
+        _tracker(name, group=config.run.group)
+
+
+def _own_callback(address: str, *, folder: str | Path, calls_class: bool = True) -> Any:
+    """Returns the user's own callback, or its class.
+
+    Raises:
+        ConfigError: it cannot be imported or called, or is no callback.
+    """
+    key = "callbacks"
+    found = from_address(address, key=key, folder=folder)
+    is_class = isinstance(found, type) and issubclass(found, Callback)
+    if is_class and not calls_class:
+        check_arguments(found, {}, address=address, key=key)
+        return found
+    callback = found if isinstance(found, type) and not is_class else called(found, {}, address=address, key=key)
+    if isinstance(callback, type):
+        raise ConfigError(f"{key}={address}: is no ddp.Callback; derive the class from that")
+    if not isinstance(callback, Callback):
+        kind = type(callback).__name__
+        raise ConfigError(f"{key}={address}: returned an object of type {kind}; return a ddp.Callback")
+    return callback
+
+
+def _tracker(name: str, *, group: str) -> Tracker:
+    kinds: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "csv": CSV, "mlflow": MLflow, "wandb": WandB}
+    try:
+        return kinds[name](group=group)
+    except ConfigError as error:
+        raise ConfigError(f"trackers=[{name}]: {error}") from error
 
 
 def make_task(config: Config) -> Task:

@@ -63,6 +63,7 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     splits = components.load_data(config, download=True)
     components.check_loss(config, splits)
     components.check_transform(config, splits)
+    components.check_callbacks(config)
     if config.loader.cache and isinstance(splits.train, WholeBatches):
         raise ConfigError(
             f"loader.cache=true: data={config.data.name} hand out whole batches, which need no cache; leave it out"
@@ -168,6 +169,7 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     synchronised = {"sync_batchnorm": True} if config.replica.sync_batchnorm else {}
     reading = {"max_unreadable": config.loader.max_unreadable, "debug": config.loader.debug}
     chosen = {key: plain[key] for key in (*keys, "epochs", "max_steps", "strategy")}
+    chosen |= {"callbacks": config.callbacks} if config.callbacks else {}
     return {**chosen, "loader": reading, **facts, **synchronised}
 
 

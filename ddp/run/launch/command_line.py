@@ -84,6 +84,8 @@ def main() -> NoReturn:
         try:
             with bad_input_to(print_error), only_writer(run_dir):
                 config = continued(_checked(composed, overrides), overrides, run_dir)
+                if settings.mode is RunMode.MULTIRUN:
+                    config.run.group = config.run.group or Path(settings.sweep.dir).name
                 print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
                 with leave_out():
                     importlib.import_module("ddp.run.build.stages")  # torch, which takes a second

@@ -41,9 +41,10 @@ def own_parts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings that hold an address, in a tree of plain settings: "model" → "mine:Net"."""
     found = {}
     for group, value in settings.items():
-        for name, each in (value if isinstance(value, Mapping) else {"name": value}).items():
+        values = dict(enumerate(value)) if isinstance(value, list) else value
+        for name, each in (values if isinstance(values, Mapping) else {"name": values}).items():
             if group != "run" and isinstance(each, str) and _is_whole(each):
-                found[group if name == "name" else f"{group}.{name}"] = each
+                found[group if name in ("name", 0) else f"{group}.{name}"] = each
     return found
 
 
@@ -97,6 +98,17 @@ def called(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) 
     Raises:
         ConfigError: it cannot be called, it takes other arguments, or it raised.
     """
+    check_arguments(found, arguments, address=address, key=key)
+    try:
+        return found(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}={address}: calling it failed: {told(error)}") from error
+
+
+def check_arguments(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) -> None:
+    """Raises ConfigError unless what an address names can be called with these arguments."""
     if not callable(found):
         raise ConfigError(f"{key}={address}: is {found!r:.60}; give the address of a class or function")
     try:
@@ -109,12 +121,6 @@ def called(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) 
     except TypeError as error:
         setting = f"{key}.args={dict(arguments)}" if arguments else f"{key}={address}"
         raise ConfigError(f"{setting}: {error}; {address} takes {signature}") from error
-    try:
-        return found(**arguments)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{key}={address}: calling it failed: {told(error)}") from error
 
 
 def told(error: BaseException) -> str:

@@ -36,6 +36,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 ReplicaKind = Literal["bucketed", "naive"]
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 TokenType = Literal["uint8", "uint16", "int32", "uint32"]
+TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 
 
 # ------------------------------------------------------------------------------------------------ the five groups
@@ -395,6 +396,7 @@ class Run:
     """The run's folder."""
 
     name: str = setting("", "name of the folder below runs/; date and time unless given")
+    group: str = setting("", "what the run belongs to, for trackers; a sweep sets it to its folder's name")
     dir: str = ""  # the run's folder; set by the launcher (hydra.run.dir)
     code: str = ""  # where addresses are imported from; set by the launcher to the folder that the run was started in
 
@@ -513,6 +515,14 @@ class Config(Training):
     )
     loss: str = setting(
         "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
+    )
+    callbacks: list[str] = setting(
+        [], "your own, as [MODULE:NAME] of a ddp.Callback, or of a function without arguments that returns one"
+    )
+    trackers: list[TrackerName] = setting(
+        [],
+        "what else gets settings, metrics, curves and the last checkpoint: some of tensorboard, csv, mlflow and wandb, "
+        "as [csv,mlflow]: docs/trackers.md",
     )
     init_from: InitFrom = field(default_factory=InitFrom)
     run: Run = field(default_factory=Run)

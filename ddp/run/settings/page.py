@@ -124,6 +124,8 @@ def _type(kind: Any) -> str:
         return "|".join(_type(option) for option in get_args(kind))
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
+    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is Literal:
+        return "list of words"
     if get_origin(kind) is list:
         return f"list of {_type(get_args(kind)[0])}s"
     if get_origin(kind) is dict:

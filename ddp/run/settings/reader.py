@@ -84,7 +84,7 @@ def _called(last: str, homes: Mapping[str, str]) -> list[str]:
 
 def _homes(chosen: Mapping[str, str]) -> dict[str, str]:
     """Returns every key with the choices that have it, as "model=gpt", or "" if the choice in force is one of them."""
-    homes = {"run.name": ""}
+    homes = {"run.name": "", "run.group": ""}
     for part, inner in plain_defaults().items():
         homes |= dict.fromkeys([part, *(f"{part}.{name}" for name in inner)] if isinstance(inner, dict) else [part], "")
     for group, choices in CHOICES.items():

@@ -93,6 +93,7 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> No
         run_dir = sweep / job
         config = from_plain(yaml.safe_load((run_dir / "config.yaml").read_text()))
         assert (config.cluster.workers, config.run.dir) == (workers, str(run_dir))
+        assert config.run.group == sweep.name
         for rank in range(workers):
             about = seen(run_dir, rank)
             assert not about["hydra"], "a worker imported Hydra"

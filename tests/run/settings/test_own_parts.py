@@ -31,6 +31,7 @@ from ddp.data.sets.validation import selection_in
 from ddp.errors import ConfigError
 from ddp.run.build.components import (
     add_own_algorithm,
+    check_callbacks,
     check_loss,
     check_transform,
     load_data,
@@ -137,6 +138,7 @@ def test_addresses_compose_and_round_trip(folder: Path) -> None:
         ("optim=mine:Net", "unknown choice optim=mine:Net"),
         ("model.args.width=3", "unknown key model.args"),
         ("loss=mse", "loss=mse: unknown; take auto, or MODULE:NAME"),
+        ("trackers=[mlfow]", "expected one of tensorboard, csv, mlflow, wandb. Did you mean mlflow?"),
     ],
 )
 def test_what_is_no_address_is_told_apart(override: str, words: str, folder: Path) -> None:
@@ -485,10 +487,12 @@ def test_an_address_may_hold_a_whole_schedule(folder: Path, capsys: pytest.Captu
 
 
 def test_a_run_of_own_parts_is_checked_first_trains_and_is_resumed_from_elsewhere(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
+    (folder / "watch.py").write_text(WATCH)
     settings = ["model=parts:Net", "model.args.width=5", "data=parts:make", "loss=parts:my_loss"]
+    settings += ["callbacks=[watch:Watches,watch:another]", "trackers=[csv]", "run.group=these"]
     run_dir = folder / "runs" / "mine"
 
     def train(*arguments: str) -> tuple[Any, str, str]:
@@ -507,12 +511,74 @@ def test_a_run_of_own_parts_is_checked_first_trains_and_is_resumed_from_elsewher
     assert (status, err) == (0, "")
     assert "Net with 31 parameters" in out and "all-reduce: parts:chain" in out
     assert f"imported from {folder}: parts" in out
+    assert out.count("heard of 3 steps, from 0") == 2 and "finished,,3" in (run_dir / "status.csv").read_text()
 
     (folder / "elsewhere").mkdir()
     with contextlib.chdir(folder / "elsewhere"):
         status, out, err = train(f"hydra.run.dir={run_dir}", "resume=auto", "max_steps=5")
     assert status == 0 and "the bits" in err, err
     assert "continuing after step 3" in out and "Net with 31 parameters" in out
+    assert out.count("heard of 5 steps, from 3") == 2 and "finished,,5" in (run_dir / "status.csv").read_text()
+    assert "callbacks=watch:Watches, callbacks.1=watch:another" in caplog.text, "it says whose code runs"
+
+
+WATCH = """
+import ddp
+
+class Watches(ddp.Callback):
+    def fit_start(self, state):
+        self.first = state.step
+
+    def finished(self, state, summary):
+        print(f"heard of {summary['steps']} steps, from {self.first}", flush=True)
+
+def another():
+    return Watches()
+
+class Begins(ddp.Callback):
+    def __init__(self):
+        raise RuntimeError("a run begins")
+
+class Needs(ddp.Callback):
+    def __init__(self, path):
+        pass
+
+class Other:
+    pass
+
+def number():
+    return 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("watch:Watches", None),
+        ("watch:another", None),
+        ("watch:Begins", None),  # a class is not called before workers start
+        ("watch:Watch", "callbacks=watch:Watch: {folder}/watch.py has no Watch. Did you mean watch:Watches?"),
+        ("watch:Other", "callbacks=watch:Other: is no ddp.Callback; derive the class from that"),
+        ("watch:number", "callbacks=watch:number: returned an object of type int; return a ddp.Callback"),
+        ("watch:Needs", "callbacks=watch:Needs: missing a required argument: 'path'; watch:Needs takes (path)"),
+        ("Watches", "callbacks=Watches: is no address; write MODULE:NAME, as my_package.models:Net"),
+    ],
+)
+def test_a_callback_s_address_is_checked_before_workers_start(address: str, words: str | None, folder: Path) -> None:
+    (folder / "watch.py").write_text(WATCH)
+    config = config_of(callbacks=[address], trackers=["csv"])
+    if words is None:
+        check_callbacks(config)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_callbacks(config)
+    assert str(error.value) == words.format(folder=folder)
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp.train.tracker.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^trackers=\[mlflow\]: MLflow is not installed: pip install mlflow$"):
+        check_callbacks(config_of(trackers=["csv", "mlflow"]))
 
 
 # ------------------------------------------------------------------------------- whose code a folder's files may name
