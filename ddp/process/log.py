@@ -2,11 +2,16 @@
 
 `log` is an ordinary `logging.Logger` named "ddp", so applications can redirect it. `follow_rank` sets the prefix, and
 tells lightning-utilities' `rank_zero_*` helpers the rank; call it at every change of membership.
+
+An engine, or `logging.basicConfig`, may have given the root logger of every rank a handler that writes to the terminal.
+It gets the warnings of rank 0. Any other line is not for it, because whatever a user is to see beside warnings is
+printed, once, unless `progress=False`. All other handlers get every line, and so does one that is attached to "ddp".
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -14,13 +19,26 @@ log = logging.getLogger("ddp")
 
 
 class _RankFilter(logging.Filter):
-    """Adds `rank` and `world_size` to everything that is logged."""
+    """Adds `rank` and `world_size` to everything that is logged, and keeps most of it from terminals."""
 
     rank, world_size = 0, 1
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank, record.world_size = self.rank, self.world_size
-        return True
+        above = log.parent.handlers if log.parent and log.propagate else []
+        is_for_all = self.rank == 0 and record.levelno >= logging.WARNING
+        if is_for_all or not any(map(_is_terminal, above)):
+            return True
+        for handler in [*log.handlers, *(each for each in above if not _is_terminal(each))]:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+        return False  # all who are to have it, have it
+
+
+def _is_terminal(handler: logging.Handler) -> bool:
+    """Returns True if a handler writes to this process's output."""
+    stream = getattr(handler, "stream", None)
+    return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 _rank_filter = _RankFilter()
