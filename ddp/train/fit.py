@@ -54,7 +54,7 @@ from ddp.train.progress import ProgressBar, StopNote, TrafficHint
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
-from ddp.train.stopping import StopFlag, flag_of_a_new_fit
+from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.tasks.task import Task
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted
@@ -291,6 +291,9 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     notes = [*_headline(state, num_steps), *([dealing] if dealing else []), *arguments.idle_notes(inputs.replica)]
     begins_anew = given.folder.resume is not None and start is None
     notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
+    if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
+        way = "folder=ddp.Folder(every_steps=…) saves as it goes"
+        notes.append(f"this fit is not in the main thread, so that no signal makes it save; {way}")
     return OpenRun(state, source, identity, beside, folder, start, num_steps, notes)
 
 

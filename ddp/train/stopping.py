@@ -64,6 +64,11 @@ def _is_of_a_library(handler: Any) -> bool:
     return isinstance(code, CodeType) and is_installed(code.co_filename)
 
 
+def hears_signals() -> bool:
+    """Returns True in the main thread, the only one whose handlers Python lets a program set."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def _caught_by_anyone() -> set[int]:
     """Returns the signals that have a handler, also one in C that Python does not know of (faulthandler.register)."""
     with suppress(OSError):  # Linux only
@@ -138,7 +143,7 @@ class StopFlag:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Turns the signals that ask to stop into a request, for the duration of the block. Only in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        if not hears_signals():
             yield
             return
         before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}

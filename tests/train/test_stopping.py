@@ -311,3 +311,22 @@ def test_a_thread_cannot_listen_but_can_be_asked() -> None:
     thread.start()
     thread.join()
     assert stop.reason == "asked"
+
+
+@pytest.mark.parametrize(("every_steps", "saves"), [(None, True), (1, True), (None, False)])
+def test_a_fit_that_no_signal_makes_save_says_so_where_that_matters(
+    every_steps: int | None, saves: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ddp.Folder(tmp_path if saves else None, every_steps=every_steps, curves=False)
+
+    def fit() -> None:
+        model, data = torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1))
+        optimizer, loss = torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.mse_loss
+        ddp.fit(model, data, optimizer, loss=loss, global_batch=2, epochs=1, folder=folder)
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join()
+    told = capsys.readouterr().out
+    assert "2 training samples" in told
+    assert ("no signal makes it save; folder=ddp.Folder(every_steps=…)" in told) == (saves and every_steps is None)
