@@ -104,8 +104,7 @@ class CallQueue:
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
         if self.error is not None:
-            why = str(self.error) or type(self.error).__name__  # Ctrl-C has no text
-            raise CommunicatorBroken(f"the communicator is out of use since: {why}") from self.error
+            raise CommunicatorBroken(f"the communicator is out of use since: {_words(self.error)}") from self.error
 
     @overload
     def run(self, call: Call, collective: Callable[[], Result], *, async_op: Literal[False] = False) -> Result: ...
@@ -218,7 +217,9 @@ class CallQueue:
             self._watchdog.give_up(self._rank, "the program has ended")
             for runner in self.runners:
                 runner.is_idle_within(LET_GO_S)
-        self.error = self.error or CommunicatorBroken(reason or "the program has ended")
+        # Its words alone: an error's traceback holds the loss, and its graph, by way of a replica, the communicator.
+        # Python's collector does not see such a circle, because one part of it is in C++.
+        self.error = CommunicatorBroken(_words(self.error) if self.error else reason or "the program has ended")
 
     def _refuse_second_thread(self, call: Call) -> None:
         """Raises RuntimeError, because two threads of a rank would take turns in an order that other ranks lack."""
@@ -239,6 +240,10 @@ class CallQueue:
         if self._world_ranks[lost.rank] != lost.rank:
             lost.reason += f" (of this group; it is rank {self._world_ranks[lost.rank]} of all)"
         return lost
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__  # Ctrl-C has no text
 
 
 class Peers:

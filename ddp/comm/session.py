@@ -24,7 +24,7 @@ from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.place import Place, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
-from ddp.comm.meeting.rendezvous import answered, on_this_host, open_store, rendezvous
+from ddp.comm.meeting.rendezvous import Opened, answered, on_this_host, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings, choose_device
@@ -47,7 +47,7 @@ class _Session:
     generation: int = -1  # of the last one for all ranks
     owned_store: Store | None = None  # of torch.distributed, if `init` began it
     hooks: tuple[Any, Any] = None, None  # sys.excepthook before that, and torch's, which names the rank
-    met: tuple[Place, Store] | None = None  # the launcher's store: served, or connected to, once for a meeting place
+    met: tuple[Place, Opened] | None = None  # the launcher's store: served, or connected to, once for a meeting place
     on_host: tuple[int, int] | None = None  # number among the ranks of this host, and how many these are
     handled: BaseException | None = None  # the exception in whose handler the session began
     pid: int = os.getpid()  # a forked child ends for itself
@@ -337,8 +337,8 @@ def _met(here: Place, *, warn_s: float, abort_s: float) -> Store:
         store = _kept_store(here)
         try:
             if store is None:
-                store = open_store(here, warn_s=warn_s, abort_s=abort_s)
-                _session.met = here, store
+                _session.met = here, open_store(here, warn_s=warn_s, abort_s=abort_s)
+                store = _session.met[1].store
             return rendezvous(part_of(store, "ddp"), here.rank, here.world_size, warn_s=warn_s, abort_s=abort_s)
         except (ConfigError, PeerLost):
             if not has_met_here or (store is not None and _answers(store)) or not patience.left_s():
@@ -349,7 +349,7 @@ def _met(here: Place, *, warn_s: float, abort_s: float) -> Store:
 def _kept_store(here: Place) -> Store | None:
     """Returns the store of an earlier meeting if it is the same one; otherwise ends it, and returns None."""
     if _session.met is not None:
-        there, store = _session.met
+        there, (store, _) = _session.met
         is_same = (there.address, there.port, there.rank == 0) == (here.address, here.port, here.rank == 0)
         if is_same and _answers(store):
             return store

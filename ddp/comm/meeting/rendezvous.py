@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
@@ -124,7 +124,14 @@ def on_this_host(here: Place, store: Store, *, within_s: float) -> tuple[int, in
     return here.on_host or answered(count, within_s=within_s)
 
 
-def open_store(place: Place, *, warn_s: float, abort_s: float) -> Store:
+class Opened(NamedTuple):
+    """A store of all ranks, for as long as this is kept."""
+
+    store: Store
+    server: Store | None = None  # apart from the store, which whatever is in flight after a failure may keep for long
+
+
+def open_store(place: Place, *, warn_s: float, abort_s: float) -> Opened:
     """Returns the store of all ranks: in the private folder of a launch, or torchrun's agent's, or rank 0 serves it.
 
     If torch.distributed has begun, it has one.
@@ -134,13 +141,13 @@ def open_store(place: Place, *, warn_s: float, abort_s: float) -> Store:
         PeerLost: rank 0 cannot be reached.
     """
     if not place.address:
-        return sealed(_get_default_store(), secret()) if place.world_size > 1 else HashStore()
+        return Opened(sealed(_get_default_store(), secret()) if place.world_size > 1 else HashStore())
     if (folder := private_part(place.port)) is not None:
-        return Folder(folder)
-    key = secret()
+        return Opened(Folder(folder))
+    key, server = secret(), None
     if place.rank == 0 and not launcher_serves():
-        return sealed(_served(place, min(abort_s, SERVING_S)), key)
-    return sealed(_reached(place, warn_s=warn_s, abort_s=abort_s), key)
+        server = _served(place, min(abort_s, SERVING_S))
+    return Opened(sealed(_reached(place, warn_s=warn_s, abort_s=abort_s), key), server)
 
 
 def _served(place: Place, timeout_s: float) -> Store:

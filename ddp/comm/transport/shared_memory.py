@@ -253,6 +253,8 @@ class Life:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
 
+    __del__ = close  # also after an error, when a thread may still ask, so that nobody closes it
+
 
 _RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because of process i
 

@@ -90,7 +90,8 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
 
     rank, world_size = here.rank, here.world_size
     try:
-        job = part_of(open_store(here, warn_s=WARN_S, abort_s=ABORT_S), "ddp.run.launch.command_line")
+        opened = open_store(here, warn_s=WARN_S, abort_s=ABORT_S)
+        job = part_of(opened.store, "ddp.run.launch.command_line")
         attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
         local_rank, local_workers = on_this_host(here, attempt, within_s=ABORT_S)
         if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
@@ -122,7 +123,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
             attempt.add("readers", 1)
         _tell_torchrun(sent["error"])
         sys.exit(2)
-    return sent, attempt
+    return sent, opened
 
 
 def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
