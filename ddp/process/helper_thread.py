@@ -70,7 +70,7 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
         while not future.done() and (left_s := patience.left_s()):
             wait([future], timeout=min(left_s, PAUSED_S / 3))
     finally:
-        if future.done():
+        if future.done() and not _idle:  # one is kept, however many have worked at once
             _idle.append(helper)
         else:
             helper.end()

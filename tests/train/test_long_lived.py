@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import re
 import sys
 import time
@@ -92,7 +93,7 @@ def rounds(port: int, folder: Path, num_rounds: int) -> tuple[Counter[str], Coun
 
 def test_runs_one_after_another_leave_nothing_in_the_process(tmp_path: Path) -> None:
     """After success, an error, with other ranks, another world size, another port."""
-    port = FIRST_PORT + os.getpid() % NUM_PORTS
+    port = random.randrange(FIRST_PORT, FIRST_PORT + NUM_PORTS)
     for after_first, after_last, is_as_before in run_ranks(rounds, 2, port, tmp_path, 2):
         assert after_last - after_first == Counter()
         assert is_as_before, "torch's hook for exceptions, one for each session"
