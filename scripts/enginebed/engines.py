@@ -110,7 +110,7 @@ ENGINES = {
     "accelerate": Engine("Accelerate", "`accelerate launch … circle.py`", "accelerate.sh", ("accelerate==1.15.0",),
                          retry="`--max_restarts`"),
     "fabric": Engine("Lightning Fabric", "`fabric.launch(train)`", "on_fabric.py", ("lightning==2.6.6",)),
-    "optuna": Engine("Optuna", "`ddp.launch(study, workers=2)`", "on_optuna.py", ("optuna==5.0.0",), runs=("fit",),
+    "optuna": Engine("Optuna", "`ddp.launch(search, …)`", "on_optuna.py", ("optuna==5.0.0",), runs=("fit",),
                      trials=2),
 }  # fmt: skip
 
