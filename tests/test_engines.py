@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ranks import run_ranks
 
 from ddp.comm.meeting.place import place
 
@@ -76,7 +79,7 @@ def whole_run() -> list[dict[str, Any]]:
     return [{"rank": r, "world_size": 2, "pid": r, "weights": "w", "samples": samples[r]} for r in range(2)]
 
 
-def test_what_is_wrong_is_found() -> None:
+def test_what_is_wrong_is_found(tmp_path: Path) -> None:
     engines.check(whole_run(), whole=True, said="")
     changes: dict[str, Any] = {
         "ranks and world sizes": lambda ranks: ranks.pop(),
@@ -92,3 +95,36 @@ def test_what_is_wrong_is_found() -> None:
         change(ranks)
         with pytest.raises(engines.Wrong, match=words):
             engines.check(ranks, whole=True, said="")
+    metrics = tmp_path / "runs" / "circle" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("".join(f'{{"kind": "step", "step": {step}}}\n' for step in (1, 2, 2)))
+    with pytest.raises(engines.Wrong, match="has the steps"):
+        engines.check_steps(tmp_path)
+
+
+def test_the_probe_sees_what_a_rank_has_trained_on(tmp_path: Path) -> None:
+    folder, seen = tmp_path / "work", tmp_path / "seen"
+    seen.mkdir()
+    engines.lay_out(folder, seen, "loop", "SIGKILL")
+    assert "from loop import train" in (folder / "on_ray.py").read_text()
+    (folder / "loop.py").write_text((folder / "loop.py").read_text().replace("range(5)", "range(2)"))
+    (found,) = run_ranks(watched_loop, 1, str(folder))
+    (left,) = [engines.json.loads(path.read_text()) for path in seen.glob("*.json")]
+    assert left["weights"] == hashlib.sha256(found).hexdigest()
+    assert (left["rank"], left["world_size"], left["steps"]) == (0, 1, 2 * 125)
+    epochs = [sorted(map(tuple, left["samples"][4000 * each : 4000 * (each + 1)])) for each in range(2)]
+    assert epochs[0] == epochs[1] and len(set(epochs[0])) == 4000
+
+
+def watched_loop(folder: str) -> bytes:
+    """Runs the page's loop as a rank; returns the bytes of the weights that it has saved."""
+    import torch
+
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    from loop import train
+
+    torch.set_num_threads(1)
+    train()
+    weights = torch.load("runs/loop/weights.pt")
+    return b"".join(each.numpy().tobytes() for each in weights.values())

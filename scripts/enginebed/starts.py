@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts" / "netbed"))
+from hosts import Bed, BedError, Layout, descendants, end  # noqa: E402, F401 (engines.py takes two of them from here)
+
 SLURM = ROOT / ".engines" / "slurm"
 SLURM_PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"),
@@ -50,9 +53,6 @@ def here(file: Path) -> Iterator[list[Command]]:
 @contextlib.contextmanager
 def on_two_hosts(file: Path) -> Iterator[list[Command]]:
     """Runs a file on each of two network namespaces (scripts/netbed)."""
-    sys.path.insert(0, str(ROOT / "scripts" / "netbed"))
-    from hosts import Bed, BedError, Layout
-
     if os.geteuid():
         raise NotRun("two hosts on one machine are network namespaces, which need root")
     bed = Bed(f"engines{os.getpid() % 100_000}")
