@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from ranks import RankFailed, collect, run_ranks, start_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.errors import ConfigError
+from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
 from ddp.train import tracker
 from ddp.train.arguments import Given
 from ddp.train.fit import train
@@ -58,6 +59,14 @@ class Draws(ddp.Callback):
 
     def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
         self.drawn.append(float(torch.rand(1)))
+
+
+class Draw(ddp.Callback):
+    """Draws curves in less time than they take."""
+
+    def fit_end(self, state: ddp.TrainState) -> None:
+        if state.comm.rank == 0 and state.run_dir is not None:
+            Image.new("RGBA", (10, 4)).save(state.run_dir / "curves.png")
 
 
 def fit(folder: Path | None, *callbacks: ddp.Callback, stop: StopFlag | None = None, **how: Any) -> Any:
@@ -195,20 +204,26 @@ def part(folder: Path, runs: Path, step: int, rank: int, how: str) -> tuple[Tens
 def test_over_crashes_and_resumes_it_stays_one_run_in_which_each_step_stands_once(tmp_path: Path) -> None:
     folder, runs = tmp_path / "run", tmp_path / "there"
     runs.mkdir()
-    results = collect(start_ranks(part, 2, folder, runs, 5, 1, "raise"))  # without a checkpoint: the next begins anew
-    assert "rank 1 has had enough" in str(results[1])
-    assert_whole_but_failed(folder, runs, reason="rank 1 has had enough", last=5)
-    for path in runs.iterdir():
-        path.unlink()
-    results = collect(start_ranks(part, 2, folder, runs, 9, 0, "raise"))
+    results = collect(start_ranks(part, 2, folder, runs, 9, 1, "raise"))
     assert all(isinstance(each, RankFailed) for each in results)
-    assert_whole_but_failed(folder, runs, reason="RuntimeError: rank 0 has had enough", last=9)
+    assert_whole_but_failed(folder, runs, reason="it failed: RuntimeError: rank 1 has had enough", last=9)
     results = collect(start_ranks(part, 2, folder, runs, 15, 0, "kill"))
     assert "died with exit code -9" in str(results[0])
     assert_whole_but_failed(folder, runs, reason=KILLED, last=15)
     results = run_ranks(part, 2, folder, runs, 0, 0, "")
     assert [imported for _, imported in results] == [["mlflow", "wandb"], []], "rank 0 alone imports libraries"
     assert_whole(folder, runs, status="finished", reason="", step=NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason", "marks"), [(0, KILLED, True), (1, KILLED, False), (0, "it failed: ValueError: no", False)]
+)
+def test_a_rank_speaks_for_one_that_was_killed_and_not_for_one_that_said_so_itself(
+    lost: int, reason: str, marks: bool
+) -> None:
+    broken = CommunicatorBroken("a call after an error")
+    broken.__cause__ = PeerLost(rank=lost, host="h", generation=0, sequence=1, label="x", reason=reason)
+    assert tracker._was_killed(broken, rank=0) is marks
 
 
 def assert_whole_but_failed(folder: Path, runs: Path, *, reason: str, last: int) -> None:
@@ -239,7 +254,7 @@ def ways(tmp_path: Path) -> list[str]:
         return runs
 
     runs = into("whole")
-    weights, _ = fit(tmp_path / "whole", *trackers(), draws, kept={"curves": True})
+    weights, _ = fit(tmp_path / "whole", *trackers(), draws, Draw())
     assert torch.equal(weights, whole) and draws.drawn == plain.drawn, "the bits are those without trackers"
     if comm.rank == 0:
         assert_whole(tmp_path / "whole", runs, status="finished", reason="", step=NUM_STEPS)

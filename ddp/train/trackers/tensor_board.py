@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from ddp.train.tracker import Start, Status, Tracker
 
 
@@ -28,12 +30,12 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, step)
 
     def file(self, path: Path, step: int) -> None:
-        from matplotlib import image
+        from PIL import Image  # which torch's writer needs for a picture, too
 
         if path.is_dir():
             self._writer.add_text("checkpoint", str(path), step)
         else:
-            self._writer.add_image("curves", image.imread(path), step, dataformats="HWC")
+            self._writer.add_image("curves", np.asarray(Image.open(path)), step, dataformats="HWC")
 
     def end(self, status: Status, reason: str, step: int) -> None:
         self._writer.add_text("status", f"{status}: {reason}" if reason else status, step)
