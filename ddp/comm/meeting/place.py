@@ -10,6 +10,7 @@
 | Flux                  | FLUX_TASK_RANK, FLUX_JOB_SIZE  | FLUX_TASK_LOCAL_ID                   | MASTER_ADDR, _PORT |
 | MPICH, Intel MPI      | PMI_RANK, PMI_SIZE             | MPI_LOCALRANKID, MPI_LOCALNRANKS     | note "meeting"     |
 | TensorFlow's          | TF_CONFIG                      | TF_CONFIG                            | rank 0's address   |
+| Spark, barrier stage  | BarrierTaskContext             |                                      | rank 0's host      |
 
 The first row that is set counts. Without any, this process is a world of its own. If variables show several processes
 and yet not which of them this one is, each would train alone, so that is refused. One row may say that this process is
@@ -145,7 +146,7 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
         ConfigError: the variables contradict, are malformed, or show several processes but not which one this is.
     """
     if environment is None:
-        return _in_group() or _told_by(os.environ)
+        return _in_group() or _told_by(os.environ) or _in_barrier_stage()
     return _told_by(environment)
 
 
@@ -160,6 +161,17 @@ def _in_group() -> Place | None:
         if told is not None and (told.rank, told.world_size) == (rank, world_size):
             return told._replace(address="", port=0)
     return Place("torch.distributed", rank, world_size)
+
+
+def _in_barrier_stage() -> Place | None:
+    """Returns the place of this task among those of a stage that Spark starts together, or not at all."""
+    spark = sys.modules.get("pyspark")
+    task = None if spark is None else spark.TaskContext.get()
+    if spark is None or not isinstance(task, spark.BarrierTaskContext):
+        return None
+    addresses = [info.address for info in task.getTaskInfos()]  # HOST:PORT of each task's executor
+    port = _port_of(f"{task.stageId()} {addresses}")
+    return Place("Spark", task.partitionId(), len(addresses), address=addresses[0].rpartition(":")[0], port=port)
 
 
 def _told_by(environment: Mapping[str, str]) -> Place | None:
@@ -197,7 +209,8 @@ def is_rank() -> bool:
 def refuse_workers(what: str, *, instead: str) -> None:
     """Raises ConfigError in a rank that has others beside it, because `what` would start workers in each of them."""
     if (found := place()) is not None and found.world_size > 1:
-        rank = f"rank {found.rank} of {found.world_size} already, as {found.launcher} says"
+        by = "RANK" if found.launcher == _TORCHRUN.name else found.launcher  # which many others set as well
+        rank = f"rank {found.rank} of {found.world_size} already, as {by} says"
         raise ConfigError(f"{what}: this process is {rank}: {instead}")
 
 

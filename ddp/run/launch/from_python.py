@@ -48,10 +48,10 @@ def launch(
             the type of that one's exception, too, so that `except ValueError` around the launch works.
         KeyboardInterrupt, SystemExit: Ctrl-C, or another signal, which has ended the workers, too.
     """
-    check_call(function, args, kwargs)
-    _check_launch(workers, threads_per_worker, timeout_s)
     name = getattr(function, "__name__", "function")
     refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}({'…' if args or kwargs else ''}) itself")
+    check_call(function, args, kwargs)
+    _check_launch(workers, threads_per_worker, timeout_s)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
         print(f"starting {counted(workers, 'worker')} …", flush=True)
     with folder_for_call(workers, function, args, kwargs) as folder:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +196,37 @@ def test_the_first_host_of_slurm_s_list() -> None:
     assert {nodes: first_host(nodes) for nodes in lists} == lists
 
 
+def test_a_task_of_a_barrier_stage_of_spark_s_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TaskContext:
+        task: Any = None
+
+        @classmethod
+        def get(cls) -> Any:
+            return cls.task
+
+    class BarrierTaskContext(TaskContext):
+        def partitionId(self) -> int:
+            return 1
+
+        def stageId(self) -> int:
+            return 7
+
+        def getTaskInfos(self) -> list[Any]:
+            return [SimpleNamespace(address=f"{host}:4444") for host in "abb"]
+
+    spark = SimpleNamespace(TaskContext=TaskContext, BarrierTaskContext=BarrierTaskContext)
+    monkeypatch.setitem(sys.modules, "pyspark", spark)
+    assert place() is None, "the driver"
+    TaskContext.task = TaskContext()
+    assert place() is None, "a task by itself"
+    TaskContext.task = BarrierTaskContext()
+    found = place()
+    assert found is not None and found[:6] == ("Spark", 1, 3, None, None, "a")
+    assert FIRST_PORT <= found.port < FIRST_PORT + NUM_PORTS
+    with pytest.raises(ConfigError, match="this process is rank 1 of 3 already, as Spark says: call fits"):
+        ddp.launch(fits)
+
+
 def test_one_task_may_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in open_mpi(0, 1, local_size=1).items():
         monkeypatch.setenv(name, value)
@@ -247,7 +280,8 @@ def test_a_rank_joins_the_others_or_is_told_what_to_do(
             ENTRANCES[entrance]()
         assert joined == ([] if entrance == "launch" else [(here.rank, here.world_size)])
         if entrance == "launch":
-            with pytest.raises(ConfigError, match=f"already, as {here.launcher} says: call fits\\(…\\) itself"):
+            by = "RANK" if here.launcher == "torchrun" else here.launcher
+            with pytest.raises(ConfigError, match=f"already, as {by} says: call fits\\(…\\) itself"):
                 ddp.launch(fits, word=1)
 
 
