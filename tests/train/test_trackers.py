@@ -11,12 +11,14 @@ import importlib
 import inspect
 import json
 import os
+import random
 import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -52,13 +54,13 @@ class At(ddp.Callback):
 
 
 class Draws(ddp.Callback):
-    """Notes what the program would draw after each step."""
+    """Notes what the program would draw before each step."""
 
     def __init__(self) -> None:
         self.drawn = list[float]()
 
-    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
-        self.drawn.append(float(torch.rand(1)))
+    def step_start(self, state: ddp.TrainState) -> None:
+        self.drawn += [float(torch.rand(1)), random.random(), np.random.rand()]
 
 
 class Draw(ddp.Callback):
@@ -70,7 +72,8 @@ class Draw(ddp.Callback):
 
 
 def fit(folder: Path | None, *callbacks: ddp.Callback, stop: StopFlag | None = None, **how: Any) -> Any:
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
     module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 3))
     kept = {"resume": folder and "auto", "every_steps": 6, "log_every": 2, "progress": False, "curves": False}
     kept |= how.pop("kept", {})
