@@ -240,6 +240,7 @@ def ended(engine: Engine, folder: Path, programs: Path) -> tuple[str, str]:
             codes = [each.poll() for each in processes.values()]
             if None not in codes and all(code == 0 or not left[i] for i, code in enumerate(codes)):
                 break
+            reap_orphans({each.pid for each in processes.values()})
             time.sleep(0.1)
         else:
             return f"no end within {LIMIT_S:g} s", log.read_text(errors="replace")
@@ -250,9 +251,14 @@ def ended(engine: Engine, folder: Path, programs: Path) -> tuple[str, str]:
 def end_all() -> None:
     """Ends every process of a run that is still there: its engine may have left servers."""
     end(lambda: descendants(os.getpid()))
-    with contextlib.suppress(ChildProcessError):  # nobody is left to wait for
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    reap_orphans(set())
+
+
+def reap_orphans(but: set[int]) -> None:
+    """Takes note of adopted processes that have ended, as init would: Slurm waits until they are gone."""
+    for child in map(int, Path("/proc/thread-self/children").read_text().split()):
+        if child not in but:
+            os.waitpid(child, os.WNOHANG)
 
 
 def adopt_orphans() -> None:
