@@ -114,4 +114,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all of data-parallel training. `docs/reading.md` leads on.
+# That is all of data-parallel training. `docs/engines.md` has a program for each engine; `docs/reading.md` leads on.
