@@ -144,7 +144,7 @@ _HOMES = {
 }
 
 _NAMESPACES = {name: f"ddp.{name}" for name in ("collectives", "data", "gradients", "optim", "strategies")}
-_NAMESPACES |= {"drop_in": "ddp.replica.drop_in", "trackers": "ddp.train.trackers"}
+_NAMESPACES |= {"drop_in": "ddp.replica.drop_in.replacement", "trackers": "ddp.train.trackers"}
 
 __all__ = list(_HOMES)
 
