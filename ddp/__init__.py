@@ -143,15 +143,13 @@ _HOMES = {
     "WorkersFailed": "ddp.errors",
 }
 
-_NAMESPACES = {name: f"ddp.{name}" for name in ("collectives", "data", "gradients", "optim", "strategies")}
-_NAMESPACES |= {"drop_in": "ddp.replica.drop_in.replacement", "trackers": "ddp.train.trackers"}
-
+_NAMESPACES = ("collectives", "data", "drop_in", "gradients", "optim", "strategies", "trackers")
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
-        return importlib.import_module(_NAMESPACES[name])
+        return importlib.import_module(f"ddp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}")
     drawn = random.getstate()  # importing rich draws a number, which would be missing in the user's program

@@ -50,17 +50,21 @@ def test_each_engine_has_its_file_and_its_row() -> None:
 
 
 def test_circle_is_the_program_of_the_readme() -> None:
-    """All but what the page says: no launch, three arguments, and the seed of the first weights."""
+    """All but what the page says: no launch, arguments, the seed of the first weights, the status after a signal."""
     readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[-1]
     theirs, ours = readme.split("\n\n\nif __name__")[0], FILES["circle.py"].split("\n\n\nif __name__")[0]
     changed = [line for line in ours.splitlines() if line not in theirs.splitlines()]
     assert [line.strip().partition("(")[0] for line in changed] == [
         "# circle.py",
+        "import signal",
+        "import sys",
         "def train",
         "torch.manual_seed",
         "state = ddp.fit",
         "global_batch=64, epochs=5, test_data=test, folder=ddp.Folder",
         "callbacks=callbacks)",
+        "if state.stopped_by in signal.Signals.__members__:  # all is saved: the engine is to start it again",
+        "sys.exit",
     ]
 
 

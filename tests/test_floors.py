@@ -18,7 +18,7 @@ FLOORS = [
     ["run"],
     ["bench"],
     ["commands"],
-    ["__main__", "__init__"],
+    ["__main__", "__init__", "drop_in", "trackers"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 

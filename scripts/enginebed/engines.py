@@ -5,11 +5,12 @@
     scripts/engines all --json         prints what was found, and writes it into the table of the page
 
 An engine is installed into .engines/PACKAGE, an environment that sees the packages of .venv and adds its own. All files
-of the page are laid into a new folder, where three runs are made:
+of the page are laid into a new folder, where these runs are made, or some of them:
 
     fit       the page's circle.py, a ddp.fit of five epochs
     loop      the same with loop.py in its place, a loop of the user's own
     killed    fit, whose rank 1 is killed in the middle of an epoch; the engine's own retry goes on
+    stopped   fit, whose ranks get the signal by which the engine asks them to leave in time, and its own retry goes on
 
 Of each run `probe.py` leaves what the ranks have seen. A run is right if it had two ranks in two processes, each sample
 was trained on once an epoch, both ranks end with the same weights, and these are those under torchrun.
@@ -40,10 +41,12 @@ from starts import Command, NotRun, as_pods, descendants, end, here, in_slurm, o
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- engines: scripts/engines all --json writes this table -->\n", "<!-- end -->\n"
-WORLD_SIZE, EPOCHS, NUM_SAMPLES, KILL_AT = 2, 5, 4000, 150
+WORLD_SIZE, EPOCHS, NUM_SAMPLES, HURT_AT = 2, 5, 4000, 150
 LIMIT_S = 240.0
 
 RAY = ("ray[train,tune,data]==2.60.0",)
+ALL_RUNS = ("fit", "loop", "killed", "stopped")
+HURT = ALL_RUNS[2:]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """In a container everyone is root, which Open MPI asks twice."""
 
@@ -60,7 +63,7 @@ class Engine(NamedTuple):
         runs: which of the runs there are.
         start: how the file is started.
         trials: trainings of a run, one of them with the settings of torchrun's.
-        by: the signal of the run `killed`.
+        stop: the signal of the run `stopped`.
         has_bits: it reads the samples in the order of torchrun's.
         where: it is run, if that is not simply this host.
     """
@@ -74,7 +77,7 @@ class Engine(NamedTuple):
     runs: tuple[str, ...] = ("fit", "loop", "killed")
     start: Callable[[Path], AbstractContextManager[list[Command]]] = here
     trials: int = 1
-    by: str = "SIGKILL"
+    stop: str = ""
     has_bits: bool = True
     where: str = ""
 
@@ -85,11 +88,12 @@ ENGINES = {
                         retry="`--max-restarts`", programs=("ip",), start=on_two_hosts,
                         where="two network namespaces"),
     "slurm": Engine("Slurm", "`srun python circle.py` in a batch script", "job.sh", retry="`scontrol requeue`",
-                    start=in_slurm, where="Debian's packages, a cluster of one host"),
-    "submitit": Engine("submitit", "`executor.submit(Circle())`", "on_submitit.py",
-                       retry="its requeue", by="SIGUSR2"),
+                    runs=ALL_RUNS, stop="SIGUSR1", start=in_slurm, where="Debian's packages, a cluster of one host"),
+    "submitit": Engine("submitit", "`executor.submit(Circle())`", "on_submitit.py", retry="its requeue",
+                       runs=("fit", "loop", "stopped"), stop="SIGUSR2"),
     "pytorchjob": Engine("Kubeflow's PyTorchJob", "`command: [python, circle.py]`", "pytorchjob.yaml",
-                         retry="`restartPolicy`", start=as_pods, where="its variables alone"),
+                         retry="`restartPolicy`", runs=ALL_RUNS, stop="SIGTERM", start=as_pods,
+                         where="its variables alone"),
     "trainjob": Engine("Kubeflow's TrainJob", "`command: [torchrun, circle.py]`", "trainjob.yaml",
                        retry="the job's restarts", start=as_pods, where="its variables alone"),
     "torchx": Engine("TorchX", "`torchx run dist.ddp -j 1x2 --script circle.py`", "torchx.sh", ("torchx==0.7.0",)),
@@ -184,33 +188,33 @@ def run(name: str, what: str, programs: Path) -> tuple[list[str], bool]:
     with tempfile.TemporaryDirectory(prefix="ddp-engines-", ignore_cleanup_errors=True) as scratch:
         folder, seen = Path(scratch) / "work", Path(scratch) / "seen"
         seen.mkdir()
-        lay_out(folder, seen, what, engine.by)
+        lay_out(folder, seen, what, engine.stop)
         status, said = ended(engine, folder, programs)
-        by_itself = what == "killed" and not status
-        if what == "killed" and not by_itself and not engine.retry:
+        by_itself = what in HURT and not status
+        if what in HURT and not by_itself and not engine.retry:
             status, said = ended(engine, folder, programs)
         if status:
             raise Wrong(f"{what}: {status} of {engine.file}, which said at the end\n{end_of(said)}")
         ranks = [json.loads(path.read_text()) for path in sorted(seen.glob("*.json"), key=os.path.getmtime)]
-        if what == "killed":  # a rank that was asked to stop has left what it saw until then, too
+        if what in HURT:  # a rank that was asked to stop has left what it saw until then, too
             ranks = list({each["rank"]: each for each in ranks}.values())
         trainings = [ranks] if engine.trials == 1 else list(by_weights(ranks).values())
         if len(trainings) != engine.trials:
             raise Wrong(f"{what}: {len(trainings)} trainings in the place of {engine.trials}")
         for each in trainings:
-            check(each, whole=what != "killed", said=said)
-        if what == "killed":
+            check(each, whole=what not in HURT, said=said)
+        if what in HURT:
             check_steps(folder)
-            if not any(seen.glob("killed-*")):
-                raise Wrong("killed: nothing was")
+            if not any(seen.glob("hurt-*")):
+                raise Wrong(f"{what}: nothing was")
         return [each[0]["weights"] for each in trainings], by_itself
 
 
-def lay_out(folder: Path, seen: Path, what: str, by: str) -> None:
+def lay_out(folder: Path, seen: Path, what: str, stop: str) -> None:
     """Writes the files of the page into a new folder, with the probe above each `train`."""
     folder.mkdir()
-    kill_at = KILL_AT if what == "killed" else None
-    watched = f"import probe\n\n\n@probe.watched({str(seen)!r}, {kill_at}, {by!r})\ndef train("
+    hurt_at, by = HURT_AT if what in HURT else None, stop if what == "stopped" else "SIGKILL"
+    watched = f"import probe\n\n\n@probe.watched({str(seen)!r}, {hurt_at}, {by!r})\ndef train("
     for name, text in files_of(PAGE.read_text()).items():
         if what == "loop" and name not in ("circle.py", "loop.py"):
             text = re.sub(r"\bcircle\b", "loop", text)
@@ -337,9 +341,9 @@ def in_words(found: dict[str, Any]) -> str:
     same = "torchrun's bits" if engine.has_bits else "each sample once an epoch"
     words = [engine.where or engine.packages[0].partition("==")[2]] if engine.where or engine.packages else []
     words.append(f"{', '.join(each for each in ('fit', 'loop') if each in found)}: {same}")
-    if "killed" in found:
-        how = engine.retry if found["killed"]["by_itself"] else "called again"
-        words.append(f"{'rank 1 killed' if engine.by == 'SIGKILL' else engine.by}, {how}: the same bits")
+    for what in filter(found.get, HURT):
+        how = engine.retry if found[what]["by_itself"] else "called again"
+        words.append(f"{'rank 1 killed' if what == 'killed' else engine.stop}, {how}: the same bits")
     return "; ".join(words)
 
 

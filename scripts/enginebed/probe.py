@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 
-def watched(folder: str, kill_at: int | None, by: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def watched(folder: str, hurt_at: int | None, by: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that leaves rank, world size, process, weights and samples in `folder` once `train` returns.
 
     Args:
-        kill_at: step at which the run is hurt, unless it was before. None: never.
+        hurt_at: step at which the run is hurt, unless it was before. None: never.
         by: "SIGKILL", which rank 1 gets, or another signal, which every rank gets.
     """
 
@@ -40,8 +40,8 @@ def watched(folder: str, kill_at: int | None, by: str) -> Callable[[Callable[...
                 found["rank"], found["world_size"] = torch.distributed.get_rank(), torch.distributed.get_world_size()
                 found["samples"] += inputs[0].tolist()
                 found["steps"] = found.get("steps", 0) + 1
-                done = Path(folder, f"killed-{found['rank']}")
-                if found["steps"] == kill_at and (by != "SIGKILL" or found["rank"] == 1) and not done.exists():
+                done = Path(folder, f"hurt-{found['rank']}")
+                if found["steps"] == hurt_at and (by != "SIGKILL" or found["rank"] == 1) and not done.exists():
                     done.touch()
                     os.kill(os.getpid(), signal.Signals[by])
 

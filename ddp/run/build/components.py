@@ -44,7 +44,10 @@ from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Task, as_task
 from ddp.train.tracker import Tracker
-from ddp.train.trackers import CSV, MLflow, TensorBoard, WandB
+from ddp.train.trackers.csv import CSV
+from ddp.train.trackers.mlflow import MLflow
+from ddp.train.trackers.tensorboard import TensorBoard
+from ddp.train.trackers.wandb import WandB
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 _NUM_TRIED = 100  # samples, of which one must be readable
