@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,16 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """Returns the class of an error and all that it says, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, what has caused it, and what has caused that: each once, because `raise e from e` is a ring."""
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and not any(following is each for each in found):
+        found.append(following)
+        yield following
+        following = following.__cause__ or following.__context__
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
@@ -114,6 +124,10 @@ class WorkersFailed(RuntimeError):
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
+    # The cause's type may have its own, which Python or a library calls while this one is on its way.
+    __repr__, __setattr__ = BaseException.__repr__, BaseException.__setattr__
+    __eq__, __hash__ = BaseException.__eq__, BaseException.__hash__
+
     def __getattr__(self, name: str) -> Any:
         if (original := vars(self).get("exception")) is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -134,17 +148,17 @@ def workers_failed(
         note: for that exception.
     """
     original = None
-    with suppress(Exception):
+    with suppress(Exception, SystemExit):  # of a program without a main guard, which this imports
         original = pickle.loads(sent)
     failed = WorkersFailed()
     if not isinstance(original, BaseException):
         original = None
-    elif isinstance(original, Exception) and not isinstance(failed, type(original)):
+    elif isinstance(original, Exception) and type(original) not in WorkersFailed.__mro__:
         with suppress(Exception):  # such as of a type that forbids subclasses
             failed = _of_both_types(original)
     if original is not None:
         with suppress(Exception):
-            original.add_note(note)
+            vars(original).setdefault("__notes__", []).append(note)  # also where a type lets nothing be set
     BaseException.__init__(failed, message)
     vars(failed).update(rank=rank, type_name=type_name, exception=original)
     vars(failed)["_made_of"] = message, rank, type_name, sent, note
@@ -156,15 +170,24 @@ def _of_the_original(name: str, failed: WorkersFailed) -> Any:
     return getattr(failed.exception, name)
 
 
+def _of_ours(name: str, failed: WorkersFailed) -> Any:
+    return vars(failed)[name]
+
+
 def _of_both_types(original: Exception) -> WorkersFailed:
     """Returns an object, not yet filled, of a class derived from WorkersFailed and from the type of `original`."""
     kind = type(original)
-    ours = {*dir(WorkersFailed), *WorkersFailed.__annotations__}
-    names = [name for name in dir(kind) if name not in ours and not name.startswith("__")]
-    body: dict[str, Any] = {name: property(partial(_of_the_original, name)) for name in names}
+    bases = (kind,) if issubclass(kind, WorkersFailed) else (WorkersFailed, kind)
+    theirs = {name for name in dir(kind) if not name.startswith("__")} - {*dir(WorkersFailed)}
+    ours = theirs & {*WorkersFailed.__annotations__}
+    body: dict[str, Any] = {name: property(partial(_of_the_original, name)) for name in theirs - ours}
+    body |= {name: property(partial(_of_ours, name)) for name in ours}
     body |= {"__module__": WorkersFailed.__module__, "__doc__": WorkersFailed.__doc__}
-    both = new_class(WorkersFailed.__name__, (WorkersFailed, kind), exec_body=lambda space: space.update(body))
-    made: WorkersFailed = kind.__new__(both, *original.args)
+    both = new_class(WorkersFailed.__name__, bases, exec_body=lambda space: space.update(body))
+    builtin: Any = both
+    while builtin.__module__ != "builtins":  # the one that says what memory the object needs; no code of the user's
+        builtin = builtin.__base__
+    made: WorkersFailed = builtin.__new__(both, *original.args)
     return made
 
 

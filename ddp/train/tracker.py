@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from ddp.comm.objects import on_rank_zero
-from ddp.errors import ConfigError, PeerLost, one_line
+from ddp.errors import ConfigError, PeerLost, one_line, with_causes
 from ddp.process.log import log
 from ddp.streams import preserved
 from ddp.train.callbacks import Callback
@@ -247,10 +247,7 @@ class Calls:
                     log.warning("%s: %s; the run goes on, and sends it nothing more", self._title, one_line(error))
 
 
-def _was_killed(error: BaseException | None, *, rank: int) -> bool:
+def _was_killed(error: BaseException, *, rank: int) -> bool:
     """Returns True if an error, or one that has caused it, says that this rank is lost and could not say why itself."""
-    while error is not None:
-        if isinstance(error, PeerLost) and error.rank == rank and not error.reason.startswith("it failed"):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    lost = [each for each in with_causes(error) if isinstance(each, PeerLost) and each.rank == rank]
+    return any(not each.reason.startswith("it failed") for each in lost)

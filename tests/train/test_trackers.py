@@ -227,6 +227,8 @@ def test_a_rank_speaks_for_one_that_was_killed_and_not_for_one_that_said_so_itse
     broken = CommunicatorBroken("a call after an error")
     broken.__cause__ = PeerLost(rank=lost, host="h", generation=0, sequence=1, label="x", reason=reason)
     assert tracker._was_killed(broken, rank=0) is marks
+    broken.__cause__.__cause__ = broken  # a ring
+    assert tracker._was_killed(broken, rank=0) is marks
 
 
 def assert_whole_but_failed(folder: Path, runs: Path, *, reason: str, last: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost
+from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost, with_causes
 from ddp.process.arguments import shown
 from ddp.process.files import make_folder, read_own, write_whole
 from ddp.process.stack import users_frame
@@ -84,13 +84,9 @@ def user_line(error: BaseException) -> str:
     return f"in your code: {where}: {frame.line or ''}".rstrip(": ")
 
 
-def _is_consequence(error: BaseException | None) -> bool:
+def _is_consequence(error: BaseException) -> bool:
     """Returns True if this exception, or one that caused it, says that another rank is lost."""
-    while error is not None:
-        if isinstance(error, (PeerLost, CommunicatorBroken)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(each, (PeerLost, CommunicatorBroken)) for each in with_causes(error))
 
 
 # --- The worker that failed first ------------------------------------------------------------------------------------

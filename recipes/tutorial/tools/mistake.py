@@ -39,7 +39,7 @@ def raised(step: str, error: BaseException, module: ModuleType) -> Mistake | Non
     """
     chain: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and cause not in chain:  # `raise error from error` is a ring
         chain.append(cause)
         cause = cause.__cause__
     for cause in reversed(chain):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ddp
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, workers_failed
 from ddp.run.launch.from_python import CALL, _failed, _left_by, folder_for_call, write_exception, write_result
 from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.train.state import TrainState
@@ -169,6 +169,35 @@ class Frozen(Exception):
         raise AttributeError("frozen")
 
 
+class Own(Exception):
+    """One that makes objects in a way of its own, and whose objects are in the way of an error under way."""
+
+    rank = property(lambda self: 7)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __new__(cls, text: str, code: int) -> Own:
+        return super().__new__(cls, text, code)
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Own, (*self.args, 3)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+class Leaves(Exception):
+    """One whose module ends the program that imports it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (3,)
+
+
 class Cancelled(BaseException):
     """One that `except Exception` lets pass."""
 
@@ -177,6 +206,12 @@ def holds_a_lock() -> ValueError:
     error = ValueError(1)
     error.lock = LOCK  # type: ignore[attr-defined]
     return error
+
+
+@contextmanager
+def under_way() -> Iterator[None]:
+    """Is what the launch raises its error through; `contextlib` sets the error's traceback."""
+    yield
 
 
 def value(of: object, name: str) -> Any:
@@ -194,6 +229,9 @@ def value(of: object, name: str) -> Any:
         (RuntimeError("plain"), True, True),
         (ddp.PeerLost(1, "here", 0, 3, "all_reduce"), True, True),
         (ddp.WorkersFailed("of a launch of its own"), True, True),
+        (MemoryError("x"), True, True),
+        (Own("x", 3), True, True),
+        (Leaves(), False, False),
         (Frozen("x"), True, False),
         (Cancelled("x"), True, False),
         (NeedsTwo(1, two=2), False, False),
@@ -210,7 +248,9 @@ def test_a_failed_launch_is_of_the_type_of_its_cause(
     Report.of(error, rank=1).write(tmp_path / "logs")
     write_exception(tmp_path, 1, error)
     failures = {1: Failure(1, 0.0)}
-    failed = _failed(tmp_path, failures)
+    with pytest.raises(ddp.WorkersFailed) as caught, under_way():
+        raise _failed(tmp_path, failures)
+    failed = caught.value
     assert str(failed) == describe_failures(failures, tmp_path / "logs").text
     assert (failed.rank, failed.type_name) == (1, type(error).__name__)
     for each in (failed, copy.copy(failed), pickle.loads(pickle.dumps(failed))):
@@ -218,7 +258,8 @@ def test_a_failed_launch_is_of_the_type_of_its_cause(
         assert (type(each.exception) is type(error)) == is_sent and each.__cause__ is each.exception
         assert (str(each), each.rank, each.type_name) == (str(failed), 1, failed.type_name)
         if is_of_type:
-            names = [name for name in dir(error) if not name.startswith("__") and name not in dir(ddp.WorkersFailed)]
+            ours = {"rank", *dir(ddp.WorkersFailed)}
+            names = [name for name in dir(error) if not name.startswith("__") and name not in ours]
             here = {name: value(error, name) for name in names if not callable(value(error, name))}
             assert repr(here) == repr({name: value(each, name) for name in here})
             assert "rank 1 on host" in "".join(traceback.format_exception(each.__cause__))
@@ -228,6 +269,12 @@ def test_a_failed_launch_is_of_the_type_of_its_cause(
         assert (caught.value.value, caught.value.why, caught.value.half()) == (3.0, "too slow", 1.5)
         with pytest.raises(AttributeError, match="'Pruned' object has no attribute 'nothing'"):
             getattr(failed, "nothing")  # noqa: B009
+
+
+def test_a_launch_within_a_launch_hands_on_the_type() -> None:
+    inner = workers_failed("inner", 1, "KeyError", pickle.dumps(KeyError("k")))
+    outer = workers_failed("outer", 0, "WorkersFailed", pickle.dumps(inner))
+    assert isinstance(outer, KeyError) and (str(outer), outer.rank, str(outer.exception)) == ("outer", 0, "inner")
 
 
 class Listens(ddp.Callback):

@@ -15,6 +15,7 @@ from ddp.run.launch.report import Report
 from ddp.run.launch.worker import guarded
 
 LOST = PeerLost(1, "here", 0, 3, "all_reduce")
+RING = ValueError("its own cause")
 
 
 def raiser(error: Exception, cause: Exception | None = None) -> Report:
@@ -32,6 +33,7 @@ def raiser(error: Exception, cause: Exception | None = None) -> Report:
         (CommunicatorBroken("x"), LOST, True),
         (RuntimeError("x"), LOST, True),
         (RuntimeError("x"), ValueError("y"), False),
+        (RING, RING, False),
     ],
 )
 def test_only_a_lost_peer_makes_an_error_secondary(error: Exception, cause: Exception | None, secondary: bool) -> None:
