@@ -177,6 +177,6 @@ class StopFlag:
         if self._first_signal_s is None:
             self._first_signal_s = now_s()
         elif now_s() - self._first_signal_s > ECHO_S:
-            signal.signal(number, self._of_libraries.get(signal.Signals(number), signal.SIG_DFL))
+            signal.signal(number, self._of_libraries.pop(signal.Signals(number), signal.SIG_DFL))  # for this once
             signal.raise_signal(number)
         self.request(signal.Signals(number).name)

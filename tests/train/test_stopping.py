@@ -119,6 +119,25 @@ def test_a_library_s_handler_may_end_the_process_and_hears_also_of_a_run_that_fa
     assert left.value.code == 144 and isinstance(left.value.__context__, ArithmeticError)
 
 
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_library_s_handler_that_a_second_signal_has_called_is_not_called_again(
+    exits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "ECHO_S", 0.0)
+    stop, got = StopFlag(), list[int]()
+
+    def tell(number: int) -> None:
+        got.append(number)
+        if exits:
+            sys.exit(144)
+
+    with disposition(signal.SIGUSR2, of_a_library(tell)), suppress(SystemExit), stop.before_libraries():
+        signal.raise_signal(signal.SIGUSR2)
+        assert not got
+        signal.raise_signal(signal.SIGUSR2)
+    assert got == [signal.SIGUSR2]
+
+
 @pytest.mark.parametrize("file", [signal.__file__, stopping.__file__, "/home/me/train.py"])
 def test_only_an_installed_library_is_put_off(file: str) -> None:
     stop, got = StopFlag(), list[int]()
