@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +60,27 @@ def late() -> None:
 
 def test_take_over_reaches_a_module_that_holds_torch_s_class_already() -> None:
     run_ranks(late, 2)
+
+
+LAZY = """import importlib.util, sys, types, torch, ddp
+class Proud(types.ModuleType):
+    def __eq__(self, other): raise RuntimeError("compared")
+sys.modules["proud"], sys.modules["nameless"] = Proud("proud"), types.ModuleType("nameless")
+del sys.modules["nameless"].__name__
+spec = importlib.util.find_spec("loaded_late")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+ddp.drop_in.take_over()
+assert torch.nn.parallel.DistributedDataParallel is ddp.DistributedDataParallel
+print(type(module) is not types.ModuleType)
+"""
+
+
+def test_take_over_loads_no_lazy_module_and_passes_strange_ones(tmp_path: Path) -> None:
+    (tmp_path / "loaded_late.py").write_text("raise RuntimeError('loaded')")
+    left = subprocess.run([sys.executable, "-c", LAZY], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert left.stdout == "True\n", left.stderr
 
 
 def test_our_class_has_what_torch_looks_up_at_its_own_class_s_name() -> None:
