@@ -176,7 +176,7 @@ def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[Train
     limits = {"epochs": given.epochs, "max_steps": given.max_steps}
     processes = max(1, inputs.source.num_workers)
     told = None
-    if inputs.schedule is not None and given.epochs is not None:
+    if inputs.schedule is not None and given.max_steps is None:
         told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
     dealing |= {"num_processes": processes, "told": told}
     return sampler_of_stream(limits=limits, schedule=inputs.schedule, **dealing), ""

@@ -176,6 +176,7 @@ def test_a_stream_whose_length_is_another_one_is_told_of_once(caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "ddp"):
         run(Sized([30], says=5), max_steps=None, epochs=2, schedule=ddp.optim.cosine())
         run(Sized([30], says=5), max_steps=None, epochs=2)
+        run(Sized([30], says=-30), epochs=2, schedule=ddp.optim.cosine())  # which goes by max_steps
     assert [record.getMessage() for record in caplog.records] == [
         "the schedule goes by the length of the data, 35, and the first pass had 30 samples: let __len__ say what a "
         "pass has, or give max_steps"

@@ -110,10 +110,9 @@ class IterableSampler(TrainSampler):
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if nobody knows."""
-        by_epochs = ENDLESS if epochs is None or self.told is None else epochs * self.told
         if num_steps is None:
-            return ENDLESS, by_epochs
-        return num_steps, min(by_epochs, self.position + max(0, num_steps) * self.global_batch)
+            return ENDLESS, ENDLESS if epochs is None or self.told is None else epochs * self.told
+        return num_steps, self.position + max(0, num_steps) * self.global_batch
 
     @property
     def num_batches(self) -> int:
