@@ -210,6 +210,12 @@ def _end_what_failed() -> None:
         _end_torch_distributed(failed=True)
 
 
+def has_failed() -> bool:
+    """Returns True if torch.distributed is there only because a session that `init` began has failed."""
+    known = None if dist.group.WORLD is None else _known(dist.group.WORLD)
+    return _session.owned_store is not None and (known is None or known.is_broken)
+
+
 def _end(comm: Communicator, failed: str = "") -> None:
     if failed or comm.is_broken:
         comm.abandon(failed or "a collective of its own failed")

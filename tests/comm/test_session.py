@@ -22,6 +22,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import checks, opening, session
+from ddp.comm.meeting.place import place
 from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.session import current
 from ddp.comm.settings import choose_device
@@ -429,6 +430,8 @@ def fail_and_begin_anew() -> list[tuple[int, float]]:
         if not others_come:
             alone = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
             os.environ.update(RANK="0", WORLD_SIZE="1", **alone)  # what is left of the world
+            here = place()
+            assert here is not None and here.world_size == 1, "torch's group of a session that has failed is no place"
         again = ddp.init(abort_s=20)
         found.append((again.world_size, again.all_reduce(torch.ones(1)).item()))
         ddp.shutdown()

@@ -152,8 +152,10 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
 
 def _in_group() -> Place | None:
     """Returns this process's place in a torch.distributed that has begun already, whatever has begun it."""
-    dist = sys.modules.get("torch.distributed")
+    dist, session = sys.modules.get("torch.distributed"), sys.modules.get("ddp.comm.session")
     if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    if session is not None and session.has_failed():
         return None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with contextlib.suppress(ConfigError):
