@@ -517,7 +517,9 @@ class Config(Training):
         "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
     )
     callbacks: list[str] = setting(
-        [], "your own, as [MODULE:NAME] of a ddp.Callback, or of a function without arguments that returns one"
+        [],
+        "your own, as [MODULE:NAME] of a ddp.Callback, or of a function without arguments that returns one; the "
+        "command calls that once, too, before any worker starts",
     )
     trackers: list[TrackerName] = setting(
         [],
