@@ -360,7 +360,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, and write it into the page's table")
     args = parser.parse_args()
     adopt_orphans()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started ends
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # so that what was started ends
     if "list" in args.names:
         print("".join(f"{name:12} {' '.join(each.packages) or '-'}\n" for name, each in ENGINES.items()), end="")
         return 0
