@@ -51,7 +51,7 @@ from ddp.train.evaluate import HeldOut, held_out_of
 from ddp.train.moved import meaning, moved_argument
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
-from ddp.train.tracker import Tracker
+from ddp.train.tracker import Tracker, refuse_twice
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -126,6 +126,7 @@ def _check_callbacks(given: Given) -> None:
             raise ConfigError(f"EarlyStopping: {ONE_EVALUATION}; give ddp.Evaluation every_epochs or every_steps")
     if sum(isinstance(each, EMA) for each in callbacks) > 1:
         raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
+    refuse_twice(callbacks)
 
 
 class Inputs(NamedTuple):

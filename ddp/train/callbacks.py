@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -73,7 +73,10 @@ class Callback:
         """Runs after the last step and its checkpoint, also when the run stops early."""
 
     def finished(self, state: TrainState, summary: Mapping[str, Any]) -> None:
-        """Runs last of all, once summary.json and curves.png are written; `summary` is what the former holds."""
+        """Runs last of all, once summary.json and curves.png are written; `summary` is what the former holds.
+
+        Those of trackers run after all others, so that an error in another one is told there.
+        """
 
     def evaluating(self, state: TrainState) -> AbstractContextManager[None]:
         """Returns a context for each evaluation, such as one with other weights; it leaves all as it was."""
@@ -85,6 +88,13 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
+
+
+def tell_of(error: BaseException, state: TrainState, callbacks: Sequence[Callback]) -> None:
+    """Runs `exception` of each callback, in their order, also after one that raises; that is raised once all know."""
+    with ExitStack() as untold:
+        for callback in reversed(callbacks):
+            untold.callback(callback.exception, state, error)
 
 
 class Throughput:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -44,7 +45,7 @@ from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, Given, Inputs
 from ddp.train.batch_statistics import check_evaluation
-from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter
+from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
 from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
 from ddp.train.evaluate import modes_kept, note_of_choice
@@ -56,6 +57,7 @@ from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.tasks.task import Task
+from ddp.train.tracker import Tracker
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted
 
@@ -195,11 +197,26 @@ def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
 
     # 3  the loop
     meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
-    _loop(given, inputs, run, meters)
-
-    # 4  the results
     state = run.state
-    stop.agreed = state.stopped_by
+    with contextlib.nullcontext() if given.stop is not None else stop.listening():
+        _loop(given, inputs, run, meters)
+        is_known = bool(stop.signal_name)
+
+        # 4  the results
+        stop.agreed = state.stopped_by
+        try:
+            _end(given, inputs, run, meters, seconds=now_s() - start_s)
+        except BaseException as error:
+            tell_of(error, state, given.callbacks)
+            raise
+    if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
+        signal.raise_signal(signal.Signals[stop.signal_name])
+    return state
+
+
+def _end(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds: float) -> None:
+    """Leaves the weights whole, and writes, draws and tells how the run went. Collective."""
+    state, comm = run.state, run.state.comm
     state.strategy.finish()
     if note := note_of_choice(state, inputs.held_out, given.callbacks, saves=run.folder is not None):
         _say(given, comm, note)
@@ -208,18 +225,10 @@ def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
     if (kept := cache_of(run.source.samples)) is not None:
         size = binary_size(kept.num_bytes)
         _say(given, comm, f"the cache holds {counted(kept.num_cached, 'sample')} in {size}")
-    seconds = now_s() - start_s
-    summary = summary_of(state, meters, given, seconds=seconds)
-    write = partial(_write_results, run.folder, summary, curves=given.folder.curves)
-    try:
-        summary = on_rank_zero(comm, write, label="writing the results")
-        for callback in given.callbacks:
-            callback.finished(state, summary)
-    except BaseException as error:
-        for callback in given.callbacks:
-            callback.exception(state, error)
-        raise
-    return state
+    write = partial(_write_results, run.folder, summary_of(state, meters, given, seconds=seconds))
+    summary = on_rank_zero(comm, partial(write, curves=given.folder.curves), label="writing the results")
+    for callback in sorted(given.callbacks, key=lambda each: isinstance(each, Tracker)):  # which say how it ended
+        callback.finished(state, summary)
 
 
 def _say(given: Given, comm: Communicator, text: str) -> None:
@@ -336,8 +345,6 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters) -> None:
         until_end.callback(state.rates.take_schedule_out)
         if store is not None:  # before a callback changes a file there
             on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
-        if given.stop is None:
-            until_end.enter_context(state.stop_flag.listening())
         try:
             callbacks = _callbacks(given, inputs, run, meters, store)
             train_loop(state, given, inputs._replace(source=run.source), callbacks)

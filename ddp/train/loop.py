@@ -20,7 +20,7 @@ from ddp.process.log import log
 from ddp.setting import Uneven
 from ddp.train.arguments import Given, Inputs
 from ddp.train.batch_statistics import may_have_one, waits_in_training
-from ddp.train.callbacks import EARLY, Callback
+from ddp.train.callbacks import EARLY, Callback, tell_of
 from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
 from ddp.train.state import TrainState, agreed_reason, limits_of
@@ -110,8 +110,7 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
     except BaseException as error:
         with suppress(Exception):  # of a class that lets nothing be set
             error.ddp_step = running_step  # type: ignore[attr-defined]  # for the report of a worker that fails
-        for callback in callbacks:
-            callback.exception(state, error)
+        tell_of(error, state, callbacks)
         raise
     finally:
         feed.close()

@@ -16,7 +16,7 @@ says so once, because hours of training are worth more than their curves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
@@ -24,8 +24,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from ddp.comm.objects import on_rank_zero
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError, PeerLost, one_line, with_causes
+from ddp.process.files import json_object, read_own
 from ddp.process.log import log
 from ddp.streams import preserved
 from ddp.train.callbacks import Callback
@@ -77,6 +78,8 @@ class Tracker(Callback):
     """The module that must be installed; "" for none."""
     needs_folder: ClassVar[bool] = False
     """It writes into the run's folder."""
+    skips: bool = False
+    """Once begun, `metrics` skips what stands there already, so that a resumed run sends all of metrics.jsonl again."""
 
     def __init__(self, *, group: str = "") -> None:
         if self.module and find_spec(self.module) is None:
@@ -89,6 +92,7 @@ class Tracker(Callback):
         self._found: Mapping[str, Any] = {}
         self._calls: Calls | None = None
         self._checkpoint: Path | None = None
+        self._before = ""
 
     # --- what a subclass does ----------------------------------------------------------------------------------------
 
@@ -118,6 +122,9 @@ class Tracker(Callback):
             raise ConfigError(f"{self.title} writes into the run's folder, and folder=None: give a folder")
         self._begins_anew()
         self._folder = "" if state.run_dir is None else str(state.run_dir)
+        if state.comm.rank == 0 and state.run_dir is not None:  # before this run adds to it
+            path = state.run_dir / "metrics.jsonl"
+            self._before = read_own(path) if path.exists() else ""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._found = state
@@ -130,10 +137,8 @@ class Tracker(Callback):
 
     def logged(self, state: TrainState, entry: Mapping[str, Any]) -> None:
         self._begin(state)
-        about = ("kind", "step") if entry["kind"] == "step" else ("kind", "step", "samples", "epoch")  # once a step
-        values = {name: value for name, value in entry.items() if name not in about}
         if self._calls is not None:
-            self._calls.add(lambda: self.metrics(entry["kind"], entry["step"], values))
+            self._calls.add(partial(self._send, entry))
 
     def checkpoint_saved(self, state: TrainState, path: Path) -> None:
         self._begin(state)
@@ -142,6 +147,8 @@ class Tracker(Callback):
     def finished(self, state: TrainState, summary: Mapping[str, Any]) -> None:
         if not self._has_begun:  # nothing was left to do
             return
+        on_rank_zero(state.comm, lambda: None, label=self.title)  # other callbacks may keep it busy
+        all_gather_object(state.comm, None)  # no rank has failed
         status: Status = "interrupted" if is_signal(state.stopped_by) else "finished"
         on_rank_zero(state.comm, lambda: self._end(state, status, state.stopped_by, END_S), label=self.title)
 
@@ -176,7 +183,16 @@ class Tracker(Callback):
             raise ConfigError(f"{self.title} cannot begin a run: {why}") from error
         if not before:
             calls.add(lambda: self.settings({name: str(value) for name, value in flat(state.settings).items()}))
+        if not before or self.skips:  # steps before the checkpoint may be missing: sent elsewhere, or not yet
+            for line in self._before.splitlines():
+                calls.add(partial(self._send, json_object(line)))
+        self._before = ""
         return found
+
+    def _send(self, entry: Mapping[str, Any]) -> None:
+        about = ("kind", "step") if entry["kind"] == "step" else ("kind", "step", "samples", "epoch")  # once a step
+        values = {name: value for name, value in entry.items() if name not in about}
+        self.metrics(entry["kind"], entry["step"], values)
 
     def _start(self, state: TrainState) -> Start:
         return Start(state.run_dir, self._group, state.step)
@@ -206,6 +222,14 @@ class Tracker(Callback):
             log.warning("%s has not taken all of the run within %g s, and may miss the rest", self.title, limit_s)
         except Exception as error:
             log.warning("%s: the run there has not ended as it should: %s", self.title, one_line(error))
+
+
+def refuse_twice(callbacks: Sequence[Callback]) -> None:
+    """Raises ConfigError if two trackers are of one class, because they would write into one place."""
+    kinds = [type(each) for each in callbacks if isinstance(each, Tracker)]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ConfigError(f"the run would be sent to {kind.title} twice: give that tracker once")
 
 
 class Calls:

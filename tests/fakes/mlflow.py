@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,8 @@ def start_run(
 
 
 def log_params(params: Any, synchronous: Any = None, run_id: Any = None) -> None:
+    _check_names(params)
+
     def change(run: Any) -> None:
         assert not run["params"], "MLflow refuses to change them"
         run["params"] = dict(params)
@@ -64,7 +67,12 @@ def log_metrics(
     model_id: Any = None, dataset: Any = None,
 ) -> None:  # fmt: skip
     fails(f"step {step}")
+    _check_names(metrics)
     _changed(lambda run: [run["metrics"].setdefault(name, []).append([step, value]) for name, value in metrics.items()])
+
+
+def _check_names(values: Any) -> None:
+    assert all(re.fullmatch(r"[\w/.\- :]{1,250}", name) for name in values), f"MLflow refuses {list(values)}"
 
 
 def log_artifact(local_path: Any, artifact_path: Any = None, run_id: Any = None) -> None:

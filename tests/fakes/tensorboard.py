@@ -13,11 +13,11 @@ class SummaryWriter:
         flush_secs: Any = 120, filename_suffix: Any = "",
     ) -> None:  # fmt: skip
         self._path = Path(log_dir, "events.jsonl")
+        self._unwritten = list[dict[str, Any]]()
         self._add({"purge": purge_step})
 
     def _add(self, event: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(event) + "\n")
+        self._unwritten.append(event)
 
     def add_scalar(
         self, tag: Any, scalar_value: Any, global_step: Any = None, walltime: Any = None, new_style: Any = False,
@@ -34,5 +34,11 @@ class SummaryWriter:
         assert dataformats == "HWC" and img_tensor.shape[2] in (3, 4) and img_tensor.shape[1] > img_tensor.shape[0]
         self._add({"tag": tag, "value": "picture", "step": global_step})
 
+    def flush(self) -> None:
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in self._unwritten)
+        self._unwritten.clear()
+
     def close(self) -> None:
         self._add({"closed": True})
+        self.flush()

@@ -21,7 +21,7 @@ def init(
     tags: Any = None, config: Any = None, group: Any = None, mode: Any = None, reinit: Any = None, resume: Any = None,
     settings: Any = None,
 ) -> Run:  # fmt: skip
-    return Run({"id": id, "name": name, "group": group, "resume": resume, "mode": mode, "config": config})
+    return Run({"id": id, "dir": dir, "name": name, "group": group, "resume": resume, "mode": mode, "config": config})
 
 
 class Image:
@@ -47,16 +47,19 @@ class Run:
             self._kept = json.loads(self._path.read_text())
         self._kept |= {"state": "running", "name": given["name"]}
         self._kept["config"] |= given["config"] or {}
+        self.offline = given["mode"] == "offline" or os.environ.get("WANDB_MODE") == "offline"
         self._is_disabled = given["mode"] == "disabled"
         if given.get("group"):
             self._kept["group"] = given["group"]
-        self.summary, self.config = Summary(self._kept["summary"]), Config(self._kept["config"])
+        if self.offline:
+            Path(given["dir"], "wandb").mkdir(exist_ok=True)
+        self.summary, self.config = Summary({} if self.offline else self._kept["summary"]), Config(self._kept["config"])
         self._save()
 
     def _save(self) -> None:
         if self._is_disabled:
             return
-        self._kept |= {"summary": self.summary, "config": self.config}
+        self._kept |= {"summary": self._kept["summary"] | self.summary, "config": self.config}
         write_whole(self._path, json.dumps(self._kept))
 
     def define_metric(self, name: Any, step_metric: Any = None) -> None:

@@ -53,6 +53,25 @@ class At(ddp.Callback):
             self.do(state)
 
 
+class Fails(ddp.Callback):
+    """Fails while it hears of an error, on rank 0."""
+
+    def exception(self, state: ddp.TrainState, error: BaseException) -> None:
+        if state.comm.rank == 0:
+            raise RuntimeError("no callback after this one would hear of it")
+
+
+class AtTheEnd(ddp.Callback):
+    """Does something once all is written, on one rank."""
+
+    def __init__(self, rank: int, do: Any) -> None:
+        self.rank, self.do = rank, do
+
+    def finished(self, state: ddp.TrainState, summary: Any) -> None:
+        if state.comm.rank == self.rank:
+            self.do()
+
+
 class Draws(ddp.Callback):
     """Notes what the program would draw before each step."""
 
@@ -188,7 +207,9 @@ def assert_whole(folder: Path, runs: Path, *, status: str, reason: str, step: in
 def part(folder: Path, runs: Path, step: int, rank: int, how: str) -> tuple[Tensor, list[str]]:
     """Trains on, until something happens on a rank after a step."""
     ddp.init(abort_s=20)
-    os.environ["FAKE_TRACKERS"] = str(runs)
+    os.environ |= {"FAKE_TRACKERS": str(runs), "WANDB_MODE": "offline" if how else "online"}
+    if how == "kill":
+        os.environ["FAKE_FAILURE"] = "hangs at step 10"  # which is before the last checkpoint
 
     def happens(state: ddp.TrainState) -> None:
         if how == "raise":
@@ -196,7 +217,7 @@ def part(folder: Path, runs: Path, step: int, rank: int, how: str) -> tuple[Tens
         os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        weights, _ = fit(folder, *trackers(), At(step, rank, happens))
+        weights, _ = fit(folder, Fails(), *trackers(), At(step, rank, happens))
     except RuntimeError as error:
         ddp.shutdown(failed=f"{type(error).__name__}: {error}")  # as launches do
         raise
@@ -327,12 +348,44 @@ def ways(tmp_path: Path) -> list[str]:
         status = (tmp_path / how / "status.csv").read_text() if comm.rank == 0 else "failed,"
         assert "failed," in status, "the others are told"
     tracker.BEGIN_S, tracker.END_S = limits
+    del os.environ["FAKE_FAILURE"]
+    with pytest.raises(ConfigError, match="the run would be sent to CSV twice: give"):
+        fit(None, *trackers("CSV", "CSV"))
+
+    status, told_of = tmp_path / "signalled" / "status.csv", list[bool]()
+    before = signal.signal(signal.SIGTERM, lambda *_: told_of.append(status.exists()))
+    fit(status.parent, *trackers("CSV"), AtTheEnd(0, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    signal.signal(signal.SIGTERM, before)
+    assert told_of == [True] * (comm.rank == 0), "a signal that comes late waits for the trackers"
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    with pytest.raises((ValueError, PeerLost)):
+        try:
+            fit(tmp_path / "late", *trackers("CSV"), AtTheEnd(1, fails))
+        except ValueError:
+            ddp.shutdown(failed="ValueError: no")
+            raise
+    assert comm.rank or (tmp_path / "late" / "status.csv").read_text().splitlines()[1].startswith("failed,")
     ddp.shutdown()
     return warned
 
 
 def test_each_way_to_end_is_told_and_the_bits_are_those_without_trackers(tmp_path: Path) -> None:
     assert run_ranks(ways, 2, tmp_path) == [[], []]
+
+
+def test_names_that_a_tracker_refuses_reach_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRACKERS", str(tmp_path))
+    monkeypatch.syspath_prepend(FAKES)
+    found = ddp.trackers.MLflow()
+    found.begin("", tracker.Start(None, "", 0))
+    found.settings({"data.args.a@b": "1"})
+    found.metrics("evaluation", 1, {"top@5 (%)": 1.0, "größe": 2.0, "n" * 300: 3.0})
+    run = json.loads(next(tmp_path.iterdir()).read_text())
+    assert run["params"] == {"data.args.a_b": "1"}
+    assert run["metrics"] == {"top_5 ___": [[1, 1.0]], "größe": [[1, 2.0]], "n" * 250: [[1, 3.0]]}
 
 
 @pytest.mark.parametrize(

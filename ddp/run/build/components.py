@@ -43,7 +43,7 @@ from ddp.run.settings.config import Config
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Task, as_task
-from ddp.train.tracker import Tracker
+from ddp.train.tracker import Tracker, refuse_twice
 from ddp.train.trackers.csv import CSV
 from ddp.train.trackers.mlflow import MLflow
 from ddp.train.trackers.tensorboard import TensorBoard
@@ -195,8 +195,7 @@ def check_callbacks(config: Config) -> None:
     """Raises ConfigError unless the callbacks can be made. A class is not called: it may begin something."""
     for address in config.callbacks:
         _own_callback(address, folder=config.run.code, calls_class=False)
-    for name in config.trackers:
-        _tracker(name, group=config.run.group)
+    refuse_twice([_tracker(name, group=config.run.group) for name in config.trackers])
 
 
 def _own_callback(address: str, *, folder: str | Path, calls_class: bool = True) -> Any:

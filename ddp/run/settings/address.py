@@ -103,7 +103,7 @@ def called(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) 
         return found(**arguments)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}={address}: calling it failed: {told(error)}") from error
 
 

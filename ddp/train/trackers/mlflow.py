@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ddp.train.tracker import Start, Status, Tracker
 
@@ -13,7 +15,7 @@ STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 class MLflow(Tracker):
     """Sends a run to MLflow, into the experiment of MLFLOW_EXPERIMENT_NAME or `mlflow.set_experiment`."""
 
-    title, module = "MLflow", "mlflow"
+    title, module, skips = "MLflow", "mlflow", True
 
     def begin(self, id: str, start: Start) -> str:
         import mlflow
@@ -26,11 +28,12 @@ class MLflow(Tracker):
         return str(run.info.run_id)
 
     def settings(self, values: Mapping[str, str]) -> None:
-        self._mlflow.log_params(values)
+        self._mlflow.log_params(_named(values))
 
     def metrics(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
-        self._mlflow.log_metrics(new, step)
+        new = {name: value for name, value in _named(values).items() if step > self._last.get(name, -1)}
+        if new:
+            self._mlflow.log_metrics(new, step)
 
     def file(self, path: Path, step: int) -> None:
         if path.is_dir():
@@ -41,3 +44,8 @@ class MLflow(Tracker):
     def end(self, status: Status, reason: str, step: int) -> None:
         self._mlflow.set_tag("reason", reason)
         self._mlflow.end_run(STATUS[status])
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values under names that MLflow takes: of others it would refuse all that is sent with them."""
+    return {re.sub(r"[^\w/.\- :]", "_", name)[:250]: value for name, value in values.items()}

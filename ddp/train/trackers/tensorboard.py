@@ -28,6 +28,7 @@ class TensorBoard(Tracker):
     def metrics(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a kill would lose what came before the checkpoint, too
 
     def file(self, path: Path, step: int) -> None:
         from PIL import Image  # which torch's writer needs for a picture, too

@@ -548,6 +548,9 @@ class Other:
 
 def number():
     return 3
+
+def leaves():
+    raise SystemExit(3)
 """
 
 
@@ -560,6 +563,7 @@ def number():
         ("watch:Watch", "callbacks=watch:Watch: {folder}/watch.py has no Watch. Did you mean watch:Watches?"),
         ("watch:Other", "callbacks=watch:Other: is no ddp.Callback; derive the class from that"),
         ("watch:number", "callbacks=watch:number: returned an object of type int; return a ddp.Callback"),
+        ("watch:leaves", "callbacks=watch:leaves: calling it failed: {folder}/watch.py, line 29: SystemExit: 3"),
         ("watch:Needs", "callbacks=watch:Needs: missing a required argument: 'path'; watch:Needs takes (path)"),
         ("Watches", "callbacks=Watches: is no address; write MODULE:NAME, as my_package.models:Net"),
     ],
@@ -575,10 +579,12 @@ def test_a_callback_s_address_is_checked_before_workers_start(address: str, word
     assert str(error.value) == words.format(folder=folder)
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_missing_or_given_twice_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp.train.tracker.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^trackers=\[mlflow\]: MLflow is not installed: pip install mlflow$"):
         check_callbacks(config_of(trackers=["csv", "mlflow"]))
+    with pytest.raises(ConfigError, match="the run would be sent to CSV twice: give that tracker once"):
+        check_callbacks(config_of(trackers=["csv", "csv"]))
 
 
 # ------------------------------------------------------------------------------- whose code a folder's files may name
