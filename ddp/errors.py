@@ -26,14 +26,22 @@ from types import new_class
 from typing import Any
 
 
+def said(error: BaseException) -> str:
+    """Returns all that an error says, also if its class has a `__str__` that fails."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"<its __str__ failed, {type(failed).__name__}>"
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of what an error says, because torch appends its own stack; or its class."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(said(error).splitlines()), type(error).__name__)
 
 
 def one_line(error: BaseException) -> str:
     """Returns the class of an error and all that it says, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return " ".join(f"{type(error).__name__}: {said(error)}".split())
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:

@@ -30,7 +30,7 @@ from ddp.comm.transport.shared_memory import SLICE_S
 from ddp.comm.watch.call import Call, disagreement, recorded
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
-from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, said
 from ddp.process.clock import Patience
 
 Result = TypeVar("Result")
@@ -186,7 +186,7 @@ class CallQueue:
         except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
             self.error = error
             if not isinstance(error, CollectiveMismatch):
-                self._watchdog.fail(f"{type(error).__name__}: {error}")
+                self._watchdog.fail(f"{type(error).__name__}: {said(error)}")
             raise
         finally:
             self._watchdog.end()

@@ -35,7 +35,7 @@ from ddp.comm.settings import CPU, Settings
 from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_hopeless
 from ddp.comm.transport.process_group import GlooConnections, GlooTransport, NcclTransport, StagedGlooTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
-from ddp.errors import ConfigError, PeerLost, first_line
+from ddp.errors import ConfigError, PeerLost, first_line, said
 
 CODE_BYTES = 32
 WARN_S = 10.0
@@ -105,7 +105,7 @@ def open_communicator(
             raise watchdog.find_culprit(suspect, first_line(error)) from error
         return Communicator(transport, settings, watchdog=watchdog, world_ranks=ranks)
     except BaseException as error:
-        watchdog.fail(f"{type(error).__name__}: {error}")
+        watchdog.fail(f"{type(error).__name__}: {said(error)}")
         watchdog.leave()
         raise
 

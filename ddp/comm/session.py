@@ -28,7 +28,7 @@ from ddp.comm.meeting.rendezvous import Opened, answered, on_this_host, open_sto
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings, choose_device
-from ddp.errors import ConfigError, PeerLost, first_line
+from ddp.errors import ConfigError, PeerLost, first_line, said
 from ddp.process.clock import LONGEST_S, Patience
 from ddp.process.log import follow_rank, log
 from ddp.process.memory import keep_large_blocks
@@ -274,7 +274,7 @@ def _end_with_the_program() -> None:
     if os.getpid() == _session.pid:
         error = getattr(sys, "last_value", None)  # what the interpreter has just printed
         for comm in _session.comms.values():
-            comm.abandon(f"{type(error).__name__}: {error}" if error is not None else "")
+            comm.abandon(f"{type(error).__name__}: {said(error)}" if error is not None else "")
 
 
 def _in_flight() -> str:
@@ -287,7 +287,7 @@ def _in_flight() -> str:
         error = getattr(sys, "last_value", None)
     if error is None or error is _session.handled or (isinstance(error, SystemExit) and not error.code):
         return ""
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {said(error)}"
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -25,7 +25,7 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits, WholeBatches
 from ddp.data.sets import standard_library
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, said
 from ddp.models.gpt import GPT, generate
 from ddp.process.arguments import setting_for, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
@@ -100,7 +100,7 @@ def joined(config: Config) -> Iterator[Communicator]:
     try:
         yield comm
     except BaseException as error:
-        shutdown(failed=f"{type(error).__name__}: {error}")
+        shutdown(failed=f"{type(error).__name__}: {said(error)}")
         raise
     shutdown()
 

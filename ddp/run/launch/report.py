@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost, with_causes
+from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost, said, with_causes
 from ddp.process.arguments import shown
 from ddp.process.files import make_folder, read_own, write_whole
 from ddp.process.stack import users_frame
@@ -49,7 +49,7 @@ class Report:
         return cls(
             rank=rank,
             type=type(error).__name__,
-            message=str(error),
+            message=said(error),
             traceback="".join(traceback.format_exception(error)),
             step=step if isinstance(step, int) else None,
             is_secondary=_is_consequence(error),
