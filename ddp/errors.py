@@ -121,8 +121,8 @@ class WorkersFailed(RuntimeError):
     Attributes:
         rank: the worker that failed first.
         type_name: of its exception; "" if it was killed.
-        exception: that exception, with the worker's traceback in a note; None if it was killed, or if the exception
-            could not be sent, because it cannot be pickled, or is larger than 64 MiB.
+        exception: that exception; None if it was killed, or if the exception could not be sent, because it cannot be
+            pickled, or is larger than 64 MiB.
     """
 
     rank: int | None  # these are not on the class, so that one that Ray derives from it looks for them in its cause
@@ -146,14 +146,11 @@ class WorkersFailed(RuntimeError):
         return workers_failed, vars(self).get("_made_of", self.args)
 
 
-def workers_failed(
-    message: str, rank: int | None = None, type_name: str = "", sent: bytes = b"", note: str = ""
-) -> WorkersFailed:
+def workers_failed(message: str, rank: int | None = None, type_name: str = "", sent: bytes = b"") -> WorkersFailed:
     """Returns the error of a launch.
 
     Args:
         sent: the exception, as pickled in the worker; it was not sent, or cannot be read here, if it is not one.
-        note: for that exception.
     """
     original = None
     with suppress(Exception, SystemExit):  # of a program without a main guard, which this imports
@@ -164,12 +161,9 @@ def workers_failed(
     elif isinstance(original, Exception) and type(original) not in WorkersFailed.__mro__:
         with suppress(Exception):  # such as of a type that forbids subclasses
             failed = _of_both_types(original)
-    if original is not None:
-        with suppress(Exception):
-            vars(original).setdefault("__notes__", []).append(note)  # also where a type lets nothing be set
     BaseException.__init__(failed, message)
     vars(failed).update(rank=rank, type_name=type_name, exception=original)
-    vars(failed)["_made_of"] = message, rank, type_name, sent, note
+    vars(failed)["_made_of"] = message, rank, type_name, sent
     BaseException.__setattr__(failed, "__cause__", original)
     return failed
 

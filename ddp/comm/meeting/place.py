@@ -264,8 +264,8 @@ def _meeting(
         address, port = address or LOOPBACK, port or _port_of(f"{os.getuid()} {_starter(launcher.rank)}")
     if not address or not port:
         raise ConfigError(
-            f"{launcher.name} has started {world_size} ranks, but {'MASTER_PORT' if address else 'MASTER_ADDR'} is not "
-            "set: give all of them MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there"
+            f"{launcher.world_size}={world_size}, but {'MASTER_PORT' if address else 'MASTER_ADDR'} is not set: give "
+            "all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there"
         )
     return address, port
 

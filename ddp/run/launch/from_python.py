@@ -129,7 +129,7 @@ def _failed(folder: Path, failures: Mapping[int, Failure]) -> WorkersFailed:
         return workers_failed(cause.text, cause.rank)
     path = _exception_file(folder, cause.rank)
     sent = path.read_bytes() if path.exists() else b""
-    return workers_failed(cause.text, cause.rank, cause.report.type, sent, cause.report.block())
+    return workers_failed(cause.text, cause.rank, cause.report.type, sent)
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
