@@ -12,6 +12,9 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,24 @@ def whole_run() -> list[dict[str, Any]]:
     share = engines.NUM_SAMPLES // 2
     samples = [[[number, 0.0] for number in range(rank * share, (rank + 1) * share)] * 5 for rank in range(2)]
     return [{"rank": r, "world_size": 2, "pid": r, "weights": "w", "samples": samples[r]} for r in range(2)]
+
+
+def test_two_processes_install_an_engine_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[list[Any]]()
+
+    def slowly(words: list[Any], **_: Any) -> Any:
+        calls.append(words)
+        time.sleep(0.05)
+        Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / ".engines" / "distributed")})).mkdir(
+            parents=True, exist_ok=True
+        )
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(engines, "ROOT", tmp_path)
+    monkeypatch.setattr(engines.subprocess, "run", slowly)
+    with ThreadPoolExecutor() as pool:
+        assert len({*pool.map(engines.installed, ["dask"] * 2)}) == 1
+    assert [words[2] for words in calls] == ["venv", "pip"]
 
 
 def test_what_is_wrong_is_found(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -160,6 +161,20 @@ def installed(name: str) -> Path:
     if not packages:
         return Path(sys.executable).parent
     folder = ROOT / ".engines" / re.split(r"\W", packages[0])[0]
+    folder.parent.mkdir(exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:  # another process may install it just now
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        install(name, folder)
+    return folder / "bin"
+
+
+def install(name: str, folder: Path) -> None:
+    """Makes the environment of an engine, unless it is there with these versions.
+
+    Raises:
+        NotRun: it cannot be installed.
+    """
+    packages = ENGINES[name].packages
     stamp, wanted = folder / "installed", "\n".join([*packages, sys.version])
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"{name}: installing {' '.join(packages)}", file=sys.stderr, flush=True)
@@ -172,7 +187,6 @@ def installed(name: str) -> Path:
         if done.returncode:
             raise NotRun(f"pip cannot install it: {end_of(done.stderr, lines=1)}")
         stamp.write_text(wanted)
-    return folder / "bin"
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
