@@ -38,7 +38,7 @@ Status = Literal["finished", "interrupted", "failed"]
 
 BEGIN_S = 120.0  # a first run makes a database
 END_S = 600.0  # a checkpoint may be large
-FAIL_S = 20.0  # less than what launchers grant from SIGTERM to SIGKILL
+STOP_S = 20.0  # after a signal or an error: less than what launchers grant from SIGTERM to SIGKILL
 
 
 class Start(NamedTuple):
@@ -82,7 +82,8 @@ class Tracker(Callback):
     """Once begun, `metrics` skips what stands there already, so that a resumed run sends all of metrics.jsonl again."""
 
     def __init__(self, *, group: str = "") -> None:
-        if self.module and find_spec(self.module) is None:
+        spec = find_spec(self.module) if self.module else None
+        if self.module and (spec is None or spec.origin is None):  # a folder of that name has none, as wandb/ of a run
             raise ConfigError(f"{self.title} is not installed: pip install {self.module}")
         self._group = group
         self._begins_anew()
@@ -150,14 +151,15 @@ class Tracker(Callback):
         on_rank_zero(state.comm, lambda: None, label=self.title)  # other callbacks may keep it busy
         all_gather_object(state.comm, None)  # no rank has failed
         status: Status = "interrupted" if is_signal(state.stopped_by) else "finished"
-        on_rank_zero(state.comm, lambda: self._end(state, status, state.stopped_by, END_S), label=self.title)
+        limit_s = END_S if status == "finished" else STOP_S
+        on_rank_zero(state.comm, lambda: self._end(state, status, state.stopped_by, limit_s), label=self.title)
 
     def exception(self, state: TrainState, error: BaseException) -> None:
         again = bool(self._id) and state.comm.rank == 1 and _was_killed(error, rank=0)
         if again:
             self._calls = Calls(self.title)
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        self._end(state, status, one_line(error), FAIL_S, begins=again)
+        self._end(state, status, one_line(error), STOP_S, begins=again)
 
     # --- how ---------------------------------------------------------------------------------------------------------
 
@@ -177,6 +179,7 @@ class Tracker(Callback):
                 start = self._start(state)
                 found: str = calls.ask(lambda: self.begin(before, start)).result(BEGIN_S)
         except Exception as error:
+            calls.ask(lambda: self.end("failed", "it began too late", state.step))  # if it ever does
             calls.end()
             self._calls = None
             why = f"it has not answered within {BEGIN_S:g} s" if isinstance(error, TimeoutError) else one_line(error)
@@ -263,10 +266,10 @@ class Calls:
                     future.set_result(call())
                 elif not has_failed:
                     call()
-            except Exception as error:
+            except BaseException as error:  # a library may call sys.exit
                 has_failed = True
                 if future is not None:
-                    future.set_exception(error)
+                    future.set_exception(error if isinstance(error, Exception) else RuntimeError(one_line(error)))
                 else:
                     log.warning("%s: %s; the run goes on, and sends it nothing more", self._title, one_line(error))
 

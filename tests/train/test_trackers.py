@@ -15,6 +15,8 @@ import random
 import re
 import signal
 import sys
+import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +378,32 @@ def test_each_way_to_end_is_told_and_the_bits_are_those_without_trackers(tmp_pat
     assert run_ranks(ways, 2, tmp_path) == [[], []]
 
 
+class Slow(ddp.trackers.Tracker):
+    """Takes long for a checkpoint."""
+
+    title = "Slow"
+
+    def begin(self, id: str, start: Any) -> str:
+        return "x"
+
+    def file(self, path: Path, step: int) -> None:
+        time.sleep(60)
+
+
+def stopped_while_a_tracker_is_slow(folder: Path) -> float:
+    tracker.STOP_S, stop, begin_s = 0.3, StopFlag(), time.monotonic()
+    with stop.listening():
+        _, state = fit(folder, Slow(), At(6, 0, lambda _: os.kill(os.getpid(), signal.SIGTERM)), stop=stop)
+    ddp.shutdown()
+    assert state.stopped_by == "SIGTERM"
+    return time.monotonic() - begin_s
+
+
+def test_after_a_signal_a_tracker_has_less_time_than_launchers_grant(tmp_path: Path) -> None:
+    assert run_ranks(stopped_while_a_tracker_is_slow, 1, tmp_path)[0] < 30
+    assert tracker.STOP_S == 20.0
+
+
 def test_names_that_a_tracker_refuses_reach_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TRACKERS", str(tmp_path))
     monkeypatch.syspath_prepend(FAKES)
@@ -399,9 +427,10 @@ def test_names_that_a_tracker_refuses_reach_it_changed(tmp_path: Path, monkeypat
 def test_a_library_that_is_missing_is_named_with_what_installs_it(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"^{words}$"):
-        getattr(ddp.trackers, name)()
+    for found in (None, ModuleSpec("wandb", None)):  # not there; a folder of that name, such as of W&B's own files
+        monkeypatch.setattr(tracker, "find_spec", lambda name, found=found: found)
+        with pytest.raises(ConfigError, match=f"^{words}$"):
+            getattr(ddp.trackers, name)()
     assert ddp.trackers.CSV()
 
 
