@@ -37,8 +37,8 @@ def run(command: str, folder: Path) -> str:
     """Runs a program of Python, or what torchrun would run."""
     words = [sys.executable, *shlex.split(command)[1:]]
     if "torchrun" in command:
-        _, *options, script, setting = words
-        words = [words[0], "-m", "torch.distributed.run", *options, str(ROOT / script), setting, *SHORT]
+        there = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
+        words = [words[0], "-m", "torch.distributed.run", *there, *SHORT]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
