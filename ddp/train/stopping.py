@@ -156,7 +156,7 @@ class StopFlag:
     @contextmanager
     def before_libraries(self) -> Iterator[None]:
         """Lets signals wait until the end of the block if a library handles them (note "handlers of libraries")."""
-        if threading.current_thread() is not threading.main_thread():
+        if not hears_signals():
             yield
             return
         self._of_libraries = _handled_by_libraries()

@@ -15,18 +15,17 @@ says so once, because hours of training are worth more than their curves.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError, PeerLost, one_line, with_causes
 from ddp.process.files import json_object, read_own
+from ddp.process.helper_thread import HelperThread
 from ddp.process.log import log
 from ddp.streams import preserved
 from ddp.train.callbacks import Callback
@@ -34,6 +33,7 @@ from ddp.train.checkpoint import flat
 from ddp.train.state import TrainState
 from ddp.train.stopping import is_signal
 
+T = TypeVar("T")
 Status = Literal["finished", "interrupted", "failed"]
 
 BEGIN_S = 120.0  # a first run makes a database
@@ -178,7 +178,7 @@ class Tracker(Callback):
             with preserved():  # libraries may draw numbers while they are imported
                 start = self._start(state)
                 found: str = calls.ask(lambda: self.begin(before, start)).result(BEGIN_S)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             calls.ask(lambda: self.end("failed", "it began too late", state.step))  # if it ever does
             calls.end()
             self._calls = None
@@ -223,7 +223,7 @@ class Tracker(Callback):
             done.result(limit_s)
         except TimeoutError:
             log.warning("%s has not taken all of the run within %g s, and may miss the rest", self.title, limit_s)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.warning("%s: the run there has not ended as it should: %s", self.title, one_line(error))
 
 
@@ -239,39 +239,28 @@ class Calls:
     """Makes calls one after another in a thread of its own, so that nobody waits for a server."""
 
     def __init__(self, title: str) -> None:
-        self._title = title
-        self._waiting = SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | None]()
-        threading.Thread(target=self._work, name=f"ddp {title}", daemon=True).start()
+        self._title, self._has_failed, self._helper = title, False, HelperThread(f"ddp {title}")
 
     def add(self, call: Callable[[], object]) -> None:
         """Has this called in its turn. If it fails, a warning says so, and what is added is called no more."""
-        self._waiting.put((call, None))
+        self._helper.submit(partial(self._make, call))
 
-    def ask(self, call: Callable[[], Any]) -> Future[Any]:
+    def ask(self, call: Callable[[], T]) -> Future[T]:
         """Returns the future of a call that is made in its turn, also after one that has failed."""
-        future: Future[Any] = Future()
-        self._waiting.put((call, future))
-        return future
+        return self._helper.submit(call)
 
     def end(self) -> None:
         """Lets the thread end after all these calls."""
-        self._waiting.put(None)
+        self._helper.end()
 
-    def _work(self) -> None:
-        has_failed = False
-        while (item := self._waiting.get()) is not None:
-            call, future = item
-            try:
-                if future is not None:
-                    future.set_result(call())
-                elif not has_failed:
-                    call()
-            except BaseException as error:  # a library may call sys.exit
-                has_failed = True
-                if future is not None:
-                    future.set_exception(error if isinstance(error, Exception) else RuntimeError(one_line(error)))
-                else:
-                    log.warning("%s: %s; the run goes on, and sends it nothing more", self._title, one_line(error))
+    def _make(self, call: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
+        try:
+            call()
+        except (Exception, SystemExit) as error:
+            self._has_failed = True
+            log.warning("%s: %s; the run goes on, and sends it nothing more", self._title, one_line(error))
 
 
 def _was_killed(error: BaseException, *, rank: int) -> bool:
