@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ddp import gpu
+
 
 def stream_seed(seed: int, *keys: int | str) -> int:
     """Returns the seed, in [0, 2**63), of the stream that `keys` name in a run with `seed`.
@@ -59,10 +61,10 @@ def seed_generators(value: int, *, device: torch.device | str) -> None:
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFF_FFFF)  # its legacy generator takes 32 bits
-    if (device := torch.device(device)).type == "cuda":
-        torch.cuda.init()  # `default_generators` is empty before
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(value)
+    if (device := torch.device(device)).type == gpu.KIND:
+        gpu.cuda.init()  # `default_generators` is empty before
+        index = gpu.cuda.current_device() if device.index is None else device.index
+        gpu.cuda.default_generators[index].manual_seed(value)
 
 
 class GeneratorStates(NamedTuple):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    ["errors", "streams"],
-    ["process", "setting", "units", "vision"],
+    ["errors", "gpu"],
+    ["process", "setting", "streams", "units", "vision"],
     ["collectives", "optim", "models", "data", "policies"],
     ["comm"],
     ["gradients", "pictures"],

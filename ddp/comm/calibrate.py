@@ -31,6 +31,7 @@ from statistics import median
 
 import torch
 
+from ddp import gpu
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.simulate import Link, Network
@@ -131,8 +132,8 @@ def timed(runs: Mapping[str, Callable[[], object]], in_a_row: int = 1, *, device
             start_s = now_s()
             for _ in range(in_a_row):
                 run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type == gpu.KIND:
+                gpu.cuda.synchronize(device)
             times[name].append((now_s() - start_s) / in_a_row)
     return {name: repetitions[1:] for name, repetitions in times.items()}
 

@@ -27,13 +27,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.meeting.secret import code_of, secret
 from ddp.comm.settings import CPU, Settings
 from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_hopeless
-from ddp.comm.transport.process_group import GlooConnections, GlooTransport, NcclTransport, StagedGlooTransport
+from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTransport
+from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line, said
 
@@ -92,7 +94,7 @@ def open_communicator(
                 if torch_s is not None:
                     theirs = GlooConnections(torch_s._get_backend(CPU), rank)
                     prove(theirs, world_size, part_of(store, "torch"), key, timeout_s=connect_s)
-            kind = StagedGlooTransport if settings.device.type == "cuda" else GlooTransport
+            kind = StagedGlooTransport if settings.device.type == gpu.KIND else GlooTransport
             return kind(connections, everyone, rank, watchdog.hopeless_because)
 
         try:

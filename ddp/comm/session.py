@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from ddp import gpu
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.place import Place, place
@@ -99,8 +100,8 @@ def init(
     abort_s = abort_s or (ABORT_S if dist.group.WORLD is None else _timeout_s(dist.group.WORLD))
     _session.on_host = _on_this_host(warn_s=warn_s, abort_s=abort_s)
     chosen_device, chosen_backend = choose_device(device, backend, *_session.on_host)
-    if chosen_device.type == "cuda" and not isinstance(device, torch.device):
-        torch.cuda.set_device(chosen_device)
+    if chosen_device.type == gpu.KIND and not isinstance(device, torch.device):
+        gpu.cuda.set_device(chosen_device)
     settings = Settings(
         device=chosen_device,
         generation=_session.generation,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ddp import gpu
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.errors import ConfigError
 from ddp.setting import Additions
@@ -47,7 +48,7 @@ class Settings:
 def device_of(module: nn.Module) -> torch.device | None:
     """Returns where a replica's gradients are reduced: on a GPU if any parameter is there; None without parameters."""
     devices = [parameter.device for parameter in module.parameters()]
-    kinds = ("cuda", "cpu")
+    kinds = (gpu.KIND, "cpu")
     return next((each for kind in kinds for each in devices if each.type == kind), None)
 
 
@@ -60,24 +61,24 @@ def choose_device(
         ConfigError: the device or the backend is not possible here.
     """
     if device is None:
-        device = "cuda" if torch.get_default_device().type == "cuda" or torch.cuda.is_initialized() else "cpu"
-    num_gpus = torch.cuda.device_count()
-    kind = ("cuda" if num_gpus else "cpu") if str(device) == "auto" else torch.device(device).type
-    if kind == "cuda" and not num_gpus:
+        device = gpu.KIND if torch.get_default_device().type == gpu.KIND or gpu.cuda.is_initialized() else "cpu"
+    num_gpus = gpu.cuda.device_count()
+    kind = (gpu.KIND if num_gpus else "cpu") if str(device) == "auto" else torch.device(device).type
+    if kind == gpu.KIND and not num_gpus:
         raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install torch's CUDA build")
-    if kind not in ("cpu", "cuda"):
+    if kind not in ("cpu", gpu.KIND):
         raise ConfigError(f"device={device} is not supported; use auto, cpu or cuda")
-    own_gpu = kind == "cuda" and local_world_size <= num_gpus
+    own_gpu = kind == gpu.KIND and local_world_size <= num_gpus
     if backend == "auto":
         backend = "nccl" if own_gpu else "gloo"
     if backend == "nccl" and not own_gpu:
-        reason = f"{local_world_size} ranks share {num_gpus} GPUs" if kind == "cuda" else "tensors are on the CPU"
+        reason = f"{local_world_size} ranks share {num_gpus} GPUs" if kind == gpu.KIND else "tensors are on the CPU"
         raise ConfigError(f"backend=nccl needs a GPU for each rank, but {reason}; use backend=gloo")
     if backend not in ("gloo", "nccl"):
         raise ConfigError(f"backend={backend!r} is unknown; use auto, gloo or nccl")
     if kind == "cpu":
         return torch.device("cpu"), backend
     index = None if str(device) == "auto" else torch.device(device).index
-    if index is None and torch.cuda.is_initialized():  # asking would begin it
-        index = torch.cuda.current_device() or None  # 0 is also what it is before anyone sets it
-    return torch.device("cuda", local_rank % num_gpus if index is None else index), backend
+    if index is None and gpu.cuda.is_initialized():  # asking would begin it
+        index = gpu.cuda.current_device() or None  # 0 is also what it is before anyone sets it
+    return torch.device(gpu.KIND, local_rank % num_gpus if index is None else index), backend

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from typing_extensions import TypeVar
 
+from ddp import gpu
 from ddp.comm.watch.call import Call, recorded
 from ddp.process.clock import now_s
 
@@ -43,7 +44,7 @@ class Work(Generic[Result]):
         self._call = call  # names the wait in a profile
         self._future: Future[Result] = Future()
         self._inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
-        self._produced = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._produced = gpu.cuda.current_stream(device).record_event() if device.type == gpu.KIND else None
         self._finished: torch.cuda.Event | None = None
         self.done_s = 0.0
 
@@ -88,7 +89,7 @@ class Work(Generic[Result]):
         """Makes the current stream wait for what the collective has queued on its own; returns it, on CUDA."""
         if self._finished is None:
             return None
-        stream = torch.cuda.current_stream()
+        stream = gpu.cuda.current_stream()
         stream.wait_event(self._finished)
         return stream
 
@@ -148,8 +149,8 @@ class Runner:
             self._thread = None
 
     def _loop(self) -> None:
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        stream = gpu.cuda.Stream(self._device) if self._device.type == gpu.KIND else None
+        with gpu.cuda.stream(stream) if stream is not None else nullcontext():
             while (work := self._queue.get()) is not None:
                 work.run(stream)
                 del work  # its result holds tensors

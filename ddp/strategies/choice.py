@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from ddp import gpu
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import init
@@ -31,7 +32,7 @@ def ranks_of(model: nn.Module) -> Communicator:
     if isinstance(model, Replica):
         return model.comm
     device = device_of(model) if isinstance(model, nn.Module) else None
-    return init(device=device if device is not None and device.type == "cuda" else "auto")
+    return init(device=device if device is not None and device.type == gpu.KIND else "auto")
 
 
 def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, averaging: Averaging) -> Replica:

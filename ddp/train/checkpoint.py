@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.orders.order import Checksum
@@ -370,8 +371,8 @@ def _random_states(comm: Communicator) -> dict[str, Any]:
         "python": (version, torch.tensor(keys, dtype=torch.int64, device="cpu"), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(state).astype(np.int64)), position, has_gauss, cached),
     }
-    if comm.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(comm.device)
+    if comm.device.type == gpu.KIND:
+        states["cuda"] = gpu.cuda.get_rng_state(comm.device)
     return states
 
 
@@ -381,5 +382,5 @@ def _load_random_states(states: Mapping[str, Any], comm: Communicator) -> None:
     random.setstate((version, tuple(keys.tolist()), gauss))
     kind, state, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, state.numpy().astype(np.uint32), position, has_gauss, cached))
-    if comm.device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], comm.device)
+    if comm.device.type == gpu.KIND and "cuda" in states:
+        gpu.cuda.set_rng_state(states["cuda"], comm.device)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.cache import cache_of
@@ -171,13 +172,13 @@ def _given_back(model: nn.Module) -> Iterator[None]:
     All else that a fit changes for a while has a block of its own: the handlers of signals (`stopping.py`), the factor
     of a schedule in learning rates (`optim/schedules.py`), warnings and compilation during the first look.
     """
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    on_gpus = gpu.cuda.get_rng_state_all() if gpu.cuda.is_initialized() else []
     with preserved(), modes_kept(model):
         try:
             yield
         finally:
             if on_gpus:
-                torch.cuda.set_rng_state_all(on_gpus)
+                gpu.cuda.set_rng_state_all(on_gpus)
 
 
 def _train(given: Given, comm: Communicator) -> TrainState:

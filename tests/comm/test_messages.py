@@ -25,7 +25,7 @@ import ddp
 from ddp.comm.communicator import Communicator
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Pending, Transfer
-from ddp.comm.transport.process_group import NOBODY_SENDS, collective_tag, message_tag
+from ddp.comm.transport.gloo import NOBODY_SENDS, collective_tag, message_tag
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost

@@ -9,7 +9,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
-from ddp.comm.transport.process_group import NcclTransport, StagedGlooTransport
+from ddp.comm.transport.gloo import StagedGlooTransport
+from ddp.comm.transport.nccl import NcclTransport
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError

@@ -32,6 +32,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from ddp import gpu
 from ddp.data.loading.loader import CPU, NO_LIMITS
 from ddp.data.loading.loader_watch import Limits, LoaderWatch
 from ddp.data.loading.processes import appear_as, data_loader, packed
@@ -253,7 +254,7 @@ class IterableLoader:
         limits: Limits = NO_LIMITS,
     ) -> None:
         self.sampler, self.num_samples = sampler, 0
-        self._copies = DeviceCopies(device) if device.type == "cuda" else None
+        self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
         loader = data_loader(
             _Batches(data, sampler, collate=collate or default_collate, num_processes=num_workers),
             num_workers=num_workers,

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ddp import gpu
 from ddp.data.loading.fetching import UNREADABLE, Fetched, KeyedBatches, Request
 from ddp.data.loading.loader_watch import Limits, LoaderWatch
 from ddp.data.loading.processes import data_loader
@@ -88,7 +89,7 @@ class TrainLoader:
         self._repeats = sampler.order.checksum() != Checksum.of_range(len(dataset))
         self._requests = _Requests()
         self._batches = KeyedBatches(dataset, collate, tolerated=UNREADABLE, packs=num_workers > 0)
-        self._copies = DeviceCopies(device) if device.type == "cuda" else None
+        self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
         self._ahead = ReadAhead()
         loader = data_loader(
             self._batches,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ddp import gpu
 from ddp.process.helper_thread import HelperThread
 
 THREAD = "ddp-read-ahead"  # its name
@@ -99,17 +100,17 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, gpu.cuda.Stream(device)
 
     def begin(self, batch: Any) -> Copy:
         """Starts the copies of a batch's tensors, without waiting for them."""
-        with torch.cuda.stream(self._stream):  # also makes the device this thread's
+        with gpu.cuda.stream(self._stream):  # also makes the device this thread's
             moved = _with_tensors(batch, lambda each: each.to(self._device, non_blocking=True))
             return Copy(moved, self._stream.record_event())
 
     def finish(self, copy: Copy) -> Any:
         """Returns the batch, for use on the current stream of the caller."""
-        current = torch.cuda.current_stream(self._device)
+        current = gpu.cuda.current_stream(self._device)
         current.wait_event(copy.event)
         _with_tensors(copy.batch, lambda each: each.record_stream(current))
         return copy.batch

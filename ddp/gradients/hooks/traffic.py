@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.plan import Predicted
 from ddp.comm.wire_format import widened, wire_format
@@ -184,6 +185,6 @@ class DryRun:
         return done(flat)
 
     def _now_s(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == gpu.KIND:
+            gpu.cuda.synchronize(self.device)
         return now_s()

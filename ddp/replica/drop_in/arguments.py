@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import communicator_of, current
 from ddp.comm.settings import device_of
@@ -141,9 +142,9 @@ def check_devices(named: Sequence[tuple[str, nn.Parameter]], device_ids: Any, ou
 
 def _device(given: int | torch.device | str) -> torch.device:
     """Returns the device that a number or a name means: a CUDA device without a number is the current one."""
-    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-    is_current = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+    device = torch.device(gpu.KIND, given) if isinstance(given, int) else torch.device(given)
+    is_current = device.type == gpu.KIND and device.index is None
+    return torch.device(gpu.KIND, gpu.cuda.current_device()) if is_current else device
 
 
 @uncompiled

@@ -31,6 +31,7 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor, nn
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.errors import HookFailed, PeerLost
 from ddp.gradients.bucket import Bucket
@@ -198,7 +199,7 @@ def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: st
     future.add_done_callback(lambda _: arrived.set())
     comm.peers.wait_for(arrived.wait, label=label)  # even if it is done: the numbers of waits must agree between ranks
     try:
-        return future.wait() if comm.device.type == "cuda" else future.value()
+        return future.wait() if comm.device.type == gpu.KIND else future.value()
     except Exception as error:
         raise _failure(comm, f"the future of the {hook} failed: {error} ({where})", label) from error
 

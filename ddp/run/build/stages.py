@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ddp import streams
+from ddp import gpu, streams
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import init, shutdown
@@ -233,8 +233,8 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
         return [train_command(this_run, "resume=auto")]
     if not this_run.startswith("run.name="):  # a sweep's job
         return []
-    on_gpu = str(summary["device"]).startswith("cuda")
-    most = min(8, torch.cuda.device_count() if on_gpu else max(2, available_cores()))
+    on_gpu = str(summary["device"]).startswith(gpu.KIND)
+    most = min(8, gpu.cuda.device_count() if on_gpu else max(2, available_cores()))
     counts = [count for count in (1, 2, 4, 8) if count <= most]
     typed = typed_settings("run.name", "resume", "cluster.workers")
     workers = f"cluster.workers={','.join(map(str, counts))}"

@@ -270,9 +270,9 @@ def _device_problems(config: Config) -> Iterator[str]:
         yield "backend=nccl: works with GPU memory only, but device=cpu; take backend=gloo, or device=cuda"
     if not nccl and config.device != "cuda":
         return
-    import torch  # this late, because the parent of a CPU run does not need it here
+    from ddp import gpu  # this late, because it imports torch, which takes a second
 
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = gpu.cuda.device_count() if gpu.cuda.is_available() else 0
     if not num_gpus:
         key = "backend=nccl" if nccl else "device=cuda"
         yield f"{key}: no CUDA device is available here; take device=cpu backend=gloo"

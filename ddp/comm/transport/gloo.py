@@ -1,12 +1,9 @@
-"""Transport over torch.distributed's point-to-point operations: Gloo for CPU tensors, NCCL for CUDA tensors.
+"""Transport over torch.distributed's point-to-point operations, by Gloo: CPU tensors, and GPU tensors through the host.
 
-Both use connections of their own, so that their messages never mix with those of the application.
+Its connections are its own, so that its messages never mix with those of the application.
 
-Gloo    Every transfer is a `send` or `recv` of its own; messages between two ranks match in order of posting. Gloo
-        knows no CUDA tensors: those are staged through pinned host memory.
-NCCL    All transfers of a round go into one `batch_isend_irecv`: posted one by one, "send, then receive" on both sides
-        deadlocks, since NCCL runs the operations of a pair in launch order (NVIDIA/nccl#479). NCCL orders itself behind
-        the current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
+Every transfer is a `send` or `recv` of its own; messages between two ranks match in order of posting. Gloo knows no
+CUDA tensors: those are staged through pinned host memory.
 
 Note "tags". Gloo puts a message into the receive with the same tag. If that is shorter, the process aborts; if it is
 longer, nobody is told. So every message has a tag that says what it is, and ends that do not fit never meet: then the
@@ -26,7 +23,6 @@ import ctypes
 import itertools
 import os
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Sequence
@@ -39,11 +35,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError
+from ddp import gpu
+from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, TransportError
 from ddp.errors import first_line
 from ddp.process.clock import Patience
 
-POLL_S = 0.0002
 WATCH_EVERY_S = 0.25
 NO_DEADLINE, AT_ONCE = timedelta(days=3650), timedelta(milliseconds=1)
 NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
@@ -214,7 +210,7 @@ class StagedGlooTransport(GlooTransport):
         outgoing = [Transfer(peer, _pinned(data).copy_(data, non_blocking=True)) for peer, data in sends]
         incoming = [Transfer(peer, _pinned(data)) for peer, data in receives]
         if sends:
-            torch.cuda.current_stream(sends[0].data.device).synchronize()  # Gloo reads the bytes from the host
+            gpu.cuda.current_stream(sends[0].data.device).synchronize()  # Gloo reads the bytes from the host
         return _StagedRound(super().post(outgoing, incoming), incoming, receives)
 
 
@@ -231,52 +227,3 @@ class _StagedRound(NamedTuple):
 
 def _pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-
-
-class NcclTransport(Transport):
-    """Point-to-point over NCCL, on CUDA tensors: one symmetric batch per round.
-
-    Args:
-        ranks: this transport's ranks, in the group's numbers.
-        hopeless_because: see `Transport.among`.
-    """
-
-    has_tags = False
-
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], hopeless_because: GiveUpCheck) -> None:
-        self._group, self._ranks, self._hopeless_because = group, ranks, hopeless_because
-        self.rank, self.world_size = ranks.index(group.rank()), len(ranks)
-
-    def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        transfers = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
-        ops = [
-            dist.P2POp(operation, data, group=self._group, group_peer=self._ranks[peer])
-            for operation, peer, data in transfers
-        ]
-        peer = (sends or receives)[0].peer
-        return _NcclRound(peer, dist.batch_isend_irecv(ops), self._hopeless_because)
-
-    def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> NcclTransport:
-        """Makes a process group, because NCCL knows no tags. It ends with torch.distributed."""
-        names = [dist.get_global_rank(self._group, self._ranks[rank]) for rank in ranks]
-        group = dist.new_group(names, backend="nccl", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        in_order = sorted(names)  # as new_group numbers them
-        return NcclTransport(group, [in_order.index(name) for name in names], hopeless_because)
-
-
-class _NcclRound(NamedTuple):
-    peer: int
-    works: list[dist.Work]
-    hopeless_because: GiveUpCheck
-
-    def wait(self, timeout_s: float) -> None:
-        patience = Patience(timeout_s)
-        while not all(work.is_completed() for work in self.works):
-            if not patience.left_s():
-                raise TransportError(self.peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
-            if culprit := self.hopeless_because():
-                raise TransportError(self.peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
-            time.sleep(POLL_S)
-        for work in self.works:
-            work.wait()
