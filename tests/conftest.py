@@ -1,11 +1,12 @@
 """Settings that must stand before torch is imported, and signals as a terminal has them, here and in every rank.
 
-No test leaves a process group, or a thread that watches one, to the next one. What a test launches from its own process
-is forked (`forked.py`), unless it is marked `engine`.
+No test leaves a process group, a thread that watches one, or a logger's handler to the next one. What a test launches
+from its own process is forked (`forked.py`), unless it is marked `engine`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -46,6 +47,17 @@ def no_group_is_left() -> Iterator[None]:
     for thread in set(threading.enumerate()) - earlier:
         if thread.name == "ddp-watchdog" and (known := getattr(thread, "_args", ())):
             known[1].set()
+
+
+@pytest.fixture(autouse=True)
+def logging_is_as_before() -> Iterator[None]:
+    """Takes back what a test has done to loggers: Hydra, for one, gives the root logger a level and a handler."""
+    loggers = logging.root, logging.getLogger("ddp")
+    before = [(logger, logger.level, logger.handlers.copy()) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)
