@@ -18,6 +18,7 @@ travels (`shrink`), and sums by the rest. So terms, sums and the result are all 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import get_args
@@ -25,16 +26,18 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from ddp import gpu
 from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import Narrow, WireName
 
 NAMES: tuple[str, ...] = (*get_args(Narrow), "fp32")
 BLOCK = 256  # numbers with one scale
-STRETCH = 256 * BLOCK  # numbers whose temporary copies fit a cache
+STRETCH = 256 * BLOCK  # numbers whose temporary copies fit a CPU's cache; on a GPU each stretch would cost commands
 MOST = 127
 SCALE_BYTES, ALIGNMENT_BYTES = 4, 16
 HASH = (-1_640_531_535, 2_135_587_861, 1_540_483_477)  # odd numbers without a pattern in their bits
 TINY = torch.finfo(torch.float32).tiny  # smaller scales lose digits, and their blocks are zeros then
+BELOW_TINY = TINY * (1 - 2**-23)
 
 
 class WireFormat(ABC):
@@ -87,6 +90,9 @@ class Cast(WireFormat):
         into.copy_(encoded)
 
     def add(self, encoded: Tensor, to: Tensor) -> None:
+        if to.device.type == gpu.KIND:
+            to.add_(encoded)
+            return
         for here, there in zip(to.split(STRETCH), encoded.split(STRETCH), strict=True):
             here.add_(there.to(here.dtype))  # twice as fast as adding a narrow tensor to a wide one
 
@@ -114,11 +120,14 @@ class Int8(WireFormat):
 
     def encode(self, numbers: Tensor, into: Tensor) -> None:
         for values, whole, scales in self._blocks(numbers, into):
-            scales.copy_(values.abs().amax(dim=1))
-            scales.div_(torch.full_like(scales, MOST))  # CUDA would multiply by a rounded 1/127 in place of a scalar
-            scales.masked_fill_(scales < TINY, 0.0)
-            inverse = torch.where(scales > 0, 1 / scales, 0.0)
-            steps = torch.mul(values, inverse.unsqueeze(1))
+            on_gpu = values.device.type == gpu.KIND
+            if on_gpu:
+                torch.linalg.vector_norm(values.float(), math.inf, 1, out=scales)  # one command; slow on a CPU
+            else:
+                scales.copy_(values.abs().amax(dim=1))
+            torch._foreach_div_([scales], MOST)  # a GPU's `div_` by a number multiplies by a rounded 1/127
+            divisors = torch.threshold(scales, BELOW_TINY, math.inf).unsqueeze(1)
+            steps = values / divisors if on_gpu else values * divisors.reciprocal_()  # which is faster on a CPU
             whole.copy_(self._by_chance(steps, values, scales) if self._is_by_chance else steps.round_())
 
     def _by_chance(self, steps: Tensor, values: Tensor, scales: Tensor) -> Tensor:
@@ -148,8 +157,9 @@ class Int8(WireFormat):
         scales = encoded[: SCALE_BYTES * num_blocks].view(torch.float32)
         whole = encoded[SCALE_BYTES * num_blocks :][:numel].view(torch.int8)
         last = numel // BLOCK * BLOCK
-        for start in range(0, last, STRETCH):
-            stop = min(start + STRETCH, last)
+        stretch = STRETCH if numbers.device.type == "cpu" else max(BLOCK, last)
+        for start in range(0, last, stretch):
+            stop = min(start + stretch, last)
             of_stretch = scales[start // BLOCK : stop // BLOCK]
             yield numbers[start:stop].view(-1, BLOCK), whole[start:stop].view(-1, BLOCK), of_stretch
         if last < numel:
