@@ -6,6 +6,12 @@ The tests put a stand-in in the place of both (`tests/gpu_standin/`), so that wh
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 KIND = "cuda"  # the type of its devices
 cuda = torch.cuda
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the CPU's on a device. The host does not wait until a GPU has it."""
+    return (tensor.pin_memory() if device.type == KIND else tensor).to(device, non_blocking=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Protocol, SupportsInt
 
+from torch import Tensor
+
 from ddp.comm.communicator import Communicator
 from ddp.comm.work import Work
 from ddp.gradients.bucket import Bucket
@@ -40,13 +42,14 @@ class Reducer(ABC):
         tails_ride: totals and verdicts may travel in the buckets; a wire format or a hook would round them.
         may_resize: it may resize buckets, which are ordinary memory then, and hold gradients and nothing else.
         averages: it divides by the world size, whatever divisor it is given.
-        is_finite: all gradients that this rank has sent in this step were finite, as far as buckets do not show it.
+        is_finite: all gradients that this rank has sent in this step were finite, as far as buckets do not show it; on
+            a GPU a scalar there.
     """
 
     tails_ride = False
     may_resize = False
     averages = False
-    is_finite = True
+    is_finite: bool | Tensor = True
 
     @abstractmethod
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor, nn
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.comm.work import Work
@@ -76,8 +76,8 @@ class Compression(Reducer):
         return {**self.__dict__, "comm": None}  # a copy gets another one
 
     @property
-    def is_finite(self) -> bool:  # type: ignore[override]
-        return bool(self._is_finite)
+    def is_finite(self) -> bool | Tensor:  # type: ignore[override]
+        return self._is_finite if self._is_finite.device.type == gpu.KIND else bool(self._is_finite)
 
     def commit(self) -> None:
         """Keeps what the hook remembers of the last step."""
@@ -117,8 +117,8 @@ class Compression(Reducer):
             return
         comm.sum_in_host(bucket.flat, divide_by=divide_by)
         parcels = list(self._parcels(bucket))
+        self._is_finite &= torch.isfinite(torch.stack([parcel.outgoing.sum() for parcel in parcels])).all()
         for parcel in parcels:
-            self._is_finite &= torch.isfinite(parcel.outgoing.sum())
             self.hook.enter(parcel)
         if encoded := [parcel for parcel in parcels if not parcel.is_dense]:
             self.hook.reduce(encoded, comm, self.num_steps)
@@ -211,13 +211,13 @@ class Compression(Reducer):
 
 def send_dense(parcels: Sequence[Parcel], comm: Communicator) -> None:
     """Adds up the parcels as they are."""
-    bounds = [0, *accumulate(parcel.gradient.numel() for parcel in parcels)]
-    flat = parcels[0].gradient.new_zeros(bounds[-1])
-    for parcel, start in zip(parcels, bounds, strict=False):
-        flat[start : start + parcel.gradient.numel()][parcel.mine] = parcel.outgoing.to(flat.dtype)
+    numels = [parcel.gradient.numel() for parcel in parcels]
+    flat = parcels[0].gradient.new_zeros(sum(numels))
+    sums = list(flat.split(numels))
+    mine = [total[parcel.mine] for parcel, total in zip(parcels, sums, strict=True)]
+    torch._foreach_copy_(mine, [parcel.outgoing for parcel in parcels])
     comm.all_reduce(flat)
-    for parcel, start in zip(parcels, bounds, strict=False):
-        parcel.gradient.copy_(flat[start : start + parcel.gradient.numel()])
+    torch._foreach_copy_([parcel.gradient for parcel in parcels], sums)
 
 
 def as_matrix(parameter: Tensor) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook, Memory, Parcel, aligned, is_whole, summing, wide
@@ -64,8 +65,7 @@ class PowerSGD(Hook):
         for number, matrix in carried:
             torch.mm(starts[number], matrix.T, out=left[number])
         comm.all_reduce(summed)
-        for p in left:
-            p.copy_(torch.linalg.qr(p.T).Q.T)
+        torch._foreach_copy_(left, [torch.linalg.qr(p.T).Q.T for p in left])
         summed, right = self._narrow(parcels, side=1)
         for number, matrix in carried:
             torch.mm(left[number], matrix, out=right[number])
@@ -101,7 +101,7 @@ class PowerSGD(Hook):
             return factor
         keys = ("powersgd", parcel.name) if self.warm_start else ("powersgd", parcel.name, step)
         generator = torch.Generator().manual_seed(stream_seed(self.seed, *keys))
-        return torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        return gpu.sent(torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu"), like.device)
 
     def memories(self) -> dict[str, Memory]:
         return {"factor": self._factors} if self.warm_start else {}

@@ -32,7 +32,7 @@ from ddp.gradients.hooks.hook import Gathering, Hook, Parcel, aligned, summing
 
 LEAST, MOST = 64, 2048  # numbers with one scale
 BATCH = 1 << 21  # numbers that travel together, while the next ones are encoded
-STRETCH = 1 << 16  # numbers whose temporary copies fit a cache
+STRETCH = 1 << 16  # numbers whose temporary copies fit a CPU's cache
 SCALE_BYTES = 4
 GATHER_BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1: they are the bits of the product's highest byte
 
@@ -152,8 +152,9 @@ def _num_bytes(numel: int, block: int) -> int:
 
 def _blocks(numbers: Tensor, encoded: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields views of some blocks at a time: numbers, [blocks, numbers], signs, [blocks, bytes], scales, [blocks]."""
-    numel, stretch = len(numbers), STRETCH // block * block
+    numel = len(numbers)
     num_blocks, last = -(-numel // block), numel // block * block
+    stretch = STRETCH // block * block if numbers.device.type == "cpu" else max(block, last)
     scales = encoded[: SCALE_BYTES * num_blocks].view(torch.float32)
     signs = encoded[SCALE_BYTES * num_blocks :]
     for start in range(0, last, stretch):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Gathering, Hook, Memory, Parcel, aligned, is_number, is_whole, summing, wide
@@ -100,7 +101,7 @@ class TopK(Hook):
         for parcel, count, start in zip(parcels, counts[comm.rank], bounds[comm.rank], strict=False):
             where = largest(parcel.outgoing, count)
             numbers, positions = _views(gathering.mine[start:], count, dtype)
-            numbers.copy_(parcel.outgoing[where])
+            torch.index_select(parcel.outgoing, 0, where, out=numbers)
             positions.copy_(where)
             parcel.outgoing.index_fill_(0, where, 0.0)
             if self.momentum:
@@ -119,7 +120,8 @@ class TopK(Hook):
 def largest(numbers: Tensor, count: int) -> Tensor:
     """Returns the positions of the `count` numbers of the largest absolute values, in any order."""
     numel = len(numbers)
-    if numel > 4 * max(NUM_SAMPLED, count):
+    if numbers.device.type == "cpu" and numel > 4 * max(NUM_SAMPLED, count):
+        # not on a GPU, which would have to tell the host how many reach that size
         sample = numbers[:: numel // NUM_SAMPLED].abs()
         rank = math.ceil(MARGIN * count / numel * len(sample)) + 8  # among the sample, from the largest on
         least = sample.kthvalue(max(1, len(sample) - rank)).values
@@ -172,26 +174,30 @@ class RandomK(Hook):
         return f"RandomK({self.ratio:g}, seed={self.seed})"
 
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
-        drawn, weights = zip(*(self._draw(parcel, step) for parcel in parcels), strict=True)
-        bounds = aligned(map(len, drawn))
+        on_host = [self._draw(parcel, step) for parcel in parcels]  # where their number is known without waiting
+        lengths = list(map(len, on_host))
+        bounds = aligned(lengths)
+        drawn = gpu.sent(torch.cat(on_host), parcels[0].gradient.device).split(lengths)
         numbers = parcels[0].gradient.new_zeros(bounds[-1], dtype=wide(parcels[0].gradient.dtype))
-        for parcel, where, weight, start in zip(parcels, drawn, weights, bounds, strict=False):
-            first, last = torch.searchsorted(where, where.new_tensor([parcel.mine.start, parcel.mine.stop])).tolist()
+        for parcel, where, known, start in zip(parcels, drawn, on_host, bounds, strict=False):
+            first, last = torch.searchsorted(known, known.new_tensor([parcel.mine.start, parcel.mine.stop])).tolist()
             here = where[first:last] - parcel.mine.start
-            numbers[start + first : start + last] = parcel.outgoing[here]
+            torch.index_select(parcel.outgoing, 0, here, out=numbers[start + first : start + last])
             parcel.outgoing.index_fill_(0, here, 0.0)
             if not self.is_corrected:
-                numbers[start : start + len(where)].mul_(weight)
+                runs, last_run = numbers[start : start + len(where)].split([len(where) - 1, 1])
+                runs.mul_(self._stride)
+                last_run.mul_(parcel.gradient.numel() - self._stride * (len(where) - 1))
         comm.all_reduce(numbers)
+        torch._foreach_zero_([parcel.gradient for parcel in parcels])
         for parcel, where, start in zip(parcels, drawn, bounds, strict=False):
-            parcel.gradient.zero_()
             parcel.gradient[where] = numbers[start : start + len(where)].to(parcel.gradient.dtype)
 
-    def _draw(self, parcel: Parcel, step: int) -> tuple[Tensor, Tensor]:
-        """Returns the positions of this step, rising, and the number of those of which each was drawn."""
+    def _draw(self, parcel: Parcel, step: int) -> Tensor:
+        """Returns the positions of this step, rising, on the CPU."""
         numel = parcel.gradient.numel()
         generator = torch.Generator().manual_seed(stream_seed(self.seed, "random_k", step, parcel.name))
         starts = torch.arange(0, numel, self._stride, device="cpu")
         lengths = (numel - starts).clamp_(max=self._stride)
         draws = torch.randint(1 << 40, lengths.shape, generator=generator, device="cpu")
-        return (starts + draws % lengths).to(parcel.gradient.device), lengths.to(parcel.gradient.device)
+        return starts + draws % lengths
