@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import agreed_backend, take
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.meeting.secret import code_of, secret
@@ -50,7 +51,6 @@ def open_communicator(
     world_size: int,
     settings: Settings,
     *,
-    backend: str = "gloo",
     warn_s: float = WARN_S,
     ranks: Sequence[int] = (),
     torch_s: dist.ProcessGroup | None = None,
@@ -62,13 +62,12 @@ def open_communicator(
         generation: version of the membership.
         rank, world_size: this process's number, and how many there are.
         settings: see `Settings`.
-        backend: "gloo" or "nccl".
         warn_s: seconds in one wait after which a warning says who is missing.
         ranks: the ranks of torch.distributed, if they are only some of all.
         torch_s: a group of torch's, whose connections must be proved, too.
 
     Raises:
-        ConfigError: the ranks are on devices of different kinds.
+        ConfigError: on every rank: see `agreed_backend`.
         PeerLost: a rank could not be reached, or is none of this launch.
     """
     settings = replace(settings, generation=generation)
@@ -77,7 +76,6 @@ def open_communicator(
     watch = partial(Watchdog, store, rank, world_size, generation=generation, warn_s=warn_s, abort_s=abort_s)
     watchdog = answered(watch, within_s=abort_s)
     try:
-        answered(partial(_refuse_unlike_devices, store, rank, world_size, settings.device), within_s=abort_s)
 
         def over_nccl() -> Transport:
             some = list(ranks) or None
@@ -98,6 +96,8 @@ def open_communicator(
             return kind(connections, everyone, rank, watchdog.hopeless_because)
 
         try:
+            agree = partial(agreed_backend, store, rank, ranks or everyone, take(settings.device, settings.backend))
+            backend = answered(agree, within_s=abort_s)
             # NCCL takes the GPU that is this thread's
             transport = over_nccl() if backend == "nccl" else answered(over_gloo, within_s=abort_s)
         except (PeerLost, ConfigError):
@@ -140,15 +140,3 @@ def prove(connections: GlooConnections, world_size: int, store: Store, key: byte
         if not hmac.compare_digest(got.numpy().tobytes(), code(other, rank)):
             reason = "a program that does not know the secret of this launch has taken its connection: start again"
             raise PeerLost(other, "unknown", 0, 0, "start-up", reason)
-
-
-def _refuse_unlike_devices(store: Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Raises ConfigError, on every rank, unless all ranks are on devices of one kind, because transports differ."""
-    store.set(f"device/{rank}", device.type)
-    kinds = [kind.decode() for kind in store.multi_get([f"device/{other}" for other in range(world_size)])]
-    other = next((other for other, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is not None:
-        raise ConfigError(
-            f"the device of rank 0 is {kinds[0]}, that of rank {other} is {kinds[other]}: put the models of all ranks "
-            "on one kind of device, or say ddp.init(device=…) on each"
-        )

@@ -23,12 +23,13 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp import gpu
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import chosen_device, device_named
 from ddp.comm.meeting.place import Place, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, answered, on_this_host, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
-from ddp.comm.settings import Settings, choose_device
+from ddp.comm.settings import Settings
 from ddp.errors import ConfigError, PeerLost, first_line, said
 from ddp.process.clock import LONGEST_S, Patience
 from ddp.process.log import follow_rank, log
@@ -59,7 +60,7 @@ _session = _Session()
 
 def init(
     *,
-    device: str | torch.device | None = None,
+    device: str | int | torch.device | None = None,
     backend: str = "auto",
     algorithm: str = "auto",
     order: Additions = "any",
@@ -74,17 +75,21 @@ def init(
     After `torch.distributed.destroy_process_group` by the application, the next call makes a new one.
 
     Args:
-        device: "cpu", "cuda" or a torch.device: where the tensors are that its verbs take. "auto": a GPU where there is
-            one. None: a GPU if the program has begun to use one (`torch.cuda.set_device`, or a tensor there), else the
-            CPU. A replica whose parameters are elsewhere has a communicator of its own, over the same ranks.
-        backend: "auto", "gloo" or "nccl".
+        device: "cpu", "cuda", one GPU ("cuda:1" or 1) or a torch.device: where the tensors are that its verbs take.
+            "auto": a GPU where there is one. None: a GPU if the program has begun to use one
+            (`torch.cuda.set_device`, or a tensor there), or its process group is for GPUs; else the CPU. A replica
+            whose parameters are elsewhere has a communicator of its own, over the same ranks.
+            A GPU without a number is that of the process group's `device_id`, or the current one, or that of
+            LOCAL_RANK, which becomes the current one then.
+        backend: "gloo", "nccl", or "auto": NCCL where each rank has a GPU of its own.
         algorithm, order, shared_memory, segment_bytes, debug: see `Settings`.
         warn_s: seconds in one wait after which a warning says who is missing.
         abort_s: seconds in one wait after which PeerLost is raised; None: the timeout of the application's process
             group, else 600. A rank that died or shows no sign of life is given up earlier (`watchdog.py`).
 
     Raises:
-        ConfigError: a device or backend that is not there, or does not go with the other; a deadline out of its range.
+        ConfigError: on every rank, a device or backend that one of them does not have, or that do not go together; a
+            deadline out of its range.
         PeerLost: a rank did not come within `abort_s`.
     """
     if abort_s is not None and not 0 < abort_s <= LONGEST_S:
@@ -92,18 +97,17 @@ def init(
     _forget_what_ended()
     _end_what_failed()
     if dist.group.WORLD is not None and (first := _known(dist.group.WORLD)) is not None:
-        asked = None if device in (None, "auto") else torch.device(device)
+        asked = None if device in (None, "auto") else device_named(device)
         return first if asked is None else communicator_of(dist.group.WORLD, asked)
     keep_large_blocks()
     _session.generation += 1
     _session.handled = sys.exception()
     abort_s = abort_s or (ABORT_S if dist.group.WORLD is None else _timeout_s(dist.group.WORLD))
     _session.on_host = _on_this_host(warn_s=warn_s, abort_s=abort_s)
-    chosen_device, chosen_backend = choose_device(device, backend, *_session.on_host)
-    if chosen_device.type == gpu.KIND and not isinstance(device, torch.device):
-        gpu.cuda.set_device(chosen_device)
+    bound = _bound(dist.group.WORLD) or (torch.device(gpu.KIND) if backend == "nccl" else None)
     settings = Settings(
-        device=chosen_device,
+        device=chosen_device(device, _session.on_host[0], bound),
+        backend=backend,
         generation=_session.generation,
         algorithm=algorithm,
         order=order,
@@ -112,7 +116,7 @@ def init(
         abort_s=abort_s,
         debug=debug,
     )
-    return _opened(dist.group.WORLD, settings, chosen_backend, warn_s=warn_s)
+    return _opened(dist.group.WORLD, settings, warn_s=warn_s)
 
 
 def current(device: torch.device | None = None) -> Communicator:
@@ -128,10 +132,10 @@ def current(device: torch.device | None = None) -> Communicator:
 
 def _known(group: dist.ProcessGroup, device: torch.device | None = None) -> Communicator | None:
     """Returns a group's communicator for this kind of device, or its first one."""
-    return next(
-        (comm for (of, kind), comm in _session.comms.items() if of is group and device in (None, torch.device(kind))),
-        None,
-    )
+    for (of, kind), comm in _session.comms.items():
+        if of is group and (device is None or device.type == kind):
+            return comm
+    return None
 
 
 def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None) -> Communicator:
@@ -157,16 +161,22 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None
     wanted = device or (world.device if world is not None else None)
     as_if_all_were = dist.get_rank(), dist.get_world_size()  # because only all ranks together can count
     on_host = _session.on_host or ((here := place()) and here.on_host) or as_if_all_were
-    chosen, backend = choose_device(wanted, "auto", *on_host)
+    chosen = chosen_device(wanted, on_host[0], _bound(group) or _bound(dist.group.WORLD))
     base = world.settings if world is not None else Settings(device=chosen)
+    backend = base.backend if chosen.type == gpu.KIND else "auto"  # that of GPUs need not be one for the CPU
     algorithm = base.algorithm if chosen.type == base.device.type else "auto"  # the memory of a host is for the CPU
     settings = replace(
-        base, device=chosen, algorithm=algorithm, abort_s=_timeout_s(group), generation=max(0, _session.generation)
+        base,
+        device=chosen,
+        backend=backend,
+        algorithm=algorithm,
+        abort_s=_timeout_s(group),
+        generation=max(0, _session.generation),
     )
-    return _opened(group, settings, backend, warn_s=WARN_S)
+    return _opened(group, settings, warn_s=WARN_S)
 
 
-def _opened(group: dist.ProcessGroup | None, settings: Settings, backend: str, *, warn_s: float) -> Communicator:
+def _opened(group: dist.ProcessGroup | None, settings: Settings, *, warn_s: float) -> Communicator:
     """Opens a communicator of a group's ranks, and remembers it; without a group, begins torch.distributed first."""
     if group is None:
         store = _join(warn_s=warn_s, abort_s=settings.abort_s)
@@ -181,7 +191,6 @@ def _opened(group: dist.ProcessGroup | None, settings: Settings, backend: str, *
         dist.get_rank(group),
         dist.get_world_size(group),
         settings,
-        backend=backend,
         warn_s=warn_s,
         ranks=() if is_world else dist.get_process_group_ranks(group),
         torch_s=group if is_world and _session.owned_store is not None else None,  # then we began torch.distributed
@@ -289,6 +298,14 @@ def _in_flight() -> str:
     if error is None or error is _session.handled or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {said(error)}"
+
+
+def _bound(group: dist.ProcessGroup | None) -> torch.device | None:
+    """Returns what a process group of the application's is for: one device, or GPUs alone, as one of NCCL's is."""
+    if group is None:
+        return None
+    is_for_gpus = {each.type for each in group._device_types} == {gpu.KIND}
+    return group.bound_device_id or (torch.device(gpu.KIND) if is_for_gpus else None)
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

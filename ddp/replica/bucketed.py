@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import device_of
 from ddp.comm.session import current
-from ddp.comm.settings import device_of
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import device_of
 from ddp.comm.session import current
-from ddp.comm.settings import device_of
 from ddp.gradients.totals import Totals, count_of
 from ddp.replica.autograd import accumulates, uncompiled, watch_backward
 from ddp.replica.broadcast import BufferSync, broadcast_state

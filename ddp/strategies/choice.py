@@ -9,8 +9,8 @@ from torch.optim import LBFGS, Optimizer
 from ddp import gpu
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import device_of
 from ddp.comm.session import init
-from ddp.comm.settings import device_of
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
 from ddp.policies import Averaging

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
 from ddp.comm.session import current
-from ddp.comm.settings import device_of
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate

@@ -267,8 +267,10 @@ def wrong_device() -> Any:
         return None
     with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU here; use device=cpu"):
         ddp.init(device="cuda")
-    with pytest.raises(ConfigError, match="backend=nccl needs a GPU for each rank, but tensors are on the CPU"):
+    with pytest.raises(ConfigError, match="backend=nccl, but torch sees no GPU here; use device=cpu and backend=gloo"):
         ddp.init(backend="nccl")
+    with pytest.raises(ConfigError, match="backend=nccl needs a GPU for each rank, but tensors are on the CPU"):
+        ddp.init(device="cpu", backend="nccl")
     return None
 
 

@@ -12,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +20,10 @@ from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
-from ddp.comm import checks, opening, session
+from ddp.comm import checks, session
 from ddp.comm.meeting.place import place
 from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.session import current
-from ddp.comm.settings import choose_device
 from ddp.comm.watch import watchdog
 from ddp.comm.watch.call import Call
 from ddp.errors import ConfigError, PeerLost
@@ -162,69 +160,6 @@ def train_beside_gpus() -> list[float]:
 
 def test_ranks_are_on_the_cpu_where_the_model_is_though_there_are_gpus() -> None:
     assert run_ranks(train_beside_gpus, 2) == [[2.0] * 3] * 2
-
-
-def say_another_device(rank: int, store: Store) -> str:
-    with pytest.raises(ConfigError) as refused:
-        opening._refuse_unlike_devices(store, rank, 2, torch.device("cuda" if rank else "cpu"))
-    return str(refused.value)
-
-
-def test_ranks_on_unlike_devices_are_refused_on_each() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(lambda rank: say_another_device(rank, store), range(2)))
-    assert said == ["the device of rank 0 is cpu, that of rank 1 is cuda: " + said[0].partition("cuda: ")[2]] * 2
-
-
-@pytest.mark.parametrize(
-    ("device", "initialized", "current", "expected"),
-    [
-        (None, False, 0, "cpu"),
-        (None, True, 0, "cuda:1"),  # by local rank
-        (None, True, 3, "cuda:3"),  # which the program has set
-        ("auto", False, 0, "cuda:1"),
-        ("cuda", True, 2, "cuda:2"),
-        ("cuda:0", True, 2, "cuda:0"),
-        ("cpu", True, 2, "cpu"),
-    ],
-)
-def test_each_rank_of_a_host_takes_a_gpu_of_its_own_or_the_one_that_is_set(
-    device: str | None, initialized: bool, current: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    assert choose_device(device, "auto", 5, 6) == (torch.device(expected), "gloo")
-
-
-def take_a_gpu(hosts: str, begun: bool) -> tuple[str, str, str]:
-    """What `init` chooses under a launcher that says nothing of the host; two GPUs are seen on each, by a stand-in."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
-    socket.gethostname = lambda: hosts[rank]
-    torch.cuda.device_count, torch.cuda.set_device = (lambda: 2), lambda _: None
-    chosen: list[str] = []
-
-    def instead_of_nccl(*given: Any, backend: str, **_: Any) -> None:
-        chosen[:] = str(given[4].device), backend
-
-    session.open_communicator = instead_of_nccl  # type: ignore[assignment]
-    if begun:
-        dist.init_process_group("gloo")
-        for name in ("RANK", "WORLD_SIZE"):
-            del os.environ[name]  # they may be nobody's, as under `torch.multiprocessing.spawn`
-    ddp.init(device="auto", abort_s=20)
-    of_some = dist.new_group(list(range(world_size)))
-    session.communicator_of(of_some, torch.device("cuda"))  # type: ignore[arg-type]
-    return (*chosen, hosts[rank])  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_ranks_of_a_host_take_gpus_of_their_own_though_no_variable_says_which_ranks_these_are(begun: bool) -> None:
-    taken = run_ranks(take_a_gpu, 3, "aba", begun)
-    assert taken == [("cuda:0", "nccl", "a"), ("cuda:0", "nccl", "b"), ("cuda:1", "nccl", "a")]
 
 
 def fail_in_the_middle(shared_memory: bool) -> None:

@@ -138,7 +138,7 @@ def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[Facts], list[list[
         if memory is not None:
             memory.buffer[:] = number
             path = memory.path
-        mine = Facts(_boot_id(), _pid_namespace(), os.getpid(), path, number.hex())
+        mine = Facts(boot_id(), _pid_namespace(), os.getpid(), path, number.hex())
         facts = [Facts(**each) for each in gathered(gather, asdict(mine))]
         neighbours = _same_kernel(facts, rank)
         reasons = {other: own_reason or _why_out_of_reach(facts[other]) for other in neighbours}
@@ -161,7 +161,7 @@ def _why_out_of_reach(neighbour: Facts) -> str:
     return ""
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

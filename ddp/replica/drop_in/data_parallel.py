@@ -37,8 +37,8 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import device_of
 from ddp.comm.session import current
-from ddp.comm.settings import device_of
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
