@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range
+from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_one, scaled
 from ddp.optim.norms import Norms, trust_ratios
 
 
@@ -112,10 +112,10 @@ class LAMB(Layerwise):
         if not choices["max_ratio"] > 0:
             raise ConfigError(f"max_ratio={choices['max_ratio']!r}: must be above 0")
 
-    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
+    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: Factor) -> None:
         weights, gradients, (means, squares), updates = batch
         beta1, beta2 = group["betas"]
-        if factor != 1.0:
+        if not is_one(factor):
             gradients = list(torch._foreach_mul(gradients, factor))
         torch._foreach_zero_(updates)
         step = _counter(float(num_steps) if group["bias_correction"] else math.inf, weights[0].device)
@@ -148,10 +148,10 @@ class LAMB(Layerwise):
         if isinstance(ratios, float):
             torch._foreach_add_(weights, updates, alpha=-rate * ratios)
         else:
-            torch._foreach_mul_(updates, [-rate * ratio for ratio in ratios])
+            torch._foreach_mul_(updates, scaled(ratios, -rate))
             torch._foreach_add_(weights, updates)
 
 
 @lru_cache(maxsize=8)  # one for all units of a step
 def _counter(num_steps: float, device: torch.device) -> Tensor:
-    return torch.tensor(num_steps, device=device)
+    return torch.full((), num_steps, device=device)

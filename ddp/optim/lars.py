@@ -18,13 +18,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Batch, Layerwise, Ratios, check_range
-from ddp.optim.norms import Norms, trust_ratios
+from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_one, scaled
+from ddp.optim.norms import Norms, functions_for, trust_ratios
 
 
 class LarsChoices(TypedDict, total=False):
@@ -114,9 +113,9 @@ class LARS(Layerwise):
         if choices["nesterov"] and not choices["momentum"]:
             raise ConfigError("nesterov=True: needs momentum; take momentum=0.9")
 
-    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
+    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: Factor) -> None:
         torch._foreach_copy_(batch.updates, batch.gradients)
-        if factor != 1.0:
+        if not is_one(factor):
             torch._foreach_mul_(batch.updates, factor)
 
     def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
@@ -133,7 +132,7 @@ class LARS(Layerwise):
         weights, _, (momenta,), updates = batch
         rate, decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
         inside, outside = (rate, 1.0) if group["rate_in_momentum"] else (1.0, rate)
-        scales = inside * ratios if isinstance(ratios, float) else [inside * ratio for ratio in ratios]
+        scales = scaled(ratios, inside)
         if group["decay_in_ratio"]:
             torch._foreach_add_(updates, weights, alpha=decay)
             torch._foreach_mul_(updates, scales)
@@ -173,4 +172,5 @@ class LARC(LARS):
     def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:
         ratios, rate = super()._ratios(weight_norms, update_norms, group), float(group["lr"])
         has_ratio = (weight_norms > 0) & (update_norms > 0)
-        return np.where(has_ratio & (rate > 0), np.minimum(ratios / (rate or 1.0), 1.0), 1.0)
+        xp = functions_for(ratios)
+        return xp.where(has_ratio & (rate > 0), xp.clip(ratios / (rate or 1.0), None, 1.0), 1.0)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp import gpu
 from ddp.errors import ConfigError
 from ddp.optim.norms import BLOCK_NUMEL, Norms, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
 from ddp.process.memory import is_dense
@@ -86,7 +87,10 @@ def check_range(name: str, value: Any, *, least: float, below: float = math.inf)
 STRETCH_NUMEL = 4 * BLOCK_NUMEL  # of float32: 2 MB, of which a few fit a cache
 Adapt = Literal["always", "with_decay", "never"]
 """Which tensors of a group have a trust ratio: all, all if the group has a decay, or none."""
-Ratios = float | list[float]
+Ratios = float | list[float] | Tensor
+"""A trust ratio, or those of several tensors; a tensor, [num_tensors], on a GPU, where reading it would be a wait."""
+Factor = float | Tensor
+"""What gradients are multiplied by; a scalar on a GPU if it depends on them."""
 Row = tuple[Tensor, ...]
 """Weights, gradient, and the optimizer's states of one tensor, or of a stretch of it."""
 
@@ -196,7 +200,7 @@ class Layerwise(Optimizer, ABC):
         return norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, gradient_factor: float | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, gradient_factor: Factor | None = None) -> Any:
         """Makes one step.
 
         Args:
@@ -214,7 +218,7 @@ class Layerwise(Optimizer, ABC):
         if any(gradient.layout is not torch.strided for gradient in gradients):
             raise RuntimeError(f"{type(self).__name__} needs dense gradients; leave sparse=True out")
         if gradient_factor is None:
-            norm = 0.0 if self.clip_norm is None else float(total_norm(block_norms(gradients)))
+            norm = 0.0 if self.clip_norm is None else as_known(total_norm(block_norms(gradients)))
             gradient_factor = clip_factor(norm, self.clip_norm)
         waiting: list[Measured] = []
         for group in self.param_groups:
@@ -231,7 +235,7 @@ class Layerwise(Optimizer, ABC):
                 self._apply_to_unit(measured, norms)
         return loss
 
-    def _measure_unit(self, unit: Unit, group: Mapping[str, Any], num_steps: int, factor: float) -> Measured:
+    def _measure_unit(self, unit: Unit, group: Mapping[str, Any], num_steps: int, factor: Factor) -> Measured:
         adapts = group["adapt"] == "always" or (group["adapt"] == "with_decay" and group["weight_decay"])
         norms: list[Tensor] = []
         for batch in unit.batches:
@@ -242,15 +246,16 @@ class Layerwise(Optimizer, ABC):
 
     def _apply_to_unit(self, measured: Measured, norms: Tensor | None) -> None:
         unit, group, _ = measured
-        ratios = [1.0] * len(unit.weights)
+        ratios: Any = [1.0] * len(unit.weights)
         if norms is not None:
-            of_weights, of_updates = norms.T.numpy(force=True)
-            ratios = self._ratios(of_weights, of_updates, group).tolist()
+            of_weights, of_updates = norms.T if norms.device.type == gpu.KIND else norms.T.numpy(force=True)
+            found = self._ratios(of_weights, of_updates, group)
+            ratios = found if isinstance(found, Tensor) else found.tolist()
         for batch in unit.batches:
             self._apply(batch, group, ratios[0] if unit.is_one else ratios)
 
     @abstractmethod
-    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: float) -> None:
+    def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: Factor) -> None:
         """Computes the updates, whose norms the ratios need.
 
         Args:
@@ -303,7 +308,7 @@ class Layerwise(Optimizer, ABC):
         for row in rows:
             weights = row[0]
             on_cpu = weights.device.type == "cpu"
-            if self.is_large(weights):
+            if on_cpu and self.is_large(weights):
                 columns = [in_memory_order(each).split(STRETCH_NUMEL) for each in (*self._room([weights]), *row)]
                 blocks = [_batch([block], [update]) for update, *block in zip(*columns, strict=True)]
                 yield Unit([weights], blocks, is_one=True)
@@ -359,15 +364,35 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     return tensor if is_alike else torch.empty_like(parameter).copy_(tensor)
 
 
-def clip_factor(norm: float, clip_norm: float | None) -> float:
+def as_known(norm: Tensor) -> Factor:
+    """Returns a norm as a number; on a GPU as it is, because the host would wait."""
+    return norm if norm.device.type == gpu.KIND else float(norm)
+
+
+def clip_factor(norm: Factor, clip_norm: float | None) -> Factor:
     """Returns the factor that brings gradients of this norm to a norm of at most `clip_norm`."""
-    return 1.0 if clip_norm is None else 1.0 / max(1.0, norm / clip_norm)
+    if clip_norm is None:
+        return 1.0
+    excess = norm / clip_norm
+    return 1.0 / (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess))
+
+
+def is_one(factor: Factor) -> bool:
+    """Returns True if nothing has to be multiplied by a factor, as far as the host knows."""
+    return not isinstance(factor, Tensor) and factor == 1.0
+
+
+def scaled(ratios: Ratios, by: float) -> Any:
+    """Returns ratios times a number, as torch's functions for lists of tensors take them."""
+    if isinstance(ratios, Tensor):
+        return list((by * ratios).unbind())
+    return by * ratios if isinstance(ratios, float) else [by * ratio for ratio in ratios]
 
 
 def clipped_step(optimizer: Optimizer, parameters: Iterable[Tensor], norm: Tensor, clip_norm: float | None) -> None:
     """Clips gradients of this norm, and steps. LARS and LAMB multiply gradients on their way, and write to none."""
     if isinstance(optimizer, Layerwise):
-        optimizer.step(gradient_factor=clip_factor(float(norm), clip_norm or optimizer.clip_norm))
+        optimizer.step(gradient_factor=clip_factor(as_known(norm), clip_norm or optimizer.clip_norm))
         return
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)

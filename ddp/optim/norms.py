@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp.process.memory import is_dense
@@ -95,7 +95,12 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
 # Where a norm is zero, the ratio is 1. With 0 there, weights that begin at zero would stay zero for ever.
 
 
-Norms = NDArray[np.floating]
+Norms = Any  # [num_tensors], an array of NumPy's; on a GPU a tensor, which the host does not wait for
+
+
+def functions_for(norms: Norms) -> Any:
+    """Returns the module whose functions take such norms."""
+    return torch if isinstance(norms, Tensor) else np
 
 
 def trust_ratios(
@@ -119,8 +124,8 @@ def trust_ratios(
         norm_bounds: φ clamps ‖w‖ to these.
         max_ratio: the largest ratio.
     """
-    least, most = norm_bounds
-    bounded = np.minimum(np.maximum(weight_norms, least), most)
+    xp = functions_for(weight_norms)
+    bounded = xp.clip(weight_norms, *norm_bounds)
     has_ratio = (weight_norms > 0) & (update_norms > 0)
-    lengths = np.where(has_ratio, update_norms + weight_decay * weight_norms + eps, 1)
-    return np.where(has_ratio, np.minimum(coefficient * bounded / lengths, max_ratio), 1.0)
+    lengths = xp.where(has_ratio, update_norms + weight_decay * weight_norms + eps, 1)
+    return xp.where(has_ratio, xp.clip(coefficient * bounded / lengths, None, max_ratio), 1.0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from ddp import gpu
 from ddp.setting import Precision
 
 # --- Mixed precision -------------------------------------------------------------------------------------------------
@@ -148,7 +149,8 @@ class MasterWeights:
             if self._scratch.device != master.device:
                 self._scratch = self._scratch.to(master.device)
             rounded = self._scratch[: master.numel()].view(master.shape).copy_(master)
-            if not torch.equal(parameter.view(torch.int16), rounded.view(torch.int16)):  # bits, which is fast
+            on_gpu = parameter.device.type == gpu.KIND  # whose answer the host would wait for
+            if on_gpu or not torch.equal(parameter.view(torch.int16), rounded.view(torch.int16)):  # bits, which is fast
                 master.copy_(torch.where(parameter == rounded, master, parameter))
         self._note_rounded()
 
