@@ -163,11 +163,9 @@ class CallQueue:
                 self._refuse_second_thread(call)
         try:
             self._running, gather = call, None
-            if call.message is not None:
-                self._watchdog.begin(call, call.message.peer)
-            else:
+            if call.message is None:
                 self._num_runs, gather = self._num_runs + 1, self._gather
-                self._watchdog.begin(call, self.neighbour, self._num_runs)
+            self._begin(call)
             if gather is not None and (difference := disagreement(gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
             if profiler._is_profiler_enabled:  # on any thread
@@ -189,9 +187,17 @@ class CallQueue:
                 self._watchdog.fail(f"{type(error).__name__}: {said(error)}")
             raise
         finally:
-            self._watchdog.end()
+            self._end()
             if takes_turn:
                 self._turn.release()
+
+    def _begin(self, call: Call) -> None:
+        """Notes that the call waits from now on."""
+        peer, run = (self.neighbour, self._num_runs) if call.message is None else (call.message.peer, 0)
+        self._watchdog.begin(call, peer, run)
+
+    def _end(self) -> None:
+        self._watchdog.end()
 
     def close(self) -> None:
         """Ends after what is in flight, and says goodbye."""

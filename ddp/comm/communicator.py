@@ -35,12 +35,15 @@ from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue, Peers
 from ddp.comm.connect import Channels, connect
 from ddp.comm.flat_collectives import FlatCollectives
+from ddp.comm.host_copy import HostCopy
 from ddp.comm.host_links import HostLinks
 from ddp.comm.messages import Message, Messages
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import reduction_of
 from ddp.comm.settings import Settings
+from ddp.comm.stream_queue import StreamQueue
 from ddp.comm.transport.edge import Transport
+from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.verbs import Later, Now, Result, Verbs
 from ddp.comm.watch.call import Call
 from ddp.comm.watch.watchdog import Watchdog
@@ -94,7 +97,12 @@ class Communicator(Verbs):
         links = HostLinks(transport, self._watchdog, settings)
         gather = links.gather_bytes if settings.debug else None
         self.warn_s = self._watchdog.warn_s
-        self._queue = CallQueue(self._watchdog, self.rank, self._world_ranks, device=self.device, gather=gather)
+        of_queue = self._watchdog, self.rank, self._world_ranks
+        self._queue = (
+            StreamQueue(*of_queue, transport=transport, gather=gather, timeout_s=self.abort_s)
+            if isinstance(transport, NcclTransport)
+            else CallQueue(*of_queue, device=self.device, gather=gather)
+        )
         if hosts is not None:
             self._collectives = FlatCollectives(links, hosts)
         else:
@@ -183,6 +191,10 @@ class Communicator(Verbs):
         """
         return self._queue.run_chain(self._queue.number("chain", label=label), function, async_op=async_op)
 
+    def to_host(self, *tensors: Tensor) -> HostCopy:
+        """Returns the numbers of these tensors as they are now, on their way to the host. Not collective."""
+        return HostCopy(tensors, self.device, self._queue.refuse_if_broken)
+
     def sum_in_host(self, flat: Tensor, *, divide_by: SupportsInt = 1, label: str = "") -> None:
         """Sums over the ranks that share this host's memory, in place; alone, a rank only divides.
 
@@ -246,6 +258,11 @@ class Communicator(Verbs):
             raise
         self._groups = [other for other in self._groups if not other._is_closed] + [group]
         return group
+
+    @property
+    def enqueues(self) -> bool:
+        """Returns True if collectives are enqueued on a GPU, and the host waits for none of them."""
+        return isinstance(self._queue, StreamQueue)
 
     @property
     def is_broken(self) -> bool:

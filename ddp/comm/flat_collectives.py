@@ -44,7 +44,7 @@ from ddp.comm.flat import bounds_of
 from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.reduction import SUM, Reduction
+from ddp.comm.reduction import SUM, Reduction, is_one
 from ddp.errors import ConfigError
 from ddp.process.log import log
 
@@ -190,7 +190,7 @@ class FlatCollectives:
 
     def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, sequence: int = 0) -> None:
         """Combines `flat` over all ranks by the given route, in place."""
-        if reduction.before != 1:
+        if not is_one(reduction.before):
             flat.mul_(reduction.before)
         if route.schedule is None:
             assert self.group is not None  # `Plan.route` refuses a tensor that this memory cannot reach
@@ -200,7 +200,7 @@ class FlatCollectives:
             self.cross_host.all_reduce(flat, route.schedule, reduction, sequence=sequence)
         else:
             self.links.run(route.schedule, flat, reduction=reduction)
-        if reduction.after != 1:
+        if not is_one(reduction.after):
             flat.mul_(reduction.after)
 
     def reduce_scatter(
@@ -213,7 +213,7 @@ class FlatCollectives:
         """
         number = self.rank if by_rank else self.slices[self.rank]
         mine = flat[bounds[number] : bounds[number + 1]]
-        if reduction.before != 1:
+        if not is_one(reduction.before):
             flat.mul_(reduction.before)
         if memory := self.memory_of(flat):
             memory.reduce_scatter(flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
@@ -227,7 +227,7 @@ class FlatCollectives:
 
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
-        if reduction.before != 1:
+        if not is_one(reduction.before):
             flat.mul_(reduction.before)
         self.links.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=reduction._replace(divide_by=1))
         if self.rank == root:
@@ -235,7 +235,7 @@ class FlatCollectives:
 
     def sum_in_host(self, flat: Tensor, reduction: Reduction, sequence: int) -> None:
         """Combines `flat` over the ranks that share this host's memory, in place."""
-        if reduction.before != 1:
+        if not is_one(reduction.before):
             flat.mul_(reduction.before)
         if self.group is not None and flat.is_cpu:
             self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
@@ -278,7 +278,7 @@ class FlatCollectives:
         table = torch.zeros(self.world_size, count, dtype=torch.int64, device=device)
         table[self.rank] = torch.tensor(numbers, device=device)
         self.all_gather(table.view(-1), range(0, self.world_size * count + 1, count), sequence, by_rank=True)
-        rows: list[list[int]] = table.tolist()
+        rows: list[list[int]] = self.links.on_host(table).tolist()
         return rows
 
     def laid_out(self, mine: Tensor, sequence: int) -> tuple[Tensor, list[int]]:
@@ -298,6 +298,7 @@ class FlatCollectives:
         else:
             flag = torch.zeros(1, dtype=torch.uint8, device=device)
             self.links.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
+            self.links.on_host(flag)  # on a GPU the host waits here
 
     # --- memory and the end ------------------------------------------------------------------------------------------
 
@@ -337,6 +338,6 @@ class FlatCollectives:
 
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:
     """Divides a result that nobody has divided yet, and makes up for smaller terms."""
-    if reduction.divide_by != 1:
+    if not is_one(reduction.divide_by):
         result.div_(reduction.divide_by)
-    return result if reduction.after == 1 else result.mul_(reduction.after)
+    return result if is_one(reduction.after) else result.mul_(reduction.after)

@@ -17,9 +17,10 @@ from torch import Tensor
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.schedule import Goal, Schedule, offsets
 from ddp.comm.execute import Program, Scratch, execute, program
-from ddp.comm.reduction import SUM, Reduction
+from ddp.comm.reduction import SUM, Reduction, is_one
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
+from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import Watchdog
 
 MAX_PLANS = 256
@@ -40,6 +41,7 @@ class HostLinks:
         self.rank, self.world_size, self.transport = transport.rank, transport.world_size, transport
         self._watchdog, self._settings, self._ranks = watchdog, settings, ranks or range(self.world_size)
         self._scratch = Scratch()
+        self._is_enqueued = isinstance(transport, NcclTransport)  # then no wait is here
         self._plan = lru_cache(MAX_PLANS)(partial(_planned, transport))
 
     def among(self, ranks: Sequence[int], channel: int) -> HostLinks:
@@ -60,7 +62,7 @@ class HostLinks:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
         """
         if self.world_size == 1:  # nothing travels, and nobody adds to it
-            if reduction.divide_by != 1:
+            if not is_one(reduction.divide_by):
                 flat.div_(reduction.divide_by)
             return
         unit, shrink = (1, 1) if reduction.wire is None else (reduction.wire.unit, reduction.wire.shrink)
@@ -68,7 +70,7 @@ class HostLinks:
             bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size), unit)
         if shrink != 1:
             flat.mul_(1 / shrink)  # which changes no digit
-        is_divided = reduction.divide_by != 1
+        is_divided = not is_one(reduction.divide_by)
         if is_divided:
             reduction = reduction._replace(divide_by=reduction.divide_by / shrink)
         self._execute(schedule, [flat], [bounds], reduction)
@@ -93,13 +95,28 @@ class HostLinks:
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._settings.device)
         sizes[self.rank] = len(payload)
         self.run(by_size("all_gather", sizes.nbytes, self.world_size), sizes, range(self.world_size + 1))
-        bounds = [0, *accumulate(sizes.tolist())]
+        bounds = [0, *accumulate(self.on_host(sizes).tolist())]
         data = torch.zeros(bounds[-1], dtype=torch.uint8, device=self._settings.device)
         if payload:
             data[bounds[self.rank] : bounds[self.rank + 1]] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         self.run(by_size("all_gather", data.nbytes, self.world_size), data, bounds)
-        everything = data.cpu().numpy().tobytes()
+        everything = self.on_host(data).numpy().tobytes()
         return [everything[start:stop] for start, stop in pairwise(bounds)]
+
+    def on_host(self, result: Tensor) -> Tensor:
+        """Returns what a collective has left in a tensor, on the CPU.
+
+        Raises:
+            TransportError: the collective was aborted meanwhile, so that the numbers mean nothing.
+        """
+        numbers = result.cpu()
+        if self._is_enqueued and (culprit := self._watchdog.hopeless_because()):
+            raise TransportError(*culprit, timed_out=True)
+        return numbers
+
+    def _waits_for(self, peer: int) -> None:
+        if not self._is_enqueued:
+            self._watchdog.waits_for(self._ranks[peer])
 
     def _execute(
         self,
@@ -124,7 +141,7 @@ class HostLinks:
                 reduction=reduction,
                 is_shared=schedule.goal is not Goal.REDUCE_SCATTER,
                 timeout_s=self._settings.abort_s,
-                waiting_for=lambda peer: self._watchdog.waits_for(self._ranks[peer]),
+                waiting_for=self._waits_for,
             )
         except TransportError as error:
             error.peer = self._ranks[error.peer]

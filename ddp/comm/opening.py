@@ -39,6 +39,7 @@ from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTr
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line, said
+from ddp.process.helper_thread import within
 
 CODE_BYTES = 32
 WARN_S = 10.0
@@ -78,10 +79,7 @@ def open_communicator(
     try:
 
         def over_nccl() -> Transport:
-            some = list(ranks) or None
-            group = dist.new_group(some, backend=backend, timeout=timeout, use_local_synchronization=some is not None)
-            assert isinstance(group, dist.ProcessGroup)
-            return NcclTransport(group, everyone, watchdog.hopeless_because)
+            return NcclTransport(part_of(store, "nccl"), rank, world_size, settings.device)
 
         def over_gloo() -> Transport:
             # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
@@ -98,8 +96,10 @@ def open_communicator(
         try:
             agree = partial(agreed_backend, store, rank, ranks or everyone, take(settings.device, settings.backend))
             backend = answered(agree, within_s=abort_s)
-            # NCCL takes the GPU that is this thread's
-            transport = over_nccl() if backend == "nccl" else answered(over_gloo, within_s=abort_s)
+            transport = within(abort_s, over_nccl) if backend == "nccl" else answered(over_gloo, within_s=abort_s)
+        except TimeoutError as error:
+            why = f"NCCL has not connected the ranks within {abort_s:g} s"
+            raise watchdog.find_culprit((rank + 1) % world_size, why) from error
         except (PeerLost, ConfigError):
             raise
         except RuntimeError as error:

@@ -1,6 +1,7 @@
 """`algorithm="auto"`: which route an all-reduce takes.
 
     one host, memory shared     "shared_memory", at once: it is faster than every schedule at every size
+    one host's GPUs             "all_to_all", at once: each reaches every other, and two rounds are the fewest
     anything else               the model predicts what every route costs; the cheapest routes are timed, as many as fit
                                 into `TRIAL_S`; the fastest one is taken
 
@@ -40,6 +41,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from ddp import gpu
 from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Round, Schedule
@@ -61,6 +63,7 @@ Predicted = Literal["all_reduce", "all_gather", "sum_in_host"]
 Result = TypeVar("Result")
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
+DIRECT = "all_to_all"
 NEARLY = 1.1  # times that differ by no more count as equal
 
 # --- predictions -----------------------------------------------------------------------------------------------------
@@ -181,6 +184,8 @@ class Plan:
         self._measured: Measured | None = None
         self._adding: dict[Narrow, float] = {}  # seconds for each byte that travels
         self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, by route
+        on_one_host = len(collectives.hosts) == 1 and settings.device.type == gpu.KIND
+        self._is_direct = on_one_host and (settings.order == "any" or self._routes[DIRECT].is_canonical)
         self.check(self.algorithm)
 
     def check(self, name: str) -> None:
@@ -238,6 +243,8 @@ class Plan:
     def _choose(self, nbytes: int, wire: Narrow | None = None) -> str:
         if IN_MEMORY in self._routes:
             return IN_MEMORY
+        if self._is_direct:
+            return DIRECT
         key = str(nbytes) if wire is None else f"{nbytes} {wire}"
         if key not in self.choices:
             size = size_of_trial(nbytes)
@@ -365,6 +372,8 @@ class Plan:
             return self.algorithm
         if IN_MEMORY in self._routes:
             return "shared memory"
+        if self._is_direct:
+            return DIRECT
         memory = "shared memory and " if any(route.in_memory for route in self._routes.values()) else ""
         sizes = "+".join(str(len(host)) for host in self._collectives.hosts)
         order = ", canonical" if self._settings.order == "canonical" else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, SupportsInt
+from typing import Literal, NamedTuple, Protocol, SupportsInt, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,20 +24,34 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 """By operation, the function of two tensors; its `out` may be one of them."""
 
 
+@runtime_checkable
+class OnDevice(Protocol):
+    """A divisor that a GPU finds out, so that the host need not wait for it."""
+
+    def on_device(self) -> Tensor | None:
+        """Returns it as a scalar, on the current stream; None if the host knows it."""
+
+
 class Reduction(NamedTuple):
     """An operation on the ranks' tensors, and what happens to its result on the way.
 
     Attributes:
-        divide_by: what every sum is divided by, once; a whole number, but where a wire format has shrunk the terms.
+        divide_by: what every sum is divided by, once: a whole number, but where a wire format has shrunk the terms; or
+            a scalar that only the GPU knows.
         wire: how numbers travel between hosts, if not in the tensors' own type.
         before, after: what terms and results are multiplied by, where sums would overflow and a mean does not.
     """
 
     op: str = "sum"
-    divide_by: float = 1
+    divide_by: float | Tensor = 1
     wire: WireFormat | None = None
-    before: float = 1.0
-    after: float = 1.0
+    before: float | Tensor = 1.0
+    after: float | Tensor = 1.0
+
+
+def is_one(factor: float | Tensor) -> bool:
+    """Returns True if nothing is to be done. Of what only a GPU knows, nobody asks."""
+    return not isinstance(factor, Tensor) and factor == 1
 
 
 _PLAIN = {op: Reduction(op) for op in COMBINE}
@@ -60,15 +74,24 @@ def reduction_of(
     """
     if op == "mean":
         op, divide_by = "sum", num_ranks
-    divisor = int(divide_by)
-    if divisor == 1:
+    divisor: int | Tensor
+    if isinstance(divide_by, int) or not isinstance(divide_by, OnDevice) or (known := divide_by.on_device()) is None:
+        divisor = int(divide_by)
+    elif wire == "fp16":  # whose numbers may overflow; no power of two can be chosen without knowing the divisor
+        return Reduction(op, 1, wire_format(wire), known.reciprocal())
+    else:
+        divisor = known
+    if is_one(divisor):
         return _PLAIN[op] if wire is None else Reduction(op, 1, wire_format(wire))
-    refuse_divisor_out_of_range(divisor)
-    before = after = 1.0
+    if not isinstance(divisor, Tensor):
+        refuse_divisor_out_of_range(divisor)
+    before: float | Tensor = 1.0
+    after: float | Tensor = 1.0
     if dtype in OVERFLOWING:
         room = 1 << (num_ranks - 1).bit_length()  # a power of two, by which dividing loses no digits
         divisor, before, after = 1, 1 / room, room / divisor
-    return Reduction(op, divisor, None if wire is None else wire_format(wire, divisor), before, after)
+    form = None if wire is None else wire_format(wire, 1 if isinstance(divisor, Tensor) else divisor)
+    return Reduction(op, divisor, form, before, after)
 
 
 def refuse_divisor_out_of_range(divide_by: int) -> None:

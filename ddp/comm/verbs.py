@@ -20,6 +20,7 @@ from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with_rows, write_back
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
+from ddp.comm.host_copy import HostCopy
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import Op, reduction_of
 from ddp.comm.transport.edge import gathered
@@ -384,7 +385,8 @@ class Verbs:
         """Returns True on every rank if `flag` is true on any."""
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
         algorithm = IN_MEMORY if IN_MEMORY in self._collectives.routes else "recursive_doubling"
-        return bool(self.all_reduce(votes, "max", algorithm=algorithm, label=label).item())
+        self.all_reduce(votes, "max", algorithm=algorithm, label=label)
+        return bool(HostCopy([votes], self.device, self._queue.refuse_if_broken).read()[0][0])
 
 
 def _agreed(tensor: Tensor) -> tuple[object, ...]:

@@ -6,14 +6,16 @@ the interpreter lock, so backward and optimizer go on meanwhile.
 
 A synchronous call that finds nothing in flight runs in the caller's own thread, which saves two thread switches.
 
-CUDA. The thread works on a stream of its own, which first waits for what the caller's stream has produced so far;
-`Work.wait` makes the caller's stream wait for the result. Nothing synchronises the device.
+On a GPU with NCCL there is no such thread: `stream_queue.py` enqueues. Where GPU tensors travel through the host, the
+thread works on a stream of its own, which first waits for what the caller's stream has produced so far; `Work.wait`
+makes the caller's stream wait for the result. Nothing synchronises the device.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
@@ -32,27 +34,50 @@ CPU = torch.device("cpu")
 Result = TypeVar("Result", default=Any)
 
 
-class Work(Generic[Result]):
+class Work(ABC, Generic[Result]):
     """An asynchronous collective: queued, running or complete.
 
     Attributes:
         done_s: when it ended.
     """
 
+    done_s: float
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> Result:
+        """Returns the collective's result once it is complete, or raises its error.
+
+        On a GPU the result is complete for the current stream, which waits; the host goes on, unless the collective
+        still runs on a thread. Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly
+        (TimeoutError).
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Returns True once the collective has ended, well or badly."""
+
+
+class ThreadWork(Work[Result]):
+    """A collective of a `Runner`, or one that has ended."""
+
     def __init__(self, collective: Callable[[], Result], device: torch.device = CPU, call: Call | None = None) -> None:
         self._collective: Callable[[], Result] | None = collective
         self._call = call  # names the wait in a profile
         self._future: Future[Result] = Future()
         self._inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
+        self._device = device
         self._produced = gpu.cuda.current_stream(device).record_event() if device.type == gpu.KIND else None
         self._finished: torch.cuda.Event | None = None
         self.done_s = 0.0
 
-    def run(self, stream: torch.cuda.Stream | None = None) -> None:
+    def run(self, stream: torch.cuda.Stream | None = None) -> tuple[torch.cuda.Event, object] | None:
         """Runs the collective, once.
 
         Args:
-            stream: the current one, on CUDA.
+            stream: the current one, on a GPU.
+
+        Returns:
+            On a GPU, an event, and what must be kept until then, because it holds tensors.
         """
         collective, self._collective = self._collective, None  # it holds tensors
         assert collective is not None
@@ -67,34 +92,18 @@ class Work(Generic[Result]):
             self._future.set_result(result)
         except BaseException as error:
             self._future.set_exception(error)
+        return None if self._finished is None else (self._finished, collective)
 
     def wait(self, timeout_s: float | None = None) -> Result:
-        """Returns the collective's result once it is complete, or raises its error.
-
-        Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly (TimeoutError).
-        """
         if profiler._is_profiler_enabled and self._call is not None:
             result = recorded(self._call.wait_range, self._future.result, timeout_s)
         else:
             result = self._future.result(timeout_s)
-        if (stream := self.hold_current_stream()) is not None:
-            for each in result if isinstance(result, list) else [result]:
-                if isinstance(each, Tensor):
-                    each.record_stream(
-                        stream
-                    )  # it may come from the other stream's pool: not free while this one reads
+        if self._finished is not None:
+            hold_current_stream(self._finished, result, self._device)
         return result
 
-    def hold_current_stream(self) -> torch.cuda.Stream | None:
-        """Makes the current stream wait for what the collective has queued on its own; returns it, on CUDA."""
-        if self._finished is None:
-            return None
-        stream = gpu.cuda.current_stream()
-        stream.wait_event(self._finished)
-        return stream
-
     def is_completed(self) -> bool:
-        """Returns True once the collective has ended, well or badly."""
         return self._future.done()
 
     def is_completed_within(self, timeout_s: float) -> bool:
@@ -102,9 +111,21 @@ class Work(Generic[Result]):
         return not wait([self._future], timeout_s).not_done
 
 
-def done(result: Result) -> Work[Result]:
+def hold_current_stream(finished: torch.cuda.Event, result: object, device: torch.device) -> None:
+    """Makes the device's current stream wait for a collective that has been queued on another one.
+
+    Its result may come from the other stream's memory, which is not free while this one reads.
+    """
+    stream = gpu.cuda.current_stream(device)
+    stream.wait_event(finished)
+    for each in result if isinstance(result, list) else [result]:
+        if isinstance(each, Tensor):
+            each.record_stream(stream)
+
+
+def done(result: Result) -> ThreadWork[Result]:
     """Returns a work that has ended already."""
-    work = Work(lambda: result)
+    work = ThreadWork(lambda: result)
     work.run()
     return work
 
@@ -114,8 +135,8 @@ class Runner:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
-        self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
-        self._last: Work[Any] | None = None  # the last one submitted, if it may still be running
+        self._queue: queue.SimpleQueue[ThreadWork[Any] | None] = queue.SimpleQueue()
+        self._last: ThreadWork[Any] | None = None  # the last one submitted, if it may still be running
         self._thread: threading.Thread | None = None
 
     def is_idle(self) -> bool:
@@ -124,7 +145,8 @@ class Runner:
         On CUDA, the caller's stream then comes after it, because both use the same scratch memory.
         """
         if self._last is not None and self._last.is_completed():
-            self._last.hold_current_stream()
+            if (finished := self._last._finished) is not None:
+                hold_current_stream(finished, None, self._device)
             self._last = None
         return self._last is None
 
@@ -133,7 +155,7 @@ class Runner:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._last = work = Work(collective, self._device, call)
+        self._last = work = ThreadWork(collective, self._device, call)
         self._queue.put(work)
         return work
 
@@ -151,6 +173,9 @@ class Runner:
     def _loop(self) -> None:
         stream = gpu.cuda.Stream(self._device) if self._device.type == gpu.KIND else None
         with gpu.cuda.stream(stream) if stream is not None else nullcontext():
+            kept: list[tuple[torch.cuda.Event, object]] = []  # what the GPU may still read, though nobody has waited
             while (work := self._queue.get()) is not None:
-                work.run(stream)
-                del work  # its result holds tensors
+                kept = [each for each in kept if not each[0].query()]
+                if (queued := work.run(stream)) is not None:
+                    kept.append(queued)
+                del work, queued  # its result holds tensors

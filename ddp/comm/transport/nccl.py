@@ -1,68 +1,135 @@
-"""Transport over torch.distributed's point-to-point operations, by NCCL: GPU tensors, each rank with a GPU of its own.
+"""Transport over NCCL: GPU tensors, each rank with a GPU of its own.
 
-All transfers of a round go into one `batch_isend_irecv`: posted one by one, "send, then receive" on both sides
-deadlocks, since NCCL runs the operations of a pair in launch order (NVIDIA/nccl#479). NCCL orders itself behind the
-current stream; waiting makes the current stream wait, and the host only polls, so as to keep the deadline.
+The communicator is made from torch's own object, past torch's groups: with those, one timeout holds for every
+operation, whoever waits for it, and torch ends the process; and groups that overlap may get each other's names.
+
+A round is one coalesced batch: posted one by one, "send, then receive" on both sides deadlocks, since NCCL runs the
+operations of a pair in launch order (NVIDIA/nccl#479). The batch begins when the current stream has come to it, and
+`wait` makes the current stream wait for its end. The host waits for neither, so `comm/stream_queue.py` watches what is
+on its way. Everything travels as bytes, because NCCL lacks some of torch's types.
+
+Note "errors". torch calls a batch complete once there is an error, and its `wait` is silent: only `exception` tells.
+By itself, torch's thread would end the process then; `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` leaves it to us.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import NamedTuple
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ddp import gpu
+from ddp.comm.meeting.private_store import for_torch, part_of
 from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError
-from ddp.process.clock import Patience
+from ddp.errors import first_line
 
-POLL_S = 0.0002
+ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL
+NO_DEADLINE = timedelta(days=3650)  # deadlines are kept outside
+ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class NcclTransport(Transport):
-    """Point-to-point over NCCL, on CUDA tensors: one symmetric batch per round.
+    """Point-to-point over NCCL, on GPU tensors: one batch per round. Collective to make; the host waits meanwhile.
 
     Args:
-        ranks: this transport's ranks, in the group's numbers.
-        hopeless_because: see `Transport.among`.
+        store: of these ranks alone, and of this transport.
+        device: this rank's.
+
+    Raises:
+        TransportError: NCCL could not connect the ranks.
     """
 
     has_tags = False
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], hopeless_because: GiveUpCheck) -> None:
-        self._group, self._ranks, self._hopeless_because = group, ranks, hopeless_because
-        self.rank, self.world_size = ranks.index(group.rank()), len(ranks)
+    def __init__(self, store: Store, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._store, self._last = store, None
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = NO_DEADLINE
+        try:
+            with _errors_are_ours(), gpu.cuda.device(device):
+                self._backend = ProcessGroupNCCL(for_torch(store), rank, world_size, options)
+                self._backend.eager_connect_single_device(device)
+                self._meet_all()
+        except RuntimeError as error:
+            raise TransportError((rank + 1) % world_size, first_line(error)) from error
+
+    def _meet_all(self) -> None:
+        """Exchanges a byte with every rank, because the first exchange of a pair connects it, and blocks the host."""
+        mine, theirs = torch.zeros(2, dtype=torch.uint8, device=self.device).split(1)
+        for distance in range(1, self.world_size):
+            ahead, behind = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            self.post([Transfer(ahead, mine)], [Transfer(behind, theirs)]).wait(0)
+        gpu.cuda.current_stream(self.device).synchronize()
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        transfers = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
-        ops = [
-            dist.P2POp(operation, data, group=self._group, group_peer=self._ranks[peer])
-            for operation, peer, data in transfers
-        ]
-        peer = (sends or receives)[0].peer
-        return _NcclRound(peer, dist.batch_isend_irecv(ops), self._hopeless_because)
+        backend, is_any = self._backend, False
+        try:
+            backend._start_coalescing()
+            for operation, transfers in ((backend.recv, receives), (backend.send, sends)):
+                for peer, data in transfers:
+                    if data.numel():  # NCCL may not take a message of no bytes
+                        operation([data.view(torch.uint8)], peer, 0)
+                        is_any = True
+            work = backend._end_coalescing()
+        except RuntimeError as error:
+            raise TransportError((sends or receives)[0].peer, first_line(error)) from error
+        if is_any:
+            self._last = work
+        return _Batch(work if is_any else None)
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> NcclTransport:
-        """Makes a process group, because NCCL knows no tags. It ends with torch.distributed."""
-        names = [dist.get_global_rank(self._group, self._ranks[rank]) for rank in ranks]
-        group = dist.new_group(names, backend="nccl", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        in_order = sorted(names)  # as new_group numbers them
-        return NcclTransport(group, [in_order.index(name) for name in names], hopeless_because)
+        """Makes a communicator of NCCL's own, because NCCL knows no tags. Collective over these ranks.
+
+        All ranks must enqueue what they do on both in one order.
+        """
+        store = part_of(self._store, f"channel {channel}")
+        return NcclTransport(store, list(ranks).index(self.rank), len(ranks), self.device)
+
+    def failure(self) -> str:
+        """Returns the error that NCCL has met, as text; "" without one (note "errors")."""
+        if self._last is None or not self._last.is_completed():
+            return ""
+        try:
+            error = self._last.exception()
+        except RuntimeError as raised:
+            error = raised
+        return "" if error is None else first_line(error)
+
+    def abort(self) -> None:
+        """Ends whatever is on its way, here; other ranks wait in vain."""
+        self._backend.abort()
+
+    def close(self) -> None:
+        """Gives the connections back. Nothing may be on its way."""
+        self._backend.shutdown()
 
 
-class _NcclRound(NamedTuple):
-    peer: int
-    works: list[dist.Work]
-    hopeless_because: GiveUpCheck
+class _Batch:
+    def __init__(self, work: Any) -> None:
+        self._work = work
 
     def wait(self, timeout_s: float) -> None:
-        patience = Patience(timeout_s)
-        while not all(work.is_completed() for work in self.works):
-            if not patience.left_s():
-                raise TransportError(self.peer, f"NCCL did not finish within {timeout_s:g} s", timed_out=True)
-            if culprit := self.hopeless_because():
-                raise TransportError(self.peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
-            time.sleep(POLL_S)
-        for work in self.works:
-            work.wait()
+        """Makes the current stream wait; the host goes on."""
+        if self._work is not None:
+            self._work.wait()
+
+
+@contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """Lets torch's thread leave errors alone, in the communicators that are made meanwhile (note "errors")."""
+    before = os.environ.get(ERRORS)
+    os.environ[ERRORS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ERRORS]
+        else:
+            os.environ[ERRORS] = before

@@ -1,0 +1,238 @@
+"""Gives collectives their turn on a GPU: they are enqueued there, and the host waits for none of them.
+
+The thread that calls a collective enqueues the whole of it on the communicator's stream: batches of NCCL, and the
+additions between them. So the order in which threads call is the order on the GPU, and all ranks must have the same.
+
+    caller's stream      … writes x ─╮ event                           ╭ `Work.wait` …  reads x
+    communicator's                   ╰ batch ─ add ─ batch ─ … ─ event ╯
+    NCCL's                             ╰─────╯     ╰─────╯
+
+Because every collective is on one stream, all may use the same scratch memory. The stream has high priority: additions
+are short, and other ranks wait for them.
+
+A thread beside it, the *lookout*, asks the events whether the GPU has come that far. It keeps what a collective reads
+or writes until then, so that nobody else gets the memory; and it keeps the deadline, which begins when the GPU comes to
+the collective. If a peer is missing it notes the error, which the next call raises, and aborts NCCL: then the GPU goes
+on with numbers that mean nothing. So whoever reads a result on the host asks `refuse_if_broken` before believing it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from ddp import gpu
+from ddp.comm.call_queue import LET_GO_S, CallQueue, Result
+from ddp.comm.transport.edge import Gather, TransportError
+from ddp.comm.transport.nccl import NcclTransport
+from ddp.comm.watch.call import Call
+from ddp.comm.watch.watchdog import Watchdog
+from ddp.comm.work import Work, done, hold_current_stream
+from ddp.errors import CommunicatorBroken, PeerLost, first_line
+from ddp.process.clock import Patience, now_s
+
+POLL_S = 0.002
+SLOW_S = 1.0  # a collective that takes longer is looked at more closely
+
+
+class Flight:
+    """A collective that has been enqueued, or is being.
+
+    Attributes:
+        peer, run: see `Wait`.
+        began: the GPU has come to it.
+        ended: the GPU is through with it; None while the host still enqueues it.
+        keeps: what holds its tensors.
+        done_s: when it was seen to have ended.
+    """
+
+    def __init__(self, call: Call, peer: int, began: torch.cuda.Event, *keeps: object) -> None:
+        self.call, self.peer, self.began, self.keeps = call, peer, began, list(keeps)
+        self.run, self.done_s = 0, 0.0
+        self.ended: torch.cuda.Event | None = None
+
+    def is_over(self) -> bool:
+        return self.ended is not None and self.ended.query()
+
+
+class StreamWork(Work[Result]):
+    """A collective that has been enqueued. `wait` makes the caller's stream wait for it, and returns at once."""
+
+    def __init__(self, flight: Flight, result: Result, device: torch.device) -> None:
+        self._flight, self._result, self._device = flight, result, device
+
+    @property
+    def done_s(self) -> float:  # type: ignore[override]
+        """Returns when it was seen to have ended; 0 before."""
+        return self._flight.done_s
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        assert self._flight.ended is not None
+        hold_current_stream(self._flight.ended, self._result, self._device)
+        return self._result
+
+    def is_completed(self) -> bool:
+        return self._flight.is_over()
+
+
+class StreamQueue(CallQueue):
+    """Enqueues the collectives of one communicator.
+
+    Args:
+        timeout_s: longest wait of the GPU for a rank that lives.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        rank: int,
+        world_ranks: Sequence[int],
+        *,
+        transport: NcclTransport,
+        gather: Gather | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(watchdog, rank, world_ranks, device=transport.device, gather=gather)
+        self._transport, self._device, self._timeout_s = transport, transport.device, timeout_s
+        self._stream = gpu.cuda.Stream(self._device, priority=-1)
+        self._flight: Flight | None = None  # that is being enqueued
+        self._last: Flight | None = None
+        self._failure: BaseException | None = None  # found by the lookout, and not raised yet
+        self._is_aborted = False
+        self._flights: SimpleQueue[Flight | None] = SimpleQueue()
+        known = weakref.ref(self), self._flights
+        self._lookout = threading.Thread(target=_look_out, args=known, name=f"ddp-lookout-{rank}", daemon=True)
+        self._lookout.start()
+        weakref.finalize(self, self._flights.put, None).atexit = False
+
+    def run(self, call: Call, collective: Callable[[], Result], *, async_op: bool = False) -> Any:
+        if self._is_in_chain:  # and so on the stream
+            result = self._run_now(call, collective, False)
+            return done(result) if async_op else result
+        self.refuse_if_broken()
+        with gpu.cuda.device(self._device):
+            self._stream.wait_stream(gpu.cuda.current_stream(self._device))
+            peer = self.neighbour if call.message is None else call.message.peer
+            flight = self._flight = self._last = Flight(call, peer, self._stream.record_event(), collective)
+            self._flights.put(flight)
+            with gpu.cuda.stream(self._stream):
+                try:
+                    result = self._run_now(call, collective, True)
+                    flight.keeps.append(result)
+                except BaseException:
+                    if self.error is not None:
+                        self._abort()
+                    raise
+                finally:
+                    flight.ended = self._stream.record_event()
+        work = StreamWork(flight, result, self._device)
+        return work if async_op else work.wait()
+
+    def _begin(self, call: Call) -> None:
+        if self._flight is not None and call.message is None:
+            self._flight.run = self._num_runs
+
+    def _end(self) -> None:
+        """Does nothing: it goes on when the GPU does."""
+
+    def refuse_if_broken(self) -> None:
+        """Raises what the lookout has found, once; later CommunicatorBroken."""
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+        super().refuse_if_broken()
+
+    def _lost(self, error: TransportError) -> PeerLost:
+        """Returns what the lookout has found, if anything: the transport has failed because it was aborted."""
+        failure, self._failure = self._failure, None
+        return failure if isinstance(failure, PeerLost) else super()._lost(error)
+
+    def _abort(self) -> None:
+        if not self._is_aborted:
+            self._is_aborted = True
+            self._transport.abort()
+
+    def close(self) -> None:
+        self._flights.put(None)
+        self._lookout.join()
+        if self.error is None:
+            self._transport.close()
+        super().close()
+
+    def abandon(self, reason: str = "") -> None:
+        patience, last = Patience(0.0 if reason else LET_GO_S), self._last
+        while last is not None and not last.is_over() and self.error is None and patience.left_s():
+            time.sleep(POLL_S)
+        is_over = last is None or last.is_over()
+        super().abandon(reason)
+        if not is_over:
+            self._abort()
+
+    # --- the lookout -------------------------------------------------------------------------------------------------
+
+    def look_at(self, flight: Flight, patience: Patience) -> None:
+        """Keeps the deadline of a collective that the GPU has come to, and has not ended."""
+        if self.error is not None:  # and so aborted
+            return
+        if culprit := self._watchdog.hopeless_because():
+            self._fail(TransportError(flight.peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True))
+        elif not patience.left_s():
+            why = f"the GPU has waited for {self._timeout_s:g} s"
+            self._fail(TransportError(flight.peer, why, timed_out=True))
+        elif patience.limit_s - patience.left_s() > SLOW_S and (failure := self._transport.failure()):
+            self._fail(TransportError(flight.peer, failure))
+
+    def note(self, flight: Flight) -> Patience:
+        """Notes that the GPU waits in a collective from now on. Returns the patience with it."""
+        self._watchdog.begin(flight.call, flight.peer, flight.run)
+        return Patience(self._timeout_s)
+
+    def forget(self) -> None:
+        """Notes that the GPU waits no more."""
+        self._watchdog.end()
+
+    def lose(self, error: BaseException) -> None:
+        """Notes an error of the GPU itself."""
+        self.error = self.error or error
+        self._failure = self._failure or error
+        self._watchdog.fail(f"{type(error).__name__}: {first_line(error)}")
+
+    def _fail(self, error: TransportError) -> None:
+        try:
+            lost = super()._lost(error)
+            self.error = self._failure = lost
+            self._watchdog.give_up(lost.rank, lost.reason)
+        except CommunicatorBroken as broken:  # because the program ends
+            self.error = broken
+        self._abort()
+
+
+def _look_out(queue: weakref.ref[StreamQueue], flights: SimpleQueue[Flight | None]) -> None:
+    """Sees one collective after the other to its end."""
+    while (flight := flights.get()) is not None:
+        patience: Patience | None = None
+        try:
+            while not flight.is_over():
+                here = queue()
+                if here is not None and patience is None and flight.began.query():
+                    patience = here.note(flight)
+                elif here is not None and patience is not None:
+                    here.look_at(flight, patience)
+                del here
+                time.sleep(POLL_S)
+        except RuntimeError as error:  # the GPU itself has failed: no event ends any more
+            if (here := queue()) is not None:
+                here.lose(error)
+                del here
+        flight.done_s = now_s()
+        flight.keeps.clear()
+        if patience is not None and (here := queue()) is not None:
+            here.forget()
+            del here
+        del flight
