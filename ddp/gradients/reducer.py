@@ -42,6 +42,7 @@ class Reducer(ABC):
         tails_ride: totals and verdicts may travel in the buckets; a wire format or a hook would round them.
         may_resize: it may resize buckets, which are ordinary memory then, and hold gradients and nothing else.
         averages: it divides by the world size, whatever divisor it is given.
+        may_hide: what it makes of numbers that are not finite may be finite.
         is_finite: all gradients that this rank has sent in this step were finite, as far as buckets do not show it; on
             a GPU a scalar there.
     """
@@ -49,6 +50,7 @@ class Reducer(ABC):
     tails_ride = False
     may_resize = False
     averages = False
+    may_hide = False
     is_finite: bool | Tensor = True
 
     @abstractmethod

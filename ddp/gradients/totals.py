@@ -22,10 +22,13 @@ totals and verdicts travel apart, in messages of their own: totals before the fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ddp import gpu
 
 BASE = 4096
 
@@ -90,14 +93,19 @@ class Totals(NamedTuple):
     def write(self, tail: Tensor) -> None:
         """Writes this rank's part into a tail, [NUM_TOTALS]."""
         numbers = [self.num_items // BASE, self.num_items % BASE, self.num_stopping, self.num_ending]
-        tail[1:].copy_(tail.new_tensor(numbers))
+        tail[1:].copy_(_sent(numbers, tail))
         tail[0] = self.loss_sum
 
     @classmethod
-    def read(cls, tail: Tensor) -> Totals:
-        """Reads the sums over ranks from a tail, [NUM_TOTALS]."""
-        loss_sum, high, low, num_stopping, num_ending = tail.tolist()
+    def read(cls, tail: Sequence[float]) -> Totals:
+        """Reads the sums over ranks from the numbers of a tail, [NUM_TOTALS]."""
+        loss_sum, high, low, num_stopping, num_ending = tail
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
+
+
+def _sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
+    """Returns numbers where a tail is, without a wait for a GPU."""
+    return gpu.sent(torch.tensor(numbers, dtype=tail.dtype, device="cpu"), tail.device)
 
 
 def count_of(number: float) -> float:
@@ -124,19 +132,19 @@ class Verdicts(NamedTuple):
         """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
         *found, (squares, *counts) = self
         if any((*found, *counts)):
-            tail[:-1].copy_(torch.tensor([*found, *counts], dtype=tail.dtype))
+            tail[:-1].copy_(_sent([*found, *counts], tail))
             tail[-1] = squares
         else:
             tail.zero_()
 
     @classmethod
-    def read(cls, tail: Tensor, *, divided_by: int) -> Verdicts:
-        """Reads from a tail, [NUM_VERDICTS], what any rank has found.
+    def read(cls, tail: Sequence[float], *, divided_by: float) -> Verdicts:
+        """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
 
         Args:
             divided_by: what the tail was divided by on its way.
         """
-        unused, undefined, non_finite, *counts, squares = tail.tolist()
+        unused, undefined, non_finite, *counts, squares = tail
         parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
         return cls(unused > 0, undefined > 0, non_finite > 0, parts)
 
@@ -152,10 +160,19 @@ class GlobalCount:
     Args:
         totals: the tail that carries them, [NUM_TOTALS].
         loss_scale: see `Totals`.
+        stays_on_device: the host is not to wait for it. Then the division is by the very count, whole or not.
     """
 
-    def __init__(self, totals: Tensor, loss_scale: int = 1) -> None:
-        self._totals, self._loss_scale = totals, loss_scale
+    def __init__(self, totals: Tensor, loss_scale: int = 1, *, stays_on_device: bool = False) -> None:
+        self._totals, self._loss_scale, self._stays_on_device = totals, loss_scale, stays_on_device
 
     def __int__(self) -> int:
-        return Totals.read(self._totals).divisor * self._loss_scale
+        return Totals.read(self._totals.tolist()).divisor * self._loss_scale
+
+    def on_device(self) -> Tensor | None:
+        """Returns the count as a scalar on the GPU, if it is to stay there."""
+        if not self._stays_on_device:
+            return None
+        _, high, low, *_ = self._totals.double().unbind()
+        count = high * BASE + low
+        return torch.where(count > 0, count, 1.0) * self._loss_scale

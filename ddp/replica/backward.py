@@ -35,6 +35,7 @@ and not moved, because an all-reduce in place would change what the graph has sa
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
@@ -43,6 +44,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, UnusedParameters
@@ -142,6 +144,8 @@ class Backward:
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
         error: found by this backward; every rank raises it before its next forward.
+        is_unread: it has ended, and nobody has called `conclude`.
+        streams: those of a GPU on which gradients have become ready.
         began_s, ended_s: when backward began and ended.
     """
 
@@ -168,6 +172,8 @@ class Backward:
         self.index_of: dict[int, int] = {}
         self.creates_graph = False
         self.error: UnusedParameters | None = None
+        self.is_unread = False
+        self.streams: set[torch.cuda.Stream] = set()
         self._waited, self.began_s, self.ended_s = waited, 0.0, 0.0
         self._seen: list[Tensor] = []  # parameters in the order of their gradients, as long as no order is known
         self._sparse_ready: dict[int, Tensor] = {}  # parameters that live in no bucket, by id
@@ -204,7 +210,8 @@ class Backward:
             layout.allocate()
         if share.totals is not None:
             share.totals.write(layout.totals)
-            share = share._replace(divide_by=GlobalCount(layout.totals, share.totals.loss_scale))
+            count = GlobalCount(layout.totals, share.totals.loss_scale, stays_on_device=self.comm.enqueues)
+            share = share._replace(divide_by=count)
             if not layout.totals_ride:
                 with self._waited.running():
                     self.comm.all_reduce(layout.totals, label=f"step {self.step}, totals")
@@ -280,7 +287,12 @@ class Backward:
             self.launch(reduction)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Puts a bucket's gradients in their places."""
+        """Puts a bucket's gradients in their places, once they are there."""
+        if self.streams:
+            here = gpu.cuda.current_stream(bucket.flat.device)
+            for stream in self.streams:
+                if stream != here:
+                    here.wait_stream(stream)
         self._settlement.filled(bucket, without=bucket.fill(moves=not self.creates_graph))
 
     def launch(self, reduction: BucketReduction) -> None:
@@ -335,11 +347,11 @@ class Backward:
         self._settlement.judge(missing, self._computed)
         return self.reductions[self._num_launched :]
 
-    def finish(self) -> Totals:
+    def finish(self) -> Totals | None:
         """Ends the step: waits for what is in flight, and gives every parameter its mean. Collective.
 
         Returns:
-            What the totals of all ranks add up to; zeros if none rode along.
+            What `conclude` returns; None if the host has not waited for it (`settlement.py`, note "late").
         """
         if self._in_flight:
             self._collect(wait=True)
@@ -349,8 +361,23 @@ class Backward:
                 self.comm.all_reduce(self.layout.verdicts, label=f"step {self.step}, verdicts")
         if self.stepper is not None:
             self.stepper.check(self._settlement.gone())
-        totals = self._settlement.settle(creates_graph=self.creates_graph)
-        self.state, self.error = State.DONE, self._settlement.error
+        if self._settlement.settle(creates_graph=self.creates_graph):
+            return self.conclude()
+        self.state, self.is_unread = State.DONE, True
+        return None
+
+    def conclude(self, *, is_late: bool = False) -> Totals:
+        """Reads what the ranks have found, and does what follows from it. Collective.
+
+        Args:
+            is_late: the gradients have been used already.
+
+        Returns:
+            What the totals of all ranks add up to; zeros if none rode along.
+        """
+        self.is_unread = False
+        totals = self._settlement.conclude(is_late=is_late)
+        self.state, self.error = State.DONE, self.error or self._settlement.error
         return totals
 
     def _learn(self) -> None:
@@ -434,9 +461,21 @@ def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
             listener.backward.move_in(parameter)
             on_gradient(parameter)
 
+    # Of a model on several GPUs, autograd has a thread for each.
+    lock = threading.RLock()
+
+    @uncompiled
+    def on_gpu_gradient(parameter: Tensor) -> None:
+        if (listener := of_replica()) is not None:
+            with lock:
+                listener.backward.streams.add(gpu.cuda.current_stream(parameter.device))
+                (on_large_gradient if parameter.nbytes >= LARGE_BYTES else on_gradient)(parameter)
+
     for parameter in parameters:
         if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
             observer = on_large_gradient if parameter.nbytes >= LARGE_BYTES else on_gradient
+            if parameter.device.type == gpu.KIND:
+                observer = on_gpu_gradient
             needs_gradient = parameter.requires_grad
             # torch refuses a parameter that is frozen at the moment, but it may be unfrozen later
             handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(observer)

@@ -36,6 +36,7 @@ from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Reducer
+from ddp.gradients.totals import Totals
 from ddp.replica.autograd import accumulates, hand_out_differentiable, uncompiled, watch_backward
 from ddp.replica.backward import Backward, BucketReduction, State, Stepper, listen
 from ddp.replica.broadcast import BufferSync, broadcast_state, sending
@@ -119,7 +120,7 @@ class BucketedDataParallel(Replica):
             ConfigError: parameters were added, removed or replaced, or frozen with a gradient that was not sent.
             ReplicaMismatch: parameters were frozen or converted on some ranks only.
         """
-        self.raise_pending()
+        self._raise_known()
         while (change := self._watch.check()) is Change.MODULES:  # then it checks again, for what else has changed
             self._buffer_sync.refresh()
         if change is Change.KINDS:
@@ -131,6 +132,21 @@ class BucketedDataParallel(Replica):
 
     def raise_pending(self) -> None:
         """Raises the error that the last backward has recorded, or RuntimeError if a backward broke off."""
+        self._read()
+        self._raise_known()
+
+    @property
+    def totals(self) -> Totals:
+        self._read()
+        return self._totals
+
+    def _read(self) -> None:
+        """Reads what the last step's ranks have found, if nobody has done so."""
+        if self._last.is_unread:
+            with torch.no_grad():
+                self._totals = self._last.conclude()
+
+    def _raise_known(self) -> None:
         if self._last.error is not None:
             raise self._last.error
         if self.backward.state is State.RUNNING:
@@ -186,11 +202,14 @@ class BucketedDataParallel(Replica):
 
     @uncompiled
     def _finish(self) -> None:
-        ended = self.backward
+        ended, former = self.backward, self._last
         with torch.no_grad():
             for reduction in ended.end():
                 ended.launch(reduction)
             totals = ended.finish()
+            if former.is_unread:
+                former.conclude(is_late=True)
+                ended.error = ended.error or former.error
         self._last, self.backward = ended, self._new_backward(ended)
         self._waiting = self._layouts.current if self._is_in_forward else None
         if ended.creates_graph:

@@ -77,9 +77,10 @@ class NaiveDataParallel(Replica):
         with self.waited.running():
             self.comm.all_reduce(sums, label="totals")
             self.comm.all_reduce(has_gradient, "max", label="who has a gradient")
-        totals = Totals(sums[0].item(), count_of(sums[1].item()), int(sums[2]), int(sums[3]))
+        (loss_sum, num_items, stopping, ending), anyone_has = self.comm.to_host(sums, has_gradient).read()
+        totals = Totals(loss_sum, count_of(num_items), int(stopping), int(ending))
         divisor = self.comm.world_size if mine is None else (totals.num_items or 1) * mine.loss_scale
-        for (name, parameter), anyone in zip(named, has_gradient.tolist(), strict=True):
+        for (name, parameter), anyone in zip(named, anyone_has, strict=True):
             # exercise 06: if any rank has this gradient, every rank gets the sum over all ranks, divided
             if anyone:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -64,7 +64,6 @@ class Replica(nn.Module, ABC):
         inputs: says which ranks have inputs.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
-        totals: the last step's totals, summed over all ranks.
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised; those before a checkpoint that the run continued from
             count.
@@ -80,7 +79,7 @@ class Replica(nn.Module, ABC):
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
         self.module, self.comm, self.inputs = module, comm, Inputs(comm)
-        self.totals, self.waited, self.num_steps, self.num_verified = Totals(), Stopwatch(), 0, 0
+        self._totals, self.waited, self.num_steps, self.num_verified = Totals(), Stopwatch(), 0, 0
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffer_sync = buffers
         self._mine: Totals | None = None
@@ -127,9 +126,13 @@ class Replica(nn.Module, ABC):
             self._watch_outputs(outputs)
         return outputs
 
-    def _end_step(self, totals: Totals) -> None:
-        """Ends a step, because every gradient is the mean. Collective."""
-        self.totals = totals
+    def _end_step(self, totals: Totals | None) -> None:
+        """Ends a step, because every gradient is the mean. Collective.
+
+        Args:
+            totals: of all ranks; None if they are to be read later.
+        """
+        self._totals = totals or self._totals
         if self._buffer_sync.is_hooked:
             self._buffer_sync.after_backward()
         self.num_steps += 1
@@ -169,7 +172,12 @@ class Replica(nn.Module, ABC):
         """Makes every gradient the mean over the ranks, after backward, and ends the step. Collective."""
 
     def raise_pending(self) -> None:
-        """Raises the error that the last backward has recorded, on every rank."""
+        """Raises the error that the last backward has recorded, on every rank. On a GPU it may wait. Collective."""
+
+    @property
+    def totals(self) -> Totals:
+        """The last step's totals, summed over all ranks. On a GPU the host may wait for them. Collective."""
+        return self._totals
 
     def take_back(self) -> None:
         """Forgets what sending the last step's gradients has left behind, because the step will not be made."""

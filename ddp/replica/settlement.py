@@ -18,6 +18,12 @@ bucket or by themselves. The ranks compare parameter by parameter only if a verd
 
 `Usage` expects every gradient; `drop_in/usage.py` has others.
 
+Note "late". Where collectives are enqueued on a GPU, the host does not wait for what they find. The division is made
+there, by the very count. Totals and verdicts are copied to the host, and `conclude` reads them: when somebody asks, or,
+if nobody does, at the end of the next backward. By then the optimizer has stepped. So an unused parameter is told one
+step later than on the CPU, and one whose gradient is undefined counts as zero for these two steps, as in torch's class.
+Where a step must know before it goes on (`find_unused_parameters`, a hook, sparse gradients), it waits.
+
 Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
 samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
 part of its all-reduce, because by then the count is known. If bucket 0 carried the count, it is divided here.
@@ -33,7 +39,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.host_copy import HostCopy
 from ddp.comm.objects import all_gather_object
+from ddp.comm.reduction import OnDevice
 from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
@@ -54,9 +62,11 @@ class Usage:
 
     Attributes:
         never: names of the parameters that are known to be used on no rank.
+        varies: which gradients there are may be another question in each step, so that each must wait for the answer.
     """
 
     never: Set[str] = frozenset()
+    varies = False
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -144,6 +154,7 @@ class Settlement:
     def __init__(self, comm: Communicator, layout: Layout, share: Share, reducer: Reducer, usage: Usage) -> None:
         self._comm, self._layout, self._reducer, self._usage = comm, layout, reducer, usage
         self._totals, self._divide_by, self._has_samples = share
+        self._numbers: HostCopy | None = None  # totals and verdicts, where the host has not waited for them
         self._measures = share.totals is not None and share.totals.measure and share.has_samples
         self._square = torch.zeros((), device=comm.device)  # of this rank's own gradient, where that is asked for
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
@@ -191,33 +202,65 @@ class Settlement:
 
     def judge_hidden(self) -> None:
         """Adds, where verdicts travel apart, what a hook has hidden: that a gradient was not finite."""
-        if not self._reducer.is_finite:
+        is_finite = self._reducer.is_finite
+        if isinstance(is_finite, Tensor):
+            self._layout.verdicts[Verdicts._fields.index("has_non_finite")].add_(is_finite.logical_not())
+        elif not is_finite:
             self._mine._replace(has_non_finite=True).write(self._layout.verdicts)
 
     def gone(self) -> list[Slot]:
         """Returns the slots whose gradient is gone when backward ends."""
         return [*self._undefined, *(each for each in self._layout.sparse if each.parameter.grad is None)]
 
-    def settle(self, *, creates_graph: bool) -> Totals:
-        """Settles the step, because every bucket holds the mean, and all verdicts are in. Collective.
+    def settle(self, *, creates_graph: bool) -> bool:
+        """Settles the step, because every bucket holds the mean, and all verdicts are in. `conclude` does the rest.
 
         Args:
             creates_graph: gradients are not in their buckets.
 
         Returns:
-            What the totals of all ranks add up to; zeros if none rode along.
+            True if the rest is to be done at once (note "late").
         """
-        layout, totals = self._layout, self._divided()
-        verdicts = Verdicts.read(layout.verdicts, divided_by=self._verdicts_divided_by())
-        if verdicts.has_non_finite:
-            self._refuse()
+        layout = self._layout
         if creates_graph:
             for slot in layout.slots:
                 if slot.parameter.grad is None:
                     slot.parameter.grad = slot.view
+        if not self._comm.enqueues:
+            return True
+        self._divide_on_device()
+        self._numbers = self._comm.to_host(layout.totals, layout.verdicts)
+        if self._usage.never:
+            self._give_back(slot for slot in layout.slots if slot.name in self._usage.never)
+        varies = self._totals is None and (self._usage.varies or self._reducer.may_hide)
+        return varies or creates_graph or bool(layout.sparse)
+
+    def conclude(self, *, is_late: bool = False) -> Totals:
+        """Reads totals and verdicts, and does what follows from them. Collective.
+
+        Args:
+            is_late: the gradients have been used already.
+
+        Returns:
+            What the totals of all ranks add up to; zeros if none rode along.
+        """
+        layout = self._layout
+        if self._numbers is None:
+            totals, divided_by = self._divided(), self._verdicts_divided_by()
+            verdicts = Verdicts.read(layout.verdicts.tolist(), divided_by=divided_by)
+        else:
+            of_totals, of_verdicts = self._numbers.read()
+            totals = Totals() if self._totals is None else Totals.read(of_totals)
+            verdicts = Verdicts.read(of_verdicts, divided_by=self._verdicts_divided_by(totals))
+        if verdicts.has_non_finite:
+            self._refuse()
         if verdicts.has_unused or verdicts.has_undefined:
-            self._give_back(self._usage.used_by_none(layout, self._missing, self._undefined, verdicts))
-        elif self._usage.never:
+            used_by_none = self._usage.used_by_none(layout, self._missing, self._undefined, verdicts)
+            if is_late:
+                self._usage.varies = True
+            else:
+                self._give_back(used_by_none)
+        elif self._usage.never and not is_late:
             self._give_back(slot for slot in layout.slots if slot.name in self._usage.never)
         if verdicts.has_unused:
             self.error = self._usage.complaint(self._missing if self._has_samples else None)
@@ -226,6 +269,20 @@ class Settlement:
         self._kept.clear()
         return totals._replace(parts=verdicts.parts if any(verdicts.parts) else None)
 
+    def _divide_on_device(self) -> None:
+        """Completes the division, and shows what a hook may have hidden, without knowing either on the host."""
+        layout, buckets = self._layout, self._layout.buckets
+        if isinstance(self._divide_by, OnDevice) and (count := self._divide_by.on_device()) is not None:
+            if layout.totals_ride:
+                buckets[0].gradients.div_(count)
+            if self._reducer.averages:
+                for bucket in buckets:
+                    bucket.gradients.mul_(self._comm.world_size / count)
+        if self._reducer.may_hide:
+            hidden = layout.verdicts[Verdicts._fields.index("has_non_finite")] > 0
+            for bucket in buckets:
+                bucket.gradients.mul_(torch.where(hidden, torch.nan, 1.0))
+
     def _divided(self) -> Totals:
         """Reads the totals, and completes the division: of the bucket that carried them, and by a fraction."""
         if self._totals is None:
@@ -233,23 +290,31 @@ class Settlement:
         layout, divisor = self._layout, int(self._divide_by)
         if layout.totals_ride:
             layout.buckets[0].gradients.div_(divisor)
-        totals = Totals.read(layout.totals)
+        totals = Totals.read(layout.totals.tolist())
         for factor in (totals.rest, self._comm.world_size / divisor if self._reducer.averages else 1):
             if factor != 1:
                 for bucket in layout.buckets:
                     bucket.gradients.mul_(factor)
         return totals
 
-    def _verdicts_divided_by(self) -> int:
-        """Returns the number that the verdicts were divided by, together with the bucket that carried them."""
+    def _verdicts_divided_by(self, totals: Totals | None = None) -> float:
+        """Returns the number that the verdicts were divided by, together with the bucket that carried them.
+
+        Args:
+            totals: where sums were divided by the very count, which these have.
+        """
         has_count = self._totals is not None and self._layout.totals_ride and len(self._layout.buckets) == 1
-        return int(self._divide_by) if self._layout.verdicts_ride and not has_count else 1
+        if not self._layout.verdicts_ride or has_count:
+            return 1
+        if totals is not None and self._totals is not None:
+            return (totals.num_items or 1) * self._totals.loss_scale
+        return int(self._divide_by)
 
     def _refuse(self) -> None:
         """Shows in all gradients what a hook may have hidden on its way, that one was not finite; forgets it."""
         self._reducer.take_back()
         for slot in self._layout.slots:
-            if slot.view is not None:
+            if slot.view is not None and self._numbers is None:
                 slot.view.fill_(torch.nan)
 
     def _give_back(self, slots: Iterable[Slot]) -> None:

@@ -36,7 +36,8 @@ not even without running statistics (as in torch's class), so ranks may evaluate
 Cost, for W ranks and C channels: per forward one all-reduce of W·(2C + 1) float64 numbers; per backward one of 2C
 numbers (float32, or float64 for float64 input), none if the input needs no gradient. They are small, and layers wait
 for them, so latency is what counts. They run in a group of their own, which the first forward makes, because the order
-of layers and that of gradient buckets have nothing to do with each other.
+of layers and that of gradient buckets have nothing to do with each other. (On GPUs with NCCL both are in the order in
+which autograd's thread comes to them.)
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
 for computing the sample variance: analysis and recommendations" (1983).
@@ -340,7 +341,12 @@ _GROUPS: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
 
 
 def _group_of(comm: Communicator) -> Communicator:
-    """Returns a group of all ranks of `comm`, for the collectives of these layers. The first call is collective."""
+    """Returns a group of all ranks of `comm`, for the collectives of these layers. The first call is collective.
+
+    Where collectives are enqueued, it is `comm` itself: NCCL wants those of two communicators in one order everywhere.
+    """
+    if comm.enqueues:
+        return comm
     group = _GROUPS.get(comm)
     if group is None:
         group = comm.subgroup(range(comm.world_size))

@@ -62,14 +62,18 @@ class Replicated:
             yield 1 if self.loss_scale is None else self.loss_scale.value
 
     def agree(self, step: int) -> Agreement:
+        model = self.model
         try:
-            self.model.raise_pending()
-            totals = self.model.totals
+            if not model.comm.enqueues:
+                model.raise_pending()
+            norm = self._gradient_norm()
+            [[length]] = model.comm.to_host(norm).read()  # where collectives are enqueued, the one wait for the GPU
+            model.raise_pending()
+            totals = model.totals
             if not math.isfinite(totals.mean_loss):
                 raise Diverged(_diverged(step, "loss", totals.mean_loss))
-            norm = self._gradient_norm()
-            if math.isfinite(length := float(norm)):
-                return Agreement(totals, norm)
+            if math.isfinite(length):
+                return Agreement(totals, norm, length)
             if (scale := self.loss_scale) is None:
                 raise Diverged(_diverged(step, "gradient norm", length))
             if not scale.shrink():
@@ -82,7 +86,7 @@ class Replicated:
             raise
         log.debug("loss scale %d, because a gradient of step %d was not finite", scale.value, step)
         self.model.take_back()
-        return Agreement(totals, norm, is_overflow=True)
+        return Agreement(totals, norm, length, is_overflow=True)
 
     def update(self, agreement: Agreement | None) -> None:
         assert agreement is not None

@@ -33,11 +33,13 @@ class Agreement(NamedTuple):
     Attributes:
         totals: of all ranks; zeros unless each rank has given its own to `model.ride_along`.
         norm: of the global mean gradient, before clipping.
+        length: the same, on the host.
         is_overflow: the loss scale was too large, and is smaller now; the step is to be repeated, or left out.
     """
 
     totals: Totals
     norm: Tensor
+    length: float
     is_overflow: bool = False
 
 

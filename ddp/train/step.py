@@ -100,7 +100,7 @@ def train_step(
         num_items=totals.num_items,
         num_samples=plan.size,
         parts=totals.parts,
-        gradient_norm=math.nan if agreement is None else float(agreement.norm),
+        gradient_norm=math.nan if agreement is None else agreement.length,
         rate=rate,
         step_s=now_s() - start_s,
         data_s=fetching.total_s,

@@ -45,6 +45,8 @@ class Compression(Reducer):
         ConfigError: the hook cannot work as it is, or a parameter is on another device than the communicator.
     """
 
+    may_hide = True
+
     def __init__(self, hook: Hook, comm: Communicator, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         if not isinstance(hook, Hook):
             raise ConfigError(

@@ -30,6 +30,8 @@ from ddp.replica.settlement import Usage, Use
 class FoundInGraph(Usage):
     """Expects the gradients that the graph of each backward leads to; unused parameters are no error."""
 
+    varies = True
+
     def expected(self, layout: Layout) -> Mapping[int, int] | None:
         return {id(each): 1 for each in will_accumulate(layout.parameters)} if is_in_backward() else None
 
@@ -71,6 +73,7 @@ class StaticGraph(Usage):
         times = Counter(map(id, computed()))
         if self._graph.times is None:
             self._graph.times, self._is_first = times, True
+        self.varies = self._is_first
         self._changed = [
             f"{slot.name} ({slot.index}) got {times[each]} gradients, and {self._graph.times[each]} in the first step"
             for each, slot in layout.slot_of.items()
