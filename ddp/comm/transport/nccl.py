@@ -69,20 +69,19 @@ class NcclTransport(Transport):
         gpu.cuda.current_stream(self.device).synchronize()
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        backend, is_any = self._backend, False
+        backend = self._backend
+        transfers = [(backend.recv, *each) for each in receives] + [(backend.send, *each) for each in sends]
+        transfers = [each for each in transfers if each[-1].numel()]  # the peer has no bytes either
+        if not transfers:
+            return _Batch(None)
         try:
             backend._start_coalescing()
-            for operation, transfers in ((backend.recv, receives), (backend.send, sends)):
-                for peer, data in transfers:
-                    if data.numel():  # NCCL may not take a message of no bytes
-                        operation([data.view(torch.uint8)], peer, 0)
-                        is_any = True
-            work = backend._end_coalescing()
+            for operation, peer, data in transfers:
+                operation([data.view(torch.uint8)], peer, 0)
+            self._last = backend._end_coalescing()
         except RuntimeError as error:
-            raise TransportError((sends or receives)[0].peer, first_line(error)) from error
-        if is_any:
-            self._last = work
-        return _Batch(work if is_any else None)
+            raise TransportError(transfers[0][1], first_line(error)) from error
+        return _Batch(self._last)
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> NcclTransport:
         """Makes a communicator of NCCL's own, because NCCL knows no tags. Collective over these ranks.
