@@ -20,12 +20,12 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp import gpu
 from ddp.comm.settings import CPU
+from ddp.comm.transport import nccl
 from ddp.comm.transport.topology import boot_id
 from ddp.errors import ConfigError, first_line
 from ddp.process.log import log
@@ -112,7 +112,7 @@ class Means(NamedTuple):
 
 def take(device: torch.device, backend: str) -> Means:
     """Returns what this rank has. Makes the GPU this thread's, unless the program has begun to use GPUs before."""
-    means = Means(backend, device.type, has_nccl=getattr(dist, "ProcessGroupNCCL", None) is not None)
+    means = Means(backend, device.type, has_nccl=nccl.ProcessGroupNCCL is not None)
     num_gpus = gpu.cuda.device_count() if device.type == gpu.KIND else 0
     problem = ""
     if backend not in ("auto", "gloo", "nccl"):

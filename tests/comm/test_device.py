@@ -22,6 +22,7 @@ from ddp import gpu
 from ddp.comm import opening, session
 from ddp.comm.device import Means, agreed_backend, chosen_device, device_of, take
 from ddp.comm.settings import CPU
+from ddp.comm.transport import nccl
 from ddp.errors import ConfigError
 
 
@@ -248,7 +249,7 @@ def take_gpus(hosts: str, seen: str, begun: bool) -> list[str]:
             del os.environ[name]
     socket.gethostname = lambda: hosts[rank]
     gpu.cuda = Gpus(*(f"{hosts[rank]}{number}" for number in (seen if seen != "own" else str(rank))))  # type: ignore[assignment]
-    dist.ProcessGroupNCCL = object  # type: ignore[attr-defined]
+    nccl.ProcessGroupNCCL = object
     opening.agreed_backend = stop_at_the_decision
     if begun:
         dist.init_process_group("gloo")
@@ -288,7 +289,7 @@ def be_refused_again_and_again() -> list[str]:
     rank, said = int(os.environ["RANK"]), []
     for each, _ in REFUSED:
         gpu.cuda = Gpus("a", "b")  # type: ignore[assignment]
-        dist.ProcessGroupNCCL = object  # type: ignore[attr-defined]
+        nccl.ProcessGroupNCCL = object
         with pytest.raises(ConfigError) as refused:
             ddp.init(**each[rank], abort_s=20)
         said.append(str(refused.value))
