@@ -176,6 +176,16 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None
     return _opened(group, settings, warn_s=WARN_S)
 
 
+def on_cpu(comm: Communicator) -> Communicator:
+    """Returns the communicator of the same ranks for tensors on the CPU. Collective; made once for each process group.
+
+    What may be as large as a model goes over it, because there may be no room for another one on the GPU. A subgroup
+    has none, and is returned itself.
+    """
+    group = next((of for (of, _), each in _session.comms.items() if each is comm), None)
+    return comm if group is None or comm.device.type == "cpu" else communicator_of(group, torch.device("cpu"))
+
+
 def _opened(group: dist.ProcessGroup | None, settings: Settings, *, warn_s: float) -> Communicator:
     """Opens a communicator of a group's ranks, and remembers it; without a group, begins torch.distributed first."""
     if group is None:
@@ -213,7 +223,7 @@ def _end_what_failed() -> None:
     if dist.group.WORLD is None:
         return
     known = _known(dist.group.WORLD)
-    if known is not None and known.is_broken:
+    if any(comm.is_broken for (group, _), comm in _session.comms.items() if group is dist.group.WORLD):
         shutdown(failed="a collective of its own failed, and it begins anew")
         known = None
     if known is None and _session.owned_store is not None:

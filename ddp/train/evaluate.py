@@ -10,16 +10,17 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
-from ddp.comm.session import current
+from ddp.comm.session import current, on_cpu
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate
@@ -75,7 +76,7 @@ def evaluate(
     loader = _loader(source, comm, batch_size, stop)
     largest_share = math.ceil(len(source.samples) / comm.world_size)
     num_batches = math.ceil(largest_share / batch_size)
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
     with _evaluating(model, task), torch.no_grad():
         batches = iter(loader)
         for index in range(num_batches):
@@ -86,8 +87,8 @@ def evaluate(
             with forward_precision(precision, comm.device):
                 metrics = task.metrics(model, to_device(batch, comm.device))
             _add(metrics, sums)
-    totals: dict[str, tuple[float, float]] = {}
-    for theirs in all_gather_object(comm, sums):  # in rank order; a rank without samples has no metrics
+    totals: dict[str, tuple[Any, Any]] = {}
+    for theirs in all_gather_object(comm, _known(sums)):  # in rank order; a rank without samples has no metrics
         _add(theirs, totals)
     return task.finish({name: total / count if count else math.nan for name, (total, count) in totals.items()})
 
@@ -111,7 +112,7 @@ def predict(
             for the whole sample if that has no parts, as a dict.
 
     Returns:
-        [len(data), ...], on the communicator's device.
+        [len(data), ...], on the CPU.
 
     Raises:
         ConfigError: an argument cannot work; or the outputs are not one tensor with a row for each sample.
@@ -120,13 +121,20 @@ def predict(
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
     loader = _loader(source, comm, batch_size, None)
     outputs: list[Tensor] = []
+    devices = set[torch.device]()
     with _evaluating(model, task), torch.no_grad():
         for batch in loader:
             with forward_precision(precision, comm.device):
-                outputs.append(_outputs(model, to_device(batch, comm.device), task))
+                found = _outputs(model, to_device(batch, comm.device), task)
+            outputs.append(gpu.leaving(found))
+            devices.add(found.device)
+    for device in devices:
+        if device.type == gpu.KIND:
+            gpu.cuda.current_stream(device).synchronize()  # once, for all batches
     shape, dtype = _kind(comm, outputs, num_samples=len(source.samples))
-    mine = torch.cat(outputs) if outputs else torch.empty(0, *shape, dtype=dtype, device=comm.device)
-    return torch.cat(comm.all_gather(mine))
+    mine = torch.cat(outputs) if outputs else torch.empty(0, *shape, dtype=dtype, device="cpu")
+    beside = on_cpu(comm)
+    return torch.cat(beside.all_gather(mine.to(beside.device))).cpu()
 
 
 def _outputs(model: nn.Module, batch: Any, task: Task | None) -> Tensor:
@@ -177,6 +185,7 @@ def _loader(source: Source, comm: Communicator, batch_size: int, stop: StopFlag 
         world_size=comm.world_size,
         collate=source.collate,
         num_workers=source.num_workers,
+        device=comm.device,
         processes=source.processes,
         limits=limits_of(comm, stop),
     )
@@ -199,11 +208,24 @@ def _evaluating(model: nn.Module, task: Task | None) -> Iterator[None]:
         yield
 
 
-def _add(metrics: Mapping[str, tuple[float | Tensor, float]], sums: dict[str, tuple[float, float]]) -> None:
-    """Adds the (sum, count) of each metric to `sums`."""
-    for name, (total, count) in metrics.items():
+def _add(metrics: Mapping[str, tuple[float | Tensor, float | Tensor]], sums: dict[str, tuple[Any, Any]]) -> None:
+    """Adds the (sum, count) of each metric to `sums`: numbers; on a GPU float64 scalars, which no batch waits for."""
+    for name, pair in metrics.items():
+        total, count = (each.double().reshape(()) if _is_on_gpu(each) else float(each) for each in pair)
         before = sums.get(name, (0.0, 0.0))
-        sums[name] = before[0] + float(total), before[1] + float(count)
+        sums[name] = before[0] + total, before[1] + count
+
+
+def _known(sums: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, float]]:
+    """Returns the sums as numbers: all that are on a GPU by one copy."""
+    there = [each for pair in sums.values() for each in pair if _is_on_gpu(each)]
+    numbers = iter(torch.stack([each.to(there[0].device) for each in there]).tolist() if there else ())
+    known = {name: [next(numbers) if _is_on_gpu(each) else each for each in pair] for name, pair in sums.items()}
+    return {name: (total, count) for name, (total, count) in known.items()}
+
+
+def _is_on_gpu(each: Any) -> TypeGuard[Tensor]:
+    return isinstance(each, Tensor) and each.device.type == gpu.KIND
 
 
 # --- The held-out samples of a run -----------------------------------------------------------------------------------

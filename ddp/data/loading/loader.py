@@ -170,7 +170,7 @@ class EvaluationLoader:
     Random transforms, if any are left in an evaluation set, draw the same at every pass (seed 0, epoch 0).
 
     Args:
-        dataset, collate, num_workers, processes, limits: as in `TrainLoader`.
+        dataset, collate, num_workers, device, processes, limits: as in `TrainLoader`.
         batch_size: samples in a batch; the last one may be smaller.
         rank, world_size: whose share to read.
 
@@ -187,6 +187,7 @@ class EvaluationLoader:
         world_size: int,
         collate: Collate | None = None,
         num_workers: int = 0,
+        device: torch.device = CPU,
         processes: Mapping[str, Any] = MappingProxyType({}),
         limits: Limits = NO_LIMITS,
     ) -> None:
@@ -197,6 +198,7 @@ class EvaluationLoader:
         self._all = [Request(0, 0, tuple(run), run) for run in runs]
         self._batches = KeyedBatches(dataset, collate, packs=num_workers > 0)
         self._num_workers, self._processes, self._limits = num_workers, processes, limits
+        self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
 
     def __len__(self) -> int:
         return len(self._all)
@@ -207,14 +209,15 @@ class EvaluationLoader:
             self._batches,
             sampler=requests,
             num_workers=self._num_workers,
-            pin_memory=False,
+            pin_memory=self._copies is not None,
             processes=self._processes,
         )
         watch = LoaderWatch(loader, self._limits)
         requests.asked = watch.asked if self._num_workers else None
         try:
             for fetched in watch.explained(watch.batches()):
-                yield fetched.batch
+                batch = fetched.batch
+                yield batch if self._copies is None else self._copies.finish(self._copies.begin(batch))
         finally:
             watch.close()
 

@@ -100,7 +100,8 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, gpu.cuda.Stream(device)
+        self._stream = gpu.cuda.Stream(device)
+        self._device = self._stream.device  # with its number, because another thread may have another current device
 
     def begin(self, batch: Any) -> Copy:
         """Starts the copies of a batch's tensors, without waiting for them."""

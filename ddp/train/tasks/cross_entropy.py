@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddp import gpu
 from ddp.errors import ConfigError
 from ddp.train.tasks.task import IGNORE, Batch, Task, at_least_float32, pair_of
 
@@ -44,7 +45,7 @@ class Classification(Task):
         if not 0 <= self.label_smoothing <= 1:
             raise ConfigError(f"label_smoothing={self.label_smoothing} is no share of a label; choose 0 … 1, often 0.1")
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
         """Returns (Σ cross-entropy over the samples, their number)."""
         inputs, classes = pair_of(batch, self)
         scores = at_least_float32(model(inputs))
@@ -53,7 +54,7 @@ class Classification(Task):
         return loss_sum, _count(targets)
 
     @torch.no_grad()
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
         """Returns `loss` (without label smoothing) and `accuracy`."""
         inputs, classes = batch
         scores = at_least_float32(model(inputs))
@@ -76,11 +77,12 @@ def _targets(classes: Tensor, scores: Tensor) -> Tensor:
     return classes.to(scores.dtype) if classes.shape == scores.shape else classes
 
 
-def _count(targets: Tensor) -> int:
-    """Returns the number of samples that have a class."""
+def _count(targets: Tensor) -> int | Tensor:
+    """Returns the number of targets that are one; from a GPU as a scalar there, because the host would wait."""
     if targets.is_floating_point():
         return targets.numel() // max(1, targets.shape[1]) if targets.dim() > 1 else len(targets)
-    return int((targets != IGNORE).sum())
+    number = (targets != IGNORE).sum()
+    return number if number.device.type == gpu.KIND else int(number)
 
 
 # --- Which token is next? --------------------------------------------------------------------------------------------
@@ -103,15 +105,15 @@ class LanguageModel(Task):
 
     main_metric: ClassVar[str] = "bits_per_token"
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
         """Returns (Σ −ln p over the targets, their number)."""
         tokens, targets = batch
         logits = at_least_float32(model(tokens))  # [n, time, vocabulary]
         loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
-        return loss_sum, int((targets != IGNORE).sum())
+        return loss_sum, _count(targets)
 
     @torch.no_grad()
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
         """Returns the loss alone; bits per token are a multiple of its mean, see `finish`."""
         return {"loss": self.loss(model, batch)}
 

@@ -62,14 +62,15 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = False
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float | Tensor]:
         """Returns the loss to minimise: (its *sum*, a scalar with a gradient; the number of terms in the sum).
 
-        Where terms have weights and the mean is one by weight, as that of torch's CrossEntropyLoss(weight=…), the
-        second is the sum of the weights. It need not be whole.
+        The number may be a scalar tensor, so that nobody waits for a GPU that counts the terms. Where terms have
+        weights and the mean is one by weight, as that of torch's CrossEntropyLoss(weight=…), it is the sum of the
+        weights. It need not be whole.
         """
 
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, float]]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
         """Returns a sum and a count for each metric, without gradient. The caller adds both over ranks and divides."""
         return {"loss": self.loss(model, batch)}
 
