@@ -5,8 +5,10 @@ The tests put a stand-in in the place of both (`tests/gpu_standin/`), so that wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 KIND = "cuda"  # the type of its devices
 cuda = torch.cuda
@@ -22,3 +24,16 @@ def leaving(tensor: Tensor) -> Tensor:
     if tensor.device.type != KIND:
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def reduced(each: object) -> Any:
+    """Returns what a pickle holds of a GPU's tensor: that it was on the CPU, so that no reader needs a GPU.
+
+    For `reducer_override` of a pickler; NotImplemented for all other objects.
+    """
+    if not isinstance(each, Tensor) or each.device.type != KIND:
+        return NotImplemented
+    there = each.detach().cpu()
+    is_parameter = isinstance(each, nn.Parameter)
+    found = nn.Parameter(there, each.requires_grad) if is_parameter else there.requires_grad_(each.requires_grad)
+    return found.__reduce_ex__(2)

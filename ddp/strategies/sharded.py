@@ -115,7 +115,8 @@ class Sharded(Replicated):
         """Returns the whole state on rank 0; elsewhere the settings alone."""
         if self._slices is None:
             return self.optimizer.state_dict()
-        of_parts, self.optimizer.state = self.optimizer.state, self._gathered(keep=self._comm.rank == 0)
+        of_parts = self.optimizer.state
+        self.optimizer.state = self._gathered(keep=self._comm.rank == 0, on_cpu=True)
         try:
             return self.optimizer.state_dict()
         finally:
@@ -194,8 +195,12 @@ class Sharded(Replicated):
 
     # --- the whole state ---------------------------------------------------------------------------------------------
 
-    def _gathered(self, *, keep: bool) -> defaultdict[Tensor, dict[str, Any]]:
-        """Returns the state of whole parameters, on the ranks that keep it. Collective."""
+    def _gathered(self, *, keep: bool, on_cpu: bool = False) -> defaultdict[Tensor, dict[str, Any]]:
+        """Returns the state of whole parameters, on the ranks that keep it. Collective.
+
+        Args:
+            on_cpu: large values are on the CPU, because a GPU need not have room for those of all ranks.
+        """
         assert self._slices is not None
         self._take_in()
         layout, state = self._slices.layout, self._of_parts.state
@@ -229,7 +234,13 @@ class Sharded(Replicated):
                 self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
                 for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
                     if keep and about[slot.index].get(name) == dtype:
-                        whole[slot.parameter][name] = view.clone()
+                        away = on_cpu and view.device.type != "cpu"
+                        whole[slot.parameter][name] = view.cpu() if away else view.clone()
+        for group in self.optimizer.param_groups:
+            if group.get("fused") or group.get("capturable"):  # then torch reads numbers of steps where weights are
+                for parameter in group["params"]:
+                    if isinstance(steps := whole.get(parameter, {}).get("step"), Tensor):
+                        whole[parameter]["step"] = steps.to(parameter.device)
         frozen = {each: state for each, state in self.optimizer.state.items() if id(each) not in layout.slot_of}
         return defaultdict(dict, {**frozen, **whole} if keep else {})
 

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.orders.order import Checksum
@@ -383,9 +384,18 @@ class EMA(Callback):
         for average, weights in zip(self.averaged.module.parameters(), _weights(state), strict=True):
             average.data = weights.detach().clone()
 
+    @torch.no_grad()
     def step_end(self, state: TrainState, report: StepReport) -> None:
+        # as `update_parameters` of AveragedModel, which keeps the host waiting for a GPU
         assert self.averaged is not None
-        self.averaged.update_parameters(cast(nn.Module, _Weights(state)))
+        averages, weights = list(self.averaged.parameters()), list(_weights(state))
+        if self.averaged.n_averaged:
+            for (into, now), _ in _group_tensors_by_device_and_dtype([averages, weights]).values():  # type: ignore
+                self._average(into, now, self.averaged.n_averaged)
+        else:
+            _copy(averages, weights)
+        _copy(list(self.averaged.module.buffers()), list(state.model.module.buffers()))
+        self.averaged.n_averaged += 1
 
     @contextmanager
     def evaluating(self, state: TrainState) -> Iterator[None]:
@@ -409,21 +419,15 @@ class EMA(Callback):
         self.averaged.load_state_dict(state)
 
 
-class _Weights:
-    """Has the parameters and buffers of a run as `AveragedModel` reads them."""
-
-    def __init__(self, state: TrainState) -> None:
-        self.parameters, self.buffers = lambda: _weights(state), state.model.module.buffers
-
-
 def _weights(state: TrainState) -> Iterator[Tensor]:
     """Yields the parameters, or their masters."""
     return (state.masters.get(parameter, parameter) for parameter in state.model.module.parameters())
 
 
 @torch.no_grad()
-def _copy(into: list[nn.Parameter], values: list[Any]) -> None:
-    torch._foreach_copy_(cast(list[Tensor], into), values)
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(list(into), list(values))
 
 
 def averages_in(state: Mapping[str, Any]) -> dict[str, Tensor]:

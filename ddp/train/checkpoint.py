@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.session import on_cpu
 from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
@@ -121,7 +122,8 @@ def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
 def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
     """Returns a checkpoint, or the last one of a folder, as rank 0 sees it, on every rank. Collective.
 
-    What a hook has kept stays on rank 0, because it may be larger than the model.
+    What a hook has kept stays on rank 0, because it may be larger than the model. All else goes to the memory of the
+    CPU, because a GPU need not have room for it beside the model.
 
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
@@ -134,7 +136,7 @@ def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
         of_hook.update({name: found.parts[name] for name in found.parts.keys() - for_all})
         return {**vars(found), "parts": for_all}
 
-    found = StoredCheckpoint(**on_rank_zero(comm, read, label="reading a checkpoint"))
+    found = StoredCheckpoint(**on_rank_zero(on_cpu(comm), read, label="reading a checkpoint"))
     return replace(found, parts={**found.parts, **of_hook})
 
 

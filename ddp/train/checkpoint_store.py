@@ -25,6 +25,7 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -36,6 +37,7 @@ from typing import IO, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ddp import gpu
 from ddp.errors import CheckpointError
 from ddp.process.files import Hold, flush_folder, hold, json_object, make_folder, new_file, write_whole
 from ddp.process.log import log
@@ -431,13 +433,24 @@ class _HashingFile(io.RawIOBase):
         return num_bytes
 
 
+class _OnCPU:
+    """Stands for the module `pickle` in torch.save, so that a checkpoint holds tensors of the CPU alone."""
+
+    class Pickler(pickle.Pickler):
+        """Moves a GPU's tensors on their way."""
+
+        def reducer_override(self, each: Any, /) -> Any:
+            """Returns what is written of an object."""
+            return gpu.reduced(each)
+
+
 def _write_part(folder: Path, name: str, content: object) -> dict[str, Any]:
     """Writes name.pt to the disk; returns its entry in the manifest."""
     path = folder / f"{name}.pt"
     with new_file(path) as file:
         hashing = _HashingFile(file)
         try:
-            torch.save(content, cast(IO[bytes], hashing))
+            torch.save(content, cast(IO[bytes], hashing), pickle_module=_OnCPU)
         except Exception as error:
             raise CheckpointError(f"part {name!r} cannot be written: {error}") from error
         if hashing.error is not None:

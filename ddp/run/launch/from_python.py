@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import pickle
 import signal
 import sys
@@ -110,10 +111,8 @@ def result_file(folder: Path, rank: int) -> Path:
 
 def write_exception(folder: Path, rank: int, error: BaseException) -> None:
     """Leaves a rank's exception for the launcher, if it can be sent."""
-    import cloudpickle
-
     with contextlib.suppress(Exception):  # the report has its type, and all that it says
-        data = cloudpickle.dumps(error)
+        data = _dumped(error)
         if len(data) <= LARGEST_EXCEPTION:
             _exception_file(folder, rank).write_bytes(data)
 
@@ -181,10 +180,8 @@ def write_result(folder: Path, rank: int, function: Callable[..., Any], result: 
     Raises:
         ConfigError: it cannot be sent, or the disk is full.
     """
-    import cloudpickle
-
     try:
-        data = cloudpickle.dumps(result)
+        data = _dumped(result)
     except Exception as error:
         hint = ", such as state.evaluation or state.step" if type(result).__name__ == "TrainState" else ""
         raise ConfigError(
@@ -199,15 +196,29 @@ def write_result(folder: Path, rank: int, function: Callable[..., Any], result: 
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    import cloudpickle
-
     with _by_value(_strange_modules(function)):
         try:
-            data: bytes = cloudpickle.dumps((function, args, kwargs))
+            data = _dumped((function, args, kwargs))
         except Exception as error:
             parts = {f"argument {i + 1}": each for i, each in enumerate(args)} | {f"{k}=": v for k, v in kwargs.items()}
             raise _not_sendable(parts, function, error) from error
     return data
+
+
+def _dumped(value: Any) -> bytes:
+    """Returns what another process makes the value of again; tensors are on the CPU there."""
+    import cloudpickle
+
+    from ddp import gpu
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, each: Any) -> Any:
+            found = gpu.reduced(each)
+            return super().reducer_override(each) if found is NotImplemented else found
+
+    with io.BytesIO() as file:
+        Pickler(file).dump(value)
+        return file.getvalue()
 
 
 def _not_sendable(parts: Mapping[str, Any], function: Callable[..., Any], error: Exception) -> ConfigError:
@@ -224,10 +235,8 @@ def _not_sendable(parts: Mapping[str, Any], function: Callable[..., Any], error:
 
 
 def _can_be_sent(value: Any) -> bool:
-    import cloudpickle
-
     try:
-        cloudpickle.dumps(value)
+        _dumped(value)
     except Exception:
         return False
     return True
