@@ -290,9 +290,12 @@ class Backward:
         """Puts a bucket's gradients in their places, once they are there."""
         if self.streams:
             here = gpu.cuda.current_stream(bucket.flat.device)
-            for stream in self.streams:
-                if stream != here:
-                    here.wait_stream(stream)
+            others = [stream for stream in self.streams if stream != here]
+            for stream in others:
+                here.wait_stream(stream)
+            for slot in bucket.slots if others else []:
+                if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
+                    gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
         self._settlement.filled(bucket, without=bucket.fill(moves=not self.creates_graph))
 
     def launch(self, reduction: BucketReduction) -> None:
