@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ddp import gpu
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
 from ddp.optim.lamb import LAMB
@@ -95,7 +97,7 @@ class Sharded(Replicated):
         dtype = wide({parameter.dtype for parameter in slices.layout.parameters})  # also of what others measure
         norms = block_norms((part.gradient for part in parts), dtype)
         everyone = torch.zeros(slices.num_blocks, dtype=torch.float64, device=self._comm.device)
-        everyone[[block for part in parts for block in part.blocks]] = norms.to(everyone)
+        everyone[self._index(part.blocks for part in parts)] = norms.to(everyone)
         self._comm.all_reduce(everyone, label=f"step {self.model.num_steps}, norms of gradients")
         return total_norm(everyone.to(dtype))
 
@@ -180,18 +182,23 @@ class Sharded(Replicated):
         units = [[self._places[weights.data_ptr()] for weights in measured.unit.weights] for measured in waiting]
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is not None:
-                norms[[block for part in parts for block in part.blocks]] = measured.norms.to(norms)
+                norms[self._index(part.blocks for part in parts)] = measured.norms.to(norms)
         self._comm.all_reduce(norms, label=f"step {self.model.num_steps}, norms of weights and updates")
         found: list[Tensor | None] = []
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is None:
                 found.append(None)
                 continue
-            here = norms[[block for part in parts for block in part.blocks_of_whole]].to(measured.norms)
+            here = norms[self._index(part.blocks_of_whole for part in parts)].to(measured.norms)
             counts = [len(part.blocks_of_whole) for part in parts]
             columns = here.unbind(1)
             found.append(torch.stack([whole_norms(column, counts) for column in columns], dim=1))
         return found
+
+    def _index(self, blocks: Iterable[range]) -> Tensor:
+        """Returns the numbers of blocks, for the norms of all: where these are, and without a wait for a GPU."""
+        numbers = torch.tensor(list(chain.from_iterable(blocks)), dtype=torch.int64, device="cpu")
+        return gpu.sent(numbers, self._comm.device)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
 
