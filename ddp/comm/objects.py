@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp import errors
+from ddp import errors, gpu
 from ddp.comm.communicator import Communicator
 
 Result = TypeVar("Result")
@@ -74,7 +74,7 @@ def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
     Raises:
         TypeError: an object of this type is not sent.
     """
-    return [unpacked(data.cpu()) for data in comm.all_gather(packed(value).to(comm.device))]
+    return [unpacked(data) for data in _arrived(comm, comm.all_gather(gpu.sent(packed(value), comm.device)))]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
@@ -83,9 +83,20 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
-    size = comm.broadcast(torch.tensor([data.numel()], device=comm.device), root, label="size of an object")
-    data = data.to(comm.device) if comm.rank == root else torch.empty(int(size), dtype=torch.uint8, device=comm.device)
-    return comm.broadcast(data, root, label="an object").cpu()
+    size = gpu.sent(torch.tensor([data.numel()], device="cpu"), comm.device)
+    comm.broadcast(size, root, label="size of an object")
+    if comm.rank == root:
+        data = gpu.sent(data, comm.device)
+    else:
+        data = torch.empty(int(comm.to_host(size).read()[0][0]), dtype=torch.uint8, device=comm.device)
+    return _arrived(comm, [comm.broadcast(data, root, label="an object")])[0]
+
+
+def _arrived(comm: Communicator, data: list[Tensor]) -> list[Tensor]:
+    """Returns what a collective has left in tensors, on the CPU."""
+    found = [gpu.leaving(each) for each in data]
+    comm.to_host(data[0][:1]).read()  # waits for all of them, and raises the error if it was aborted
+    return found
 
 
 def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) -> Result:

@@ -88,7 +88,7 @@ def evaluate(
                 metrics = task.metrics(model, to_device(batch, comm.device))
             _add(metrics, sums)
     totals: dict[str, tuple[Any, Any]] = {}
-    for theirs in all_gather_object(comm, _known(sums)):  # in rank order; a rank without samples has no metrics
+    for theirs in all_gather_object(comm, _known(sums, comm)):  # in rank order; a rank without samples has no metrics
         _add(theirs, totals)
     return task.finish({name: total / count if count else math.nan for name, (total, count) in totals.items()})
 
@@ -216,11 +216,11 @@ def _add(metrics: Mapping[str, tuple[float | Tensor, float | Tensor]], sums: dic
         sums[name] = before[0] + total, before[1] + count
 
 
-def _known(sums: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, float]]:
+def _known(sums: Mapping[str, tuple[Any, Any]], comm: Communicator) -> dict[str, tuple[float, float]]:
     """Returns the sums as numbers: all that are on a GPU by one copy."""
     there = [each for pair in sums.values() for each in pair if _is_on_gpu(each)]
-    numbers = iter(torch.stack([each.to(there[0].device) for each in there]).tolist() if there else ())
-    known = {name: [next(numbers) if _is_on_gpu(each) else each for each in pair] for name, pair in sums.items()}
+    numbers = iter(comm.to_host(*there).read() if there else ())
+    known = {name: [next(numbers)[0] if _is_on_gpu(each) else each for each in pair] for name, pair in sums.items()}
     return {name: (total, count) for name, (total, count) in known.items()}
 
 
