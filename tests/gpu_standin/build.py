@@ -27,6 +27,7 @@ SIGNATURES = {
     "set_stream": (None, c_int, c_int64),
     "new_stream": (c_int64,),
     "detect": (None, c_int, c_int),
+    "late": (None, c_int),
     "reset": (None,),
     "count": (None, c_char_p),
     "report": (c_char_p,),

@@ -84,6 +84,11 @@ def host_waits() -> dict[HostWait, int]:
     return {each: number for each, number in HOST_WAITS.items() if each.lines}
 
 
+def late(on: bool = True) -> None:
+    """Makes the device late: to whoever asks, no command from now on is done before somebody has waited for it."""
+    load().late(on)
+
+
 def detect(on: bool = True, *, host_waits_order: bool = False) -> None:
     """Begins, or ends, to look for races among the commands to come.
 

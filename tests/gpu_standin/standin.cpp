@@ -1,4 +1,4 @@
-// A device of torch's on host memory, "standin", with the streams and events of `virtual_time.h`: it stands in for CUDA.
+// A device of torch's on host memory, "standin", with the streams and events of `virtual_time.h`. It stands in for CUDA.
 //
 // Kernels are the CPU's, run on aliases of the tensors. Python calls what stands in `extern "C"` at the end, by ctypes.
 #include <ATen/CPUGeneratorImpl.h>
@@ -222,8 +222,8 @@ static Tensor on_host(const Tensor& tensor) {
   auto* kept = new c10::Storage(tensor.storage());
   auto release = [](void* storage) { delete static_cast<c10::Storage*>(storage); };
   c10::DataPtr memory(kept->mutable_data(), kept, release, Device(DeviceType::CPU));
-  auto bytes = c10::Storage::use_byte_size_t();
-  return like(tensor, {bytes, kept->nbytes(), std::move(memory), c10::GetAllocator(DeviceType::CPU), true}, DispatchKey::CPU);
+  auto* of_host = c10::GetAllocator(DeviceType::CPU);
+  return like(tensor, {{}, kept->nbytes(), std::move(memory), of_host, true}, DispatchKey::CPU);
 }
 static Tensor on_device(const Tensor& tensor, DeviceIndex device) {  // new memory, as a kernel has allocated it
   auto* kept = new c10::Storage(tensor.storage());
@@ -234,8 +234,7 @@ static Tensor on_device(const Tensor& tensor, DeviceIndex device) {  // new memo
     freed(reinterpret_cast<uintptr_t>(kept->data()));
   };
   c10::DataPtr memory(kept->mutable_data(), kept, release, Device(KIND, device));
-  auto bytes = c10::Storage::use_byte_size_t();
-  return like(tensor, {bytes, kept->nbytes(), std::move(memory), &allocator, true}, DispatchKey::PrivateUse1);
+  return like(tensor, {{}, kept->nbytes(), std::move(memory), &allocator, true}, DispatchKey::PrivateUse1);
 }
 static Span span_of(const Tensor& tensor, bool write) {
   int64_t numel = tensor.numel() > 0;
@@ -359,7 +358,7 @@ static void run_on_cpu(Op op, Op instead, Stack* stack) {
     if (call.written.empty() && result.is_floating_point())  // whoever relies on zeros finds what is not a number
       std::memset(result.storage().mutable_data(), 0xFF, result.storage().nbytes());
   } else if (call.waits) {
-    command(stream, call.name, call.spans, Late::queue, [] {});
+    command(stream, call.name, call.spans, Behind::queue, [] {});
     wait_on_host(call.name == "_local_scalar_dense" ? "item" : call.name.c_str(), moment_of(stream));
     run(stack);
   } else if (call.in_place && !call.written.empty()) {
@@ -367,13 +366,13 @@ static void run_on_cpu(Op op, Op instead, Stack* stack) {
     Stack arguments(first, stack->end());
     stack->erase(first, stack->end());
     for (size_t i = 0; i < op.schema().returns().size(); i++) stack->push_back(call.written[i].second);
-    command(stream, call.name, call.spans, Late::queue, [run, arguments, call]() mutable {
+    command(stream, call.name, call.spans, Behind::queue, [run, arguments, call]() mutable {
       c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
       run(&arguments);
       call.take_over();
     });
   } else {
-    command(stream, call.name, call.spans, Late::block, [&] { run(stack); });
+    command(stream, call.name, call.spans, Behind::block, [&] { run(stack); });
     call.take_over();
   }
   call.hand_back(op, stack);
@@ -436,7 +435,8 @@ static void copy_from(Op, Stack* stack) {
   if (staged) source = source.clone();
   bool waits = reads != writes && !(non_blocking && (staged || is_pinned((reads ? to : from).storage().data())));
   if (other != stream) wait_on_stream(stream, moment_of(other));
-  command(stream, !reads ? "copy from host" : writes ? "copy_" : "copy to host", spans, Late::queue, [source, target] {
+  const char* name = !reads ? "copy from host" : writes ? "copy_" : "copy to host";
+  command(stream, name, spans, Behind::queue, [source, target] {
     c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
     target.copy_(source);
   });
@@ -526,6 +526,10 @@ void standin_detect(int on, int by_host) {
   detecting = on, host_waits_order = by_host;
   for (auto& [begin, block] : blocks) block.accesses.clear();
   races.clear();
+}
+void standin_late(int on) {
+  Lock lock(mutex);
+  late_after = on ? last_tick : UINT64_MAX;
 }
 void standin_reset() {
   Lock lock(mutex);

@@ -146,6 +146,15 @@ def the_counts() -> None:
     assert not device.HOST_WAITS
     assert device.commands() == {"copy to host": 1, "copy from host": 2, "_foreach_add_": 1, "add": 1}
     assert device.commands_by_stream() == {"device 0": 5}
+    before, _ = cuda.current_stream().record_event(), device.late()
+    after = cuda.current_stream().record_event()
+    assert before.query() and after.query()
+    numbers.add_(1)
+    after.record()
+    assert before.query() and not after.query() and not cuda.current_stream().query()
+    after.synchronize()
+    assert after.query()
+    device.late(False)
 
 
 def like_the_cpu(kind: str) -> list[Tensor]:

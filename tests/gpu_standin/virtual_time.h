@@ -49,6 +49,7 @@ inline std::vector<std::string> races;
 inline std::string failure;  // of a command that ran in the queue
 inline Clock host;           // what the host has waited for
 inline bool detecting = false, host_waits_order = true;
+inline uint64_t late_after = UINT64_MAX;  // later commands are done, for who asks, only once somebody has waited
 inline uint64_t last_tick = 0;
 inline void (*on_host_wait)(const char*) = nullptr;  // Python's, which looks for the line that waits
 
@@ -112,6 +113,8 @@ inline bool query(Moment& moment) {
   Lock lock(mutex);
   counters["event queries"]++;
   if (!finished(moment.unfinished)) return false;
+  for (auto& [stream, tick] : moment.clock)
+    if (tick > late_after && host[stream] < tick) return false;
   join(host, moment.clock);
   return true;
 }
@@ -128,8 +131,8 @@ inline std::string described(const Access& access) {
   return std::string(access.span.write ? "write by " : "read by ") + access.by + " on " + streams[access.stream].name;
 }
 inline void report(const std::string& what, const Access& first, const std::string& second, const Block& block) {
-  if (races.size() < 2000)
-    races.push_back(what + ": " + second + " after " + described(first) + ", in memory of " + streams[block.stream].name);
+  auto where = ", in memory of " + streams[block.stream].name;
+  if (races.size() < 2000) races.push_back(what + ": " + second + " after " + described(first) + where);
 }
 inline void touch(const Access& access) {
   auto [begin, end, write] = access.span;
@@ -202,14 +205,14 @@ inline void run_queue() {  // in a thread of its own, for ever
     changed.notify_all();
   }
 }
-enum class Late { queue, block };  // where a command waits if its stream is behind an unfinished job
-inline void command(size_t stream, const std::string& name, const std::vector<Span>& spans, Late late,
+enum class Behind { queue, block };  // where a command waits if its stream is behind an unfinished job
+inline void command(size_t stream, const std::string& name, const std::vector<Span>& spans, Behind behind,
                     std::function<void()> run) {
   Jobs before;
   {
     Lock lock(mutex);
     tick(stream, name, spans);
-    if (!finished(streams[stream].unfinished) && late == Late::queue) {
+    if (!finished(streams[stream].unfinished) && behind == Behind::queue) {
       static bool started = (std::thread(run_queue).detach(), true);
       (void)started;
       auto job = std::make_shared<Job>();
