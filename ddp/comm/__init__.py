@@ -9,6 +9,7 @@
     plan.py, calibrate.py                   which route an all-reduce takes
     messages.py, objects.py, host_share.py  messages, Python objects, memory for a cache
     opening.py, connect.py, settings.py     how a communicator begins
+    device.py                               where its tensors are; by NCCL or by Gloo
     session.py                              what `ddp.init` remembers
     transport/ · meeting/ · watch/          edges between ranks · how ranks find each other · who is missing
 """

@@ -31,10 +31,12 @@ def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 def on(device: torch.device, tensor: Tensor) -> None:
     """Refuses a tensor that the communicator's transport and memory do not reach, or that is not dense."""
     dense(tensor)
-    if tensor.device != device and tensor.device.type != device.type:  # the first comparison is the quick one
+    if tensor.device != device:
+        kind = tensor.device.type
+        other = f", or call that of ddp.init(device={kind!r})" if kind != device.type else ""
         raise ConfigError(
             f"a tensor {list(tensor.shape)} on {tensor.device}, and this communicator's are on {device}: pass its "
-            f".to({str(device)!r}), or call that of ddp.init(device={tensor.device.type!r})"
+            f".to({str(device)!r}){other}"
         )
 
 

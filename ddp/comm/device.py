@@ -48,7 +48,7 @@ def device_named(name: str | int | torch.device) -> torch.device:
         ConfigError: it is no device, or of a kind that is not supported.
     """
     try:
-        device = torch.device(gpu.KIND, name) if type(name) is int else torch.device(name)
+        device = torch.device(gpu.KIND, name) if isinstance(name, int) else torch.device(name)
     except (RuntimeError, TypeError):
         device = torch.device("meta")
     if device.type not in (CPU.type, gpu.KIND):

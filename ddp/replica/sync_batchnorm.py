@@ -222,11 +222,11 @@ def _exchange(group: Communicator, mine: Tensor) -> Tensor:
     It all-reduces a table in which the others' rows are zero. `all_gather` would move half as much, but it exchanges
     everyone's number of rows first: that makes two exchanges, and it is their number that costs.
     """
-    table = mine.new_zeros(group.world_size * len(mine))  # flat: the communicator takes it as it is
+    table = mine.new_zeros(group.world_size * len(mine), device=group.device)  # flat: it is taken as it is
     rows = table.view(group.world_size, -1)  # [W, 2C + 1]
     rows[group.rank] = mine
     group.all_reduce(table, label="SyncBatchNorm forward")
-    return _combine(rows)
+    return _combine(rows).to(mine.device)  # a copy only in a model on several devices
 
 
 def _combine(rows: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class _Normalise(Function):
         dx = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([dweight, dbias])  # [2C], a copy: what the parameters get stays this rank's part
-            ctx.group.all_reduce(sums, label="SyncBatchNorm backward")
+            sums = ctx.group.all_reduce(sums.to(ctx.group.device), label="SyncBatchNorm backward").to(x.device)
             inverse_deviation = (variance + ctx.eps).rsqrt()
             scale = inverse_deviation if weight is None else weight * inverse_deviation
             dx = _input_gradient(dy, x, mean, sums / count, scale, inverse_deviation)

@@ -28,11 +28,23 @@ from ddp.strategies.strategy import Strategy
 
 
 def ranks_of(model: nn.Module) -> Communicator:
-    """Returns the ranks of a replica, or all: those on the model's GPU, or else on the device to be moved to."""
+    """Returns the ranks of a replica, or all: those on the model's GPU, or else on the device to be moved to.
+
+    Raises:
+        ConfigError: the model is on another GPU than this process's communicator.
+    """
     if isinstance(model, Replica):
         return model.comm
     device = device_of(model) if isinstance(model, nn.Module) else None
-    return init(device=device if device is not None and device.type == gpu.KIND else "auto")
+    if device is None or device.type != gpu.KIND:
+        return init(device="auto")
+    comm = init(device=device)
+    if comm.device != device:  # its optimizer may have tensors there, too
+        raise ConfigError(
+            f"the model is on {device}, and this rank's tensors are on {comm.device}: make both there, or call "
+            f"ddp.init(device={str(device)!r}) before all else"
+        )
+    return comm
 
 
 def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, averaging: Averaging) -> Replica:

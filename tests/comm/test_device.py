@@ -7,6 +7,8 @@ import logging
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +21,12 @@ from torch.distributed import HashStore
 
 import ddp
 from ddp import gpu
-from ddp.comm import opening, session
+from ddp.comm import checks, opening, session
 from ddp.comm.device import Means, agreed_backend, chosen_device, device_of, take
 from ddp.comm.settings import CPU
 from ddp.comm.transport import nccl
 from ddp.errors import ConfigError
+from ddp.strategies import choice
 
 
 class Gpus:
@@ -354,3 +357,60 @@ def test_a_group_of_the_application_s_is_for_gpus_if_nccl_s_or_bound(
     )
     assert session._bound(group) == (expected and torch.device(expected))
     assert session._bound(None) is None
+
+
+def train_beside_a_group_for_gpus(bound: bool) -> tuple[str, float, list[float]]:
+    """The application's group stands in for one of NCCL's: it has no collectives for tensors on the CPU."""
+    rank = int(os.environ["RANK"])
+    dist.Backend.register_backend("of_gpus", dist.ProcessGroupGloo, devices=["cuda"])
+    dist.init_process_group("of_gpus", timeout=timedelta(seconds=33))
+    assert dist.group.WORLD is not None
+    if bound:  # `device_id=`, which torch's build for CPUs refuses
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 1 - rank)
+    gpu.cuda = Gpus("a", "b")  # type: ignore[assignment]
+    decide, opening.agreed_backend = opening.agreed_backend, stop_at_the_decision
+    dist.ProcessGroupNCCL = object  # type: ignore[attr-defined]
+    with pytest.raises(Decided) as decision:
+        ddp.init()
+    opening.agreed_backend = decide
+    model = ddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), 2.0 * rank)).sum().backward()
+    (weight,) = model.parameters()
+    assert weight.grad is not None
+    some = dist.new_group([0, 1], backend="gloo")
+    beside = ddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=some)  # type: ignore[arg-type]
+    return str(decision.value), model.comm.abort_s, [weight.grad.item(), beside.comm.world_size]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_session_needs_of_the_application_s_group_no_more_than_its_store(bound: bool) -> None:
+    found = run_ranks(train_beside_a_group_for_gpus, 2, bound)
+    taken = [1, 0] if bound else [0, 1]
+    assert found == [(f"nccl on {index}", 33.0, [1.0, 2.0]) for index in taken]
+
+
+def test_a_tensor_on_another_gpu_of_the_process_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "dense", lambda tensor: None)
+    ours, other = torch.device("cuda:0"), torch.device("cuda:1")
+    checks.on(ours, SimpleNamespace(device=ours, shape=[3]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as refused:
+        checks.on(ours, SimpleNamespace(device=other, shape=[3]))  # type: ignore[arg-type]
+    assert str(refused.value).endswith("on cuda:1, and this communicator's are on cuda:0: pass its .to('cuda:0')")
+
+
+def test_fit_takes_the_device_of_the_model_and_never_moves_it_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def init(device: Any) -> Any:
+        given.append(device)
+        return SimpleNamespace(device=torch.device("cuda:1"))
+
+    monkeypatch.setattr(choice, "init", init)
+    model = nn.Linear(1, 1)
+    choice.ranks_of(model)
+    for index in (1, 0):
+        monkeypatch.setattr(choice, "device_of", lambda _, index=index: torch.device("cuda", index))
+        elsewhere = pytest.raises(ConfigError, match="the model is on cuda:0, and this rank's tensors are on cuda:1")
+        with nullcontext() if index else elsewhere:
+            choice.ranks_of(model)
+    assert given == ["auto", torch.device("cuda:1"), torch.device("cuda:0")]

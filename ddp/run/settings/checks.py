@@ -264,23 +264,32 @@ def _cluster_problems(config: Config) -> Iterator[str]:
 
 
 def _device_problems(config: Config) -> Iterator[str]:
-    """Yields devices and backends that this machine does not have, or that do not go together."""
-    nccl = config.backend == "nccl"
-    if nccl and config.device == "cpu":
+    """Yields a device and a backend that do not go together."""
+    if config.backend == "nccl" and config.device == "cpu":
         yield "backend=nccl: works with GPU memory only, but device=cpu; take backend=gloo, or device=cuda"
+
+
+def check_gpus(config: Config) -> None:
+    """Refuses GPUs that workers cannot have if this process starts them all, because they see those that it sees.
+
+    Workers of a launcher may each see other ones; so `comm/device.py` checks these, once they have met.
+
+    Raises:
+        ConfigError: there is none, or not one for each where NCCL needs that.
+    """
+    nccl = config.backend == "nccl"
     if not nccl and config.device != "cuda":
         return
     from ddp import gpu  # this late, because it imports torch, which takes a second
 
-    num_gpus = gpu.cuda.device_count() if gpu.cuda.is_available() else 0
+    num_gpus, workers = gpu.cuda.device_count(), config.cluster.workers
     if not num_gpus:
         key = "backend=nccl" if nccl else "device=cuda"
-        yield f"{key}: no CUDA device is available here; take device=cpu backend=gloo"
-    local_workers = config.cluster.local_workers or config.cluster.workers
-    if nccl and local_workers > num_gpus:
-        yield (
-            f"backend=nccl: needs a GPU of its own for each of the {local_workers} workers here, and there are "
-            f"{num_gpus}; take backend=gloo, or cluster.workers={num_gpus}"
+        raise ConfigError(f"{key}: torch sees no GPU here; take device=cpu backend=gloo")
+    if nccl and workers > num_gpus:
+        raise ConfigError(
+            f"backend=nccl: needs a GPU of its own for each of the {workers} workers here, and there are {num_gpus}; "
+            f"take backend=gloo, or cluster.workers={num_gpus}"
         )
 
 

@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from ranks import without_gloo
 
@@ -482,6 +483,34 @@ def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: l
     written = (tmp_path / "config.yaml").stat()
     prepare(second, tmp_path)
     assert (tmp_path / "config.yaml").stat().st_mtime_ns == written.st_mtime_ns, "the same is not written again"
+
+
+@pytest.mark.parametrize(
+    ("plain", "num_gpus", "refused"),
+    [
+        ({"device": "cuda"}, 0, "device=cuda: torch sees no GPU here"),
+        ({"backend": "nccl"}, 0, "backend=nccl: torch sees no GPU here"),
+        ({"backend": "nccl"}, 1, "backend=nccl: needs a GPU of its own for each of the 2 workers here, and"),
+        ({"backend": "nccl"}, 2, ""),
+        ({"device": "cuda"}, 1, ""),
+        ({}, 0, ""),
+    ],
+)
+def test_only_who_starts_the_workers_knows_which_gpus_they_see(
+    plain: dict[str, Any],
+    num_gpus: int,
+    refused: str,
+    checked: list[Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = from_plain({**plain, "cluster": {"workers": 2}})
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        prepare(config, tmp_path)
+    assert len(checked) == (not refused)
+    prepare(config, tmp_path, local_workers=2, is_restart=True)  # a launcher may show each worker another one
+    assert checked[-1] is config
 
 
 def test_a_trial_leaves_no_run_also_if_it_was_killed(checked: list[Config], tmp_path: Path) -> None:
