@@ -63,8 +63,8 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], *, root: in
                 comm.broadcast(flat.to(comm.device), root, label=label)  # a copy only in a model on several devices
             else:
                 flat = pack[0].new_empty(sum(sizes), device=comm.device)
-                comm.broadcast(flat, root, label=label)
-                values = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), pack, strict=True)]
+                parts = comm.broadcast(flat, root, label=label).to(pack[0].device).split(sizes)
+                values = [part.view(tensor.shape) for part, tensor in zip(parts, pack, strict=True)]
                 torch._foreach_copy_(pack, values)
 
 

@@ -369,7 +369,7 @@ def train_beside_a_group_for_gpus(bound: bool) -> tuple[str, float, list[float]]
         dist.group.WORLD.bound_device_id = torch.device("cuda", 1 - rank)
     gpu.cuda = Gpus("a", "b")  # type: ignore[assignment]
     decide, opening.agreed_backend = opening.agreed_backend, stop_at_the_decision
-    dist.ProcessGroupNCCL = object  # type: ignore[attr-defined]
+    nccl.ProcessGroupNCCL = object
     with pytest.raises(Decided) as decision:
         ddp.init()
     opening.agreed_backend = decide
