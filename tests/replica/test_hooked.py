@@ -71,7 +71,7 @@ def fitted(hook: Hook | None, **how: Any) -> tuple[Tensor, Any]:
 
 
 def on_hosts(num_per_host: int) -> dict[str, Any]:
-    topology._boot_id = lambda: f"host {int(os.environ['RANK']) // num_per_host}"
+    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // num_per_host}"
     algorithm = "shared_memory" if int(os.environ["WORLD_SIZE"]) == num_per_host else "shared_memory+ring"
     comm = ddp.init(abort_s=30, algorithm=algorithm)  # to choose one for each size would take most of the time
     found: dict[str, Any] = {}

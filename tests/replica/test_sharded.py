@@ -177,7 +177,7 @@ def test_sharding_changes_no_bit(world_size: int) -> None:
 def over_hosts() -> list[tuple[Tensor, Tensor]]:
     """Parameters of all layers, by the whole update and the sharded one."""
     small_blocks()
-    topology._boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
+    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
     comm = ddp.init(abort_s=30)
     assert len(comm.hosts) == 2
     found = [(flat(fitted(kind)[0]), flat(fitted(kind, sharded=True)[0])) for kind in ("lamb", "adamw")]

@@ -13,7 +13,7 @@ SOME_METHODS = ("plain", "int8", "sign", "powersgd1", "torch_fp16", "torch_power
 
 
 def hooked() -> list[HookCell]:
-    topology._boot_id = lambda: f"host of rank {os.environ['RANK']}"
+    topology.boot_id = lambda: f"host of rank {os.environ['RANK']}"
     return TimeHooks("small-mlp", SOME_METHODS, num_turns=1)()
 
 

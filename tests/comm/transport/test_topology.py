@@ -91,7 +91,7 @@ def test_ranks_of_one_host_find_each_other(size: int, kind: Kind) -> None:
 
 
 def test_another_boot_id_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "_boot_id", lambda: f"boot {my_rank() % 3}")
+    monkeypatch.setattr(topology, "boot_id", lambda: f"boot {my_rank() % 3}")
     found = layouts(7)
     assert found[0].hosts == ((0, 3, 6), (1, 4), (2, 5))
     assert not any(layout.reasons for layout in found)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from ranks import without_gloo
 
@@ -504,7 +503,7 @@ def test_only_who_starts_the_workers_knows_which_gpus_they_see(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     config = from_plain({**plain, "cluster": {"workers": 2}})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         prepare(config, tmp_path)
