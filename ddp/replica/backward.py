@@ -75,14 +75,21 @@ class BucketReduction:
         expected: ids of the parameters whose gradients this backward will compute.
         check_at: the bucket may be full once `ready` has this many entries.
         is_full: every expected gradient is ready.
-        ready_s, launched_s, done_s: when the bucket became full, was launched, and was complete.
+        ready_s, launched_s: when the bucket became full, and was launched.
+        waited_s, work: when it was complete, or what tells that of a reduction in flight.
     """
 
     def __init__(self, bucket: Bucket, before: Iterable[Tensor]) -> None:
         self.bucket, self.expected = bucket, bucket.ids
         self.ready = [parameter for parameter in before if id(parameter) in bucket.ids]
         self.num_before_begin, self.check_at, self.is_full = len(self.ready), 0, False
-        self.ready_s = self.launched_s = self.done_s = 0.0
+        self.ready_s = self.launched_s = self.waited_s = 0.0
+        self.work: InFlight | None = None
+
+    @property
+    def done_s(self) -> float:
+        """Returns when the reduction was complete, as far as the host has seen."""
+        return max(self.launched_s, self.waited_s if self.work is None else self.work.done_s)
 
     def expect(self, counts: Mapping[int, int] | None) -> list[Slot]:
         """Notes which gradients this backward will compute, and how many. Returns the slots that will get none.
@@ -319,8 +326,10 @@ class Backward:
             self._collect(wait=True)  # a bucket in flight has failed, and its error names the rank that it waited for
             raise
         if work is None:
-            self._complete(reduction, now_s())
+            reduction.waited_s = now_s()
+            self._complete(bucket)
         else:
+            reduction.work = work
             self._in_flight.append((reduction, work))
             self._collect(wait=False)
 
@@ -330,13 +339,12 @@ class Backward:
             reduction, work = self._in_flight.pop(0)
             with self._waited.running():
                 work.wait()
-            self._complete(reduction, work.done_s)
+            self._complete(reduction.bucket)
 
-    def _complete(self, reduction: BucketReduction, done_s: float) -> None:
-        """Notes that a bucket's reduction is complete."""
-        reduction.done_s = done_s
+    def _complete(self, bucket: Bucket) -> None:
+        """Notes that a bucket holds the mean."""
         if self.stepper is not None and self.layout.is_learned:  # before that, buckets are not final
-            self.stepper.complete(reduction.bucket)
+            self.stepper.complete(bucket)
 
     def end(self) -> list[BucketReduction]:
         """Fills the remaining buckets, because backward has ended. Returns what is left to launch. Collective."""

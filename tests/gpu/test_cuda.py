@@ -75,7 +75,8 @@ def overlap_in_a_trace() -> float:
     x = torch.randn(256, 2048, device=comm.device)
     for _ in range(3):
         replica(x).sum().backward()
-    with torch.profiler.profile() as profile:
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=all_threads) as profile:
         replica(x).sum().backward()
         torch.cuda.synchronize()
     ranges = {event.key for event in profile.key_averages() if event.key.startswith("ddp: ")}

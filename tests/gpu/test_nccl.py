@@ -1,0 +1,120 @@
+"""Two ranks of NCCL on one GPU, which NCCL allows if it takes them for two hosts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore
+
+import ddp
+from ddp.collectives.catalog import ALL_REDUCE
+from ddp.comm.communicator import Communicator
+from ddp.comm.settings import Settings
+from ddp.comm.transport import nccl
+from ddp.comm.watch.watchdog import Watchdog
+from ddp.errors import CommunicatorBroken, PeerLost
+
+has_nccl = torch.cuda.is_available() and nccl.ProcessGroupNCCL is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_nccl, reason="needs a CUDA device, and torch with NCCL")]
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int16, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.complex64),
+]
+
+
+def connected(abort_s: float = 30.0) -> Communicator:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["NCCL_HOSTID"] = f"host of rank {rank}"
+    store, device = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False), torch.device("cuda", 0)
+    watchdog = Watchdog(store, rank, world_size, generation=0, warn_s=10, abort_s=abort_s)
+    transport = nccl.NcclTransport(PrefixStore("nccl", store), rank, world_size, device)
+    return Communicator(transport, Settings(device=device, abort_s=abort_s), watchdog=watchdog)
+
+
+def every_way_and_type() -> None:
+    comm = connected()
+    for algorithm in ALL_REDUCE:
+        for numel in (1, 1001, 1 << 20):
+            total = comm.all_reduce(torch.full((numel,), comm.rank + 1.0, device=comm.device), algorithm=algorithm)
+            assert torch.equal(total.cpu(), torch.full((numel,), 3.0)), algorithm
+    for dtype in DTYPES:
+        mine = torch.full((comm.rank + 1,), comm.rank, device=comm.device).to(dtype)
+        assert [each.cpu().tolist() for each in comm.all_gather(mine)] == [
+            torch.full((rank + 1,), rank).to(dtype).tolist() for rank in range(2)
+        ]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        works = [comm.all_reduce(torch.full((1000,), float(k), device=comm.device), async_op=True) for k in range(20)]
+        assert [work.wait()[0].item() for work in works] == [2.0 * k for k in range(20)]
+    message = torch.full((100,), float(comm.rank), device=comm.device)
+    if comm.rank == 0:
+        comm.send(message, 1)
+    else:
+        assert comm.recv(message, 0)[0].item() == 0
+    assert comm.agree_any(comm.rank == 1)
+    comm.barrier()
+    comm.close()
+
+
+def gradients(make: Callable[[nn.Module, Communicator], nn.Module]) -> list[Tensor]:
+    comm = connected()
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 512), nn.ReLU(), nn.BatchNorm1d(512), *[nn.Linear(512, 512) for _ in range(6)]]
+    model = ddp.SyncBatchNorm.convert(nn.Sequential(*layers), comm=comm).to(comm.device)
+    replica = make(model, comm)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(comm.rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        replica(torch.randn(16, 512, generator=generator).to(comm.device)).square().mean().backward()
+        optimizer.step()
+    result = [parameter.detach().cpu() for parameter in model.parameters()]
+    comm.close()
+    return result
+
+
+def bucketed(model: nn.Module, comm: Communicator) -> nn.Module:
+    return ddp.BucketedDataParallel(model, bucket_cap_mb=1, comm=comm)
+
+
+def naive(model: nn.Module, comm: Communicator) -> nn.Module:
+    return ddp.NaiveDataParallel(model, comm=comm)
+
+
+def lose_the_other() -> str:
+    comm = connected(abort_s=5.0)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(9)
+        return ""
+    began_s = time.monotonic()
+    with pytest.raises((PeerLost, CommunicatorBroken)) as lost:
+        comm.all_reduce(torch.ones(10, device=comm.device))
+        comm.barrier()
+    assert time.monotonic() - began_s < 9
+    with pytest.raises(CommunicatorBroken):
+        comm.all_reduce(torch.ones(10, device=comm.device))
+    return str(lost.value)
+
+
+def test_every_way_and_type() -> None:
+    run_ranks(every_way_and_type, 2)
+
+
+def test_buckets_beside_synchronised_layers_equal_one_message_for_each_gradient() -> None:
+    one, other = run_ranks(gradients, 2, bucketed)
+    naively, _ = run_ranks(gradients, 2, naive)
+    assert all(map(torch.equal, one, other))
+    for a, b in zip(one, naively, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_deadline() -> None:
+    assert "lost rank 1" in run_ranks(lose_the_other, 2)[0]
