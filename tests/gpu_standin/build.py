@@ -30,6 +30,7 @@ SIGNATURES = {
     "late": (None, c_int),
     "reset": (None,),
     "count": (None, c_char_p),
+    "fail": (None, c_char_p),
     "report": (c_char_p,),
     "batch": (c_int64, c_int, c_int64, c_char_p, c_int, POINTER(c_size_t), POINTER(c_int64), POINTER(c_int)),
     "before_batch": (None, c_int64),

@@ -540,6 +540,10 @@ void standin_count(const char* what) {
   Lock lock(mutex);
   counters[what]++;
 }
+void standin_fail(const char* why) {
+  Lock lock(mutex);
+  failure = why;
+}
 const char* standin_report() {
   static thread_local std::string text;
   Lock lock(mutex);

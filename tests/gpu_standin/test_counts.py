@@ -40,7 +40,7 @@ AT_MOST = {
     "fit": Count(1, 62, 2),
     "fit, clip_norm": Count(1, 67, 2),
     "fit, LAMB": Count(1, 78, 2),
-    "fit, sharded": Count(2, 79, 8),
+    "fit, sharded": Count(1, 79, 8),
     "fit, fp16": Count(1, 85, 2),
 }
 

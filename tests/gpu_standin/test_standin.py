@@ -358,3 +358,55 @@ def a_batch_meets_its_peer_s() -> None:
 
 def test_a_batch_meets_its_peer_s() -> None:
     run_ranks(a_batch_meets_its_peer_s, 2)
+
+
+# ---- symmetric memory
+
+
+def neighbours_memory() -> None:
+    rank = int(os.environ["RANK"])
+    device.install(2)
+    cuda.set_device(rank)
+    from torch.distributed import _symmetric_memory as symm
+
+    store = torch.distributed.TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
+    symm._SymmetricMemory.set_group_info("both", rank, 2, torch.distributed.PrefixStore("both", store))
+    mine = symm.empty(1000, dtype=torch.float32, device="standin")
+    handle = symm.rendezvous(mine, "both")
+    assert (handle.rank, handle.world_size) == (rank, 2) and mine.device.index == rank
+    peer = handle.get_buffer(1 - rank, (500,), torch.float32, 500 * rank)  # what this rank adds up
+    part = mine[500 * rank :][:500]
+    for step in range(3):
+        mine.fill_(rank + step)
+        if rank:
+            time.sleep(0.1)
+        handle.barrier(channel=0)
+        waits = cuda.current_stream().record_event()
+        part.add_(peer)
+        peer.copy_(part)
+        handle.barrier(channel=1)
+        assert rank or not waits.query()
+        assert mine.tolist() == [1.0 + 2 * step] * 1000
+    with pytest.raises(RuntimeError, match="not allocated"):
+        symm.rendezvous(torch.ones(3, device="standin"), "both")
+    if rank == 0:  # nobody comes
+        handle.barrier(timeout_ms=50)
+        with pytest.raises(RuntimeError, match="timed out"):
+            cuda.synchronize()
+
+
+def on_one_gpu() -> None:
+    device.install(1)
+    from torch.distributed import _symmetric_memory as symm
+
+    torch.distributed.init_process_group("gloo")
+    with pytest.raises(RuntimeError, match="overlapping devices"):
+        symm.rendezvous(symm.empty(3, device="standin"), torch.distributed.group.WORLD.group_name)
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    symm.rendezvous(symm.empty(3, device="standin"), torch.distributed.group.WORLD).barrier()
+    cuda.synchronize()
+
+
+@pytest.mark.parametrize("case", [neighbours_memory, on_one_gpu])
+def test_symmetric_memory(case: Callable[[], None]) -> None:
+    run_ranks(case, 2)

@@ -46,7 +46,7 @@ inline std::map<std::pair<int, int64_t>, size_t> stream_numbers;  // (device, to
 inline std::map<uintptr_t, Block> blocks;                         // by their first byte
 inline std::map<std::string, int64_t> commands, counters;
 inline std::vector<std::string> races;
-inline std::string failure;  // of a command that ran in the queue
+inline std::string failure;  // of a command, which whoever waits on the host learns
 inline Clock host;           // what the host has waited for
 inline bool detecting = false, host_waits_order = true;
 inline uint64_t late_after = UINT64_MAX;  // later commands are done, for who asks, only once somebody has waited
