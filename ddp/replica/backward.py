@@ -480,7 +480,7 @@ def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
         if (listener := of_replica()) is not None:
             with lock:
                 listener.backward.streams.add(gpu.cuda.current_stream(parameter.device))
-                (on_large_gradient if parameter.nbytes >= LARGE_BYTES else on_gradient)(parameter)
+                on_gradient(parameter)  # large ones, too: a command for each would cost more than their memory
 
     for parameter in parameters:
         if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
