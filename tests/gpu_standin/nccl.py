@@ -86,10 +86,10 @@ class Work:
 
     def is_completed(self) -> bool:
         load().count(b"nccl polls")
-        return self.ended or self.error is not None
+        return self.ended or self.exception() is not None
 
     def exception(self) -> Exception | None:
-        return self.error
+        return self.error or self.communicator.error  # every batch asks its communicator
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Makes the current stream wait; an error is none of its business."""
@@ -120,6 +120,7 @@ class ProcessGroupNCCL:
         self._gloo: Any = None
         self._streams: dict[int, int] = {}
         self._batch: Work | None = None
+        self.error: Exception | None = None
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._in_flight: list[Work] = []
         self._lock, self._aborted = threading.Lock(), threading.Event()
@@ -210,7 +211,7 @@ class ProcessGroupNCCL:
             load().before_batch(work.number)
             time.sleep(FAULTS.delay_s)
             if FAULTS.error:
-                work.error = RuntimeError(FAULTS.error)
+                self.error = RuntimeError(FAULTS.error)
             try:
                 if FAULTS.peer_never_comes or FAULTS.error:
                     raise ConnectionError("a test wants it")

@@ -1,0 +1,86 @@
+"""A rank that fails, dies, stops or does not come is named by the others within the deadline, though no host waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from gpu_standin import device, nccl
+from ranks import RankFailed, collect, start_ranks
+from torch import nn
+
+import ddp
+from ddp.errors import CommunicatorBroken, PeerLost
+
+ABORT_S = 8.0
+
+
+def train(how: str) -> tuple[float, str]:
+    """Returns how long rank 0 took to notice, and what it was told."""
+    device.install(2)
+    comm = ddp.init(device="standin", abort_s=ABORT_S)
+    model = ddp.DistributedDataParallel(nn.Linear(20, 30).to(comm.device))
+    x, began_s = torch.randn(8, 20, device=comm.device), 0.0
+    with pytest.raises(PeerLost) as lost:
+        for step in range(10_000):
+            if step == 3:
+                began_s = time.monotonic()
+                if how == "nobody comes":
+                    nccl.FAULTS.peer_never_comes = True
+                elif how == "NCCL fails" and comm.rank == 0:
+                    nccl.FAULTS.error = "unhandled system error"
+                elif comm.rank == 1:
+                    be_lost(how)
+            loss = model(x).square().mean()
+            loss.backward()
+            if how == "dies, and the other reads":
+                loss.item()
+    took_s = time.monotonic() - began_s
+    with pytest.raises(CommunicatorBroken):
+        comm.all_reduce(torch.ones(3, device=comm.device))
+    ddp.shutdown(failed="it was told")
+    return took_s, str(lost.value)
+
+
+def be_lost(how: str) -> None:
+    match how:
+        case "dies" | "dies, and the other reads":
+            os._exit(3)
+        case "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleeps":
+            time.sleep(3 * ABORT_S)
+        case "raises":
+            ddp.shutdown(failed="ValueError: mine")
+            os._exit(1)
+
+
+CASES = {
+    "dies": "lost rank 1 .*: its process has ended",
+    "dies, and the other reads": "lost rank 1 .*: its process has ended",
+    "raises": "lost rank 1 .*: it failed: ValueError: mine",
+    "stops": "lost rank 1 .*: it shows no sign of life for 8 s",
+    "sleeps": "lost rank 1 .*: it is alive, but has not come to this collective",
+    "nobody comes": "the GPU has waited for 8 s",
+    "NCCL fails": "unhandled system error",
+}
+
+
+def test_who_is_missing_is_named_within_the_deadline() -> None:
+    """All cases at once, because they wait."""
+    started = {how: start_ranks(train, 2, how) for how in CASES}
+    try:
+        results = {how: collect(ranks[:1], timeout_s=50)[0] for how, ranks in started.items()}
+    finally:
+        for ranks in started.values():
+            ranks[1][0].kill()
+            collect(ranks[1:], timeout_s=5)
+    for how, result in results.items():
+        assert not isinstance(result, RankFailed), f"{how}: {result}"
+        took_s, told = result
+        assert re.search(CASES[how], told), f"{how}: {told}"
+        assert took_s < 2 * ABORT_S + 4, how
