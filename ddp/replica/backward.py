@@ -295,7 +295,7 @@ class Backward:
 
     def _fill(self, bucket: Bucket) -> None:
         """Puts a bucket's gradients in their places, once they are there."""
-        if self.streams:
+        if self.streams and bucket.flat.device.type == gpu.KIND:
             here = gpu.cuda.current_stream(bucket.flat.device)
             others = [stream for stream in self.streams if stream != here]
             for stream in others:
