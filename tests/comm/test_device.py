@@ -372,13 +372,16 @@ def train_beside_a_group_for_gpus(bound: bool) -> tuple[str, float, list[float]]
     nccl.ProcessGroupNCCL = object
     with pytest.raises(Decided) as decision:
         ddp.init()
+    some: Any = dist.new_group([0, 1], backend="gloo")
+    gpu.cuda = Gpus("a", "b")  # type: ignore[assignment]
+    with pytest.raises(Decided, match=str(decision.value)):
+        session.communicator_of(some, torch.device("cuda"))
     opening.agreed_backend = decide
     model = ddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
     model(torch.full((1, 1), 2.0 * rank)).sum().backward()
     (weight,) = model.parameters()
     assert weight.grad is not None
-    some = dist.new_group([0, 1], backend="gloo")
-    beside = ddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=some)  # type: ignore[arg-type]
+    beside = ddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=some)
     return str(decision.value), model.comm.abort_s, [weight.grad.item(), beside.comm.world_size]
 
 
